@@ -209,7 +209,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The items, as parts of tiles. Each array has one element per item."""
+    """The items into which the tiles are divided. Each array has one element per item."""
 
     slot: Ints  # in ascending order
     tile: Ints

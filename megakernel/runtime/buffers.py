@@ -54,7 +54,7 @@ def check_program(dims: Dims, program: Program) -> None:
 
 
 def check_table(program: Program, table: StepTable, pages: int) -> None:
-    """Raise MegakernelError unless `table` was made for `program`, and all its KV pages are less than `pages`."""
+    """Raise MegakernelError unless `table` was made for `program` and a KV cache of `pages` pages."""
     if table.dims != program.dims:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:

@@ -55,7 +55,7 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """One rank's part of this machine. Two workers on one core would only wait for each other, so it has one."""
+    """One rank's part of this machine, with at most one worker per core, because two would wait for each other."""
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
 

@@ -1,4 +1,4 @@
-"""Measures how well work overlaps in a trace. |S| is the total length of a set S of times. None: division by 0."""
+"""Measures how well work overlaps in a trace. A measure is None if its divisor is 0."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Sp
 def inside_worker(resolved: Resolved) -> float | None:
     """Return the fraction of loading time in which the worker waits, or computes an earlier instruction.
 
-    Only the part of a load before its own instruction's COMPUTE counts here, called `ahead`: sum over LOADs of |ahead
-    and (waits or COMPUTE of the worker)| / sum of |ahead|. The rest counts in `loads_under_compute`.
+    Only the part of a load before its own instruction's COMPUTE counts here. The rest counts in `loads_under_compute`.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -52,14 +51,16 @@ def loads_under_compute(resolved: Resolved) -> float | None:
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """The fraction of times [begin, end), one per interval of `chosen`, in which the worker also runs `cover`."""
+    """The fraction of times [begin, end), one per interval in `chosen`, in which the worker runs an interval in
+    `cover`."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
 def exposed_communication(resolved: Resolved) -> float:
-    """Return |waits ended by another rank's signal, while the worker does not compute| / (workers x time)."""
+    """Return the fraction of all workers' time in which a worker does not compute, but waits for another rank's
+    signal."""
     rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -81,8 +82,8 @@ def compute_bound(resolved: Resolved) -> set[int]:
 
 
 def across_workers(resolved: Resolved) -> float | None:
-    """Return |some worker computes a memory-bound instruction while another worker computes a compute-bound one| /
-    |some worker computes a memory-bound instruction|."""
+    """Of the time in which some worker computes a memory-bound instruction, return the fraction in which another worker
+    computes a compute-bound one."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     matrix = np.isin(resolved.number, list(compute_bound(resolved)))
     memory = ~matrix & ~resolved.control
@@ -93,12 +94,14 @@ def across_workers(resolved: Resolved) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """Return |several workers compute, in several (layer, phase) pairs| / |some worker computes|."""
+    """Of the time in which some worker computes, return the fraction in which several workers compute, in several pairs
+    (layer, phase)."""
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """Return |several ranks compute, in several (layer, phase) pairs| / |some worker computes|."""
+    """Of the time in which some rank computes, return the fraction in which several ranks compute, in several pairs
+    (layer, phase). None for a single rank."""
     if resolved.program.ranks == 1:
         return None
     rank = resolved.rows["rank"].astype(np.int64)
@@ -106,8 +109,8 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """Return the fraction of the time in which some lane of `busy` computes, in which several lanes compute in several
-    phases. A lane is a worker or a rank."""
+    """Of the time in which some lane of `busy` (a worker or a rank) computes, return the fraction in which several
+    lanes compute, in several pairs (layer, phase)."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.

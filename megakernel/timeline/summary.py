@@ -66,10 +66,10 @@ class Summary:
 
     `step_s` is the mean time of a launch. `busy` and `wait` are mean fractions of a worker's time in these launches: it
     is busy when it computes, stores or loads, it waits for a signal or for a shared-memory page, and otherwise it is
-    idle (see states.py). `computing` is the fraction for computing alone. `imbalance` = busy time of the busiest worker / mean
-    busy time - 1. `dropped` is the number of intervals for which the trace had no room. `clock_error_s` is the largest
-    possible offset between the clocks of ranks. `without_attention` says that the trace lacks attention's work, so
-    `resources` lack it too. The other fields are explained at the class or function that makes them.
+    idle (see states.py). `computing` is the fraction for computing alone. `imbalance` = busy time of the busiest worker
+    / mean busy time - 1. `dropped` is the number of intervals for which the trace had no room. `clock_error_s` is the
+    largest possible offset between the clocks of ranks. `without_attention` says that the trace lacks attention's work,
+    so `resources` lack it too. The other fields are explained at the class or function that makes them.
     """
 
     step_s: float
