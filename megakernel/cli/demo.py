@@ -13,7 +13,7 @@ from .host import measured_ceilings
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "Name the capital of France."
-# So many tokens and runs give stable medians, and take a few seconds on two cores.
+# These numbers give stable medians, and take a few seconds on two cores.
 _PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3
 
 

@@ -21,7 +21,7 @@ from ..runtime import Chunk, SampleRow, build_step, rank_machine
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-# The time in seconds that an instruction may wait for another. Each takes less than a thousandth of it.
+# The seconds that an instruction may wait for another. No instruction takes a thousandth of this time.
 _TIMEOUT_S = 2.0
 # The maximum number of differences to find per case. Each may cost a failed launch, which takes 3 * _TIMEOUT_S.
 _MOST_DIFFERENCES = 8

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 T = TypeVar("T")
-_SILENCE_S = 300.0  # if a server sends nothing for so many seconds, the connection counts as lost
-_SHOWN = 300  # an error shows at most so many characters of an answer that cannot be decoded
+_SILENCE_S = 300.0  # seconds without data from a server after which the connection counts as lost
+_SHOWN = 300  # maximum characters that an error shows of an answer that cannot be decoded
 _MOST_LINE = 1 << 20  # maximum bytes of one event of a streamed answer
 _MOST_BYTES = 1 << 28  # maximum bytes of an answer
 

@@ -21,12 +21,12 @@ SHARD_UNIT = 32
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
-# Attention computes a partial softmax for each block of so many KV tokens, and merges these results. The number is the
-# same in all programs, because the bits of the result depend on it.
+# The KV tokens of a block. Attention computes a partial softmax for each block, and merges these results. The number is
+# the same in all programs, because the bits of the result depend on it.
 KV_BLOCK = 128
 
-# The maximum number of experts of a layer. A CPU computes so many columns of a row in one pass of a matmul. Therefore
-# the router's logits of all experts are complete when it chooses the best.
+# The maximum number of experts of a layer. A CPU computes at most this many columns of a row in one pass of a matmul,
+# and the router's logits of all experts must be complete when it chooses the best.
 MOST_EXPERTS = 512
 # The value of `ModelSizes.span` for a layer without a sliding window: more tokens than any context has.
 ALL_TOKENS = 1 << 30
@@ -268,7 +268,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The most token rows that a rank owns. REDUCE has so many rows for the partial sums of each rank."""
+        """The most token rows that a rank owns. REDUCE has this many rows for each rank's partial sums."""
         if self.split.replicated_residual:
             return self.bucket.tokens
         return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block

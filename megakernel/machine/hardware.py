@@ -38,7 +38,7 @@ class Chip:
         return self.subpartitions * self.fp32_lanes_per_subpartition
 
     def clock_for(self, fma_flops_per_s: float) -> float:
-        """Return the clock in Hz at which all lanes together reach so many FLOP/s of multiply-adds."""
+        """Return the clock in Hz at which all lanes together do `fma_flops_per_s` FLOP/s of multiply-adds."""
         return fma_flops_per_s / (2 * self.fp32_lanes)
 
 

@@ -15,7 +15,7 @@ from ..isa import BUFFERS, Buffer, Dtype, Split, from_f32, to_f32
 from ..isa.dtypes import BLOCKS
 from .config import ModelConfig
 
-# Elements that are converted at a time: so few that they stay in a cache, and that little memory is needed.
+# The number of elements converted at a time, which is small so that they stay in a cache and need little memory.
 CHUNK = 1 << 15
 
 

@@ -79,7 +79,7 @@ def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
     pairs = len(power)
 
     def pair(turns: float) -> float:
-        """The number of the RoPE pair, as a real number, that turns so many times within the original context."""
+        """The number of the RoPE pair (a real number) that turns `turns` times within the original context."""
         return pairs * math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = pair(rope.high_freq_factor), pair(rope.low_freq_factor)

@@ -48,7 +48,7 @@ MAGIC = b"MKPROG\0"
 VERSION = 7
 HASHED = 40  # the SHA-256 covers all bytes of the file from this offset on
 START = 48  # offset of the header in the file
-ALIGNMENT = 64  # arrays begin at multiples of so many bytes in the file
+ALIGNMENT = 64  # in the file, arrays begin at multiples of this number of bytes
 
 SEGMENTS = ("prologue", "body", "epilogue")
 TOTALS = ("totals_first", "totals_middle", "totals_last")

@@ -11,7 +11,7 @@ from ..machine import Machine, busy
 
 _REPEATS = 3
 _PROBE_S = 0.25
-_CACHE_FACTOR = 8  # the measurement reads so many times the last-level cache's size, so that reads come from memory
+_CACHE_FACTOR = 8  # a multiple of the last-level cache's size is read, so that reads come from memory
 _UNKNOWN_CACHE = 32 << 20
 # The maximum number of bytes to read, because some virtual machines report the cache of a whole socket.
 _LARGEST_READ = 2 << 30

@@ -6,8 +6,8 @@ of items of one attention instruction is called a slot. Each rank has its own it
 Rows are first grouped into query tiles, and the KV heads of a tile into parts. Then all work is laid out on a line:
 tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. If a slot's
 share ends inside a tile, the tile is divided there, either between two parts or inside a part. A part is divided
-between two rows or between two KV blocks; in the latter case, the items' partial results must be merged, and the part
-is called a split. So there are at most as many items as tiles, plus three per slot.
+between two rows or between two KV blocks. A part divided between KV blocks is called a split, and the partial results
+of its items must be merged. So there are at most as many items as tiles, plus three per slot.
 
 A CPU core processes one KV head after another, so a part is one head. An SM processes `pages.UNITS` units at the same
 time, each with `pages.QUERY_TILE` (query row, query head) pairs of one KV head. If a tile has so few rows that one KV

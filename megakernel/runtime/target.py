@@ -18,7 +18,7 @@ class Target:
     """A kind of processor for which programs are compiled. Each backend runs the programs of one target.
 
     units      the kinds of units that can compute matmuls; the kind that suits few rows comes first
-    row_unit   row blocks start at multiples of this number of rows, because so many rows are stored together; 1 if any
+    row_unit   row blocks start at multiples of this number of rows, which are stored together; 1 if any
                number of rows can be stored
     col_unit   column tiles start at multiples of this number; None if the machine file gives it
     pages      whether operands pass through a ring buffer of shared-memory pages, whose size the machine file gives

@@ -16,7 +16,7 @@ from .waterfall import Cause
 
 _LANES = 16  # maximum number of lanes (workers) in the map; of more, it shows evenly spaced ones
 _WAITS = 6  # maximum number of rows of the table of waits
-_WIDE = 110  # if the terminal has so many columns, both tables are shown side by side
+_WIDE = 110  # terminal columns needed to show both tables side by side
 
 # Control operations are black in charts, and invisible on a black terminal. So they get the terminal's text colour.
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
