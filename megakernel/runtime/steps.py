@@ -104,7 +104,7 @@ class Lineup:
 
 @dataclass(eq=False, slots=True)
 class StepRows:
-    """The rows of a step. Consecutive steps share one Lineup if the same sequences continue."""
+    """The rows of a step. If the same sequences continue, consecutive steps have the same Lineup object."""
 
     lineup: Lineup
     start: Ints  # for each chunk, the position of its first token in its sequence
