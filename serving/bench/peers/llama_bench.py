@@ -35,7 +35,11 @@ class LlamaBench:
     name = llama_cpp.NAME
 
     def __init__(self, path: Path, task: Task) -> None:
-        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": llama_cpp.kv_type(task)}
+        self.about: dict[str, Any] = {
+            "program": path.name,
+            "weights": task.weights,
+            "kv_cache": llama_cpp.kv_type(task),
+        }
         self._path, self._task = path, task
 
     def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:

@@ -42,7 +42,11 @@ def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]
     """Return the function that times a run, and the peer's description. `load` is called in the peer's own process (see
     `process`)."""
     model = _Model(task)
-    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": kv_type(task)}
+    return model.seconds, {
+        "program": f"llama-cpp-python {model.version}",
+        "weights": task.weights,
+        "kv_cache": kv_type(task),
+    }
 
 
 class _Model:
