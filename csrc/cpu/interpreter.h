@@ -95,7 +95,7 @@ class Interpreter {
     int32_t number = 0;              // the number of `record`, as in a trace
     bool claimed = false;            // whether a drain claimed `record`
     int32_t item = 0, item_end = 0;  // if `record` is attention: its remaining items are [item, item_end)
-    int blocked = 0;                 // index of the wait word of `record` that was found unsatisfied last
+    int blocked = 0;                 // which wait of `record` was found unsatisfied last
     int64_t prefetched = 0;          // bytes of the weights of `record` prefetched so far
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;

@@ -25,7 +25,7 @@ constexpr int kChunk = 256;        // with many rows, accumulators are stored af
 constexpr int kChunkStride =
     kChunk + 16;                 // floats; not a power of two, so that rows map to different cache sets
 constexpr int kWideSteps = 128;  // steps along K whose quantised weights are converted to float32 at a time
-constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two panels; not a power of two
+constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats per converted panel; not a power of two
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
@@ -49,12 +49,13 @@ struct Scratch {
   float* scores;       // scores, then softmax weights, of one KV block: [pairs][kv_block]
   float* block_out;    // weighted sums o of one KV block: [pairs][head_dim, padded to kPanel]
   float* merged_out;   // sums o of all KV blocks so far: [pairs][head_dim, padded to kPanel]
-  float* stats;        // m and l of one KV block, then m and l of all KV blocks so far: [4][pairs]
+  float* stats;        // softmax m and l: of one KV block, then of all KV blocks so far: [4][pairs]
   float* logits;       // logits of one row: [vocab]
   int32_t* counts;     // how often a sequence contains each token id: [vocab]; all zero between calls
 };
 
-// Returns the layer whose weights a phase reads when it runs in layer `layer`.
+// Returns the layer whose weights a phase reads when it runs in layer `layer`: phase.ahead layers further on,
+// but at most the last layer.
 inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
@@ -131,14 +132,15 @@ struct Kernels {
   // Executes enough independent FMAs to keep the FMA units busy, to measure peak FLOP/s. Stores the number of
   // floating-point operations that it has executed in `flops`.
   double (*multiply_add)(int64_t rounds, double* flops);
-  // The same for multiply-adds of 8-bit integers, which `operations` counts.
+  // Executes multiply-adds of 8-bit integers, to measure their peak rate. Stores the number of operations
+  // that it has executed in `operations`.
   double (*multiply_integers)(int64_t rounds, double* operations);
 
   Op op(const Phase& phase) const { return ops[static_cast<int32_t>(phase.operation)]; }
   Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }
 };
 
-// Each function returns the table of one SIMD path.
+// Each function returns the kernels of one SIMD path for activations of type `dtype`.
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);

@@ -33,8 +33,9 @@ struct ProgramSource {
   // Where each stream or queue begins in its list, followed by the end of the last one:
   // [ranks * workers + 1] for a segment, [ranks * queues + 1] for the queues.
   const int32_t* offsets[kRecordLists];
-  // Arrivals per launch at each counter, [ranks][counters], in the first block of counters, in each middle
-  // block and in the last block.
+  // Arrivals per launch at each counter, [ranks][counters]. Each layer has a block of counters, and the
+  // epilogue has another. The three arrays are for the first block, for each middle block and for the last
+  // block.
   const int32_t* totals[3];
 };
 
@@ -78,8 +79,8 @@ class Program {
   int32_t total(int rank, int32_t block, int32_t index) const {
     return totals_[block == 0 ? 0 : block == layers ? 2 : 1][int64_t{rank} * counters_ + index];
   }
-  // Returns the number of records claimed from a queue while `layer` runs. Like counters, it grows from
-  // launch to launch.
+  // Returns the number of records that workers have claimed from a queue in `layer`. It is not reset between
+  // launches, so it grows from launch to launch, as counters do.
   std::atomic<int32_t>& claims(int queue, int32_t layer) {
     return claims_[int64_t{layer} * ranks * queues_ + queue].value;
   }
