@@ -318,8 +318,8 @@ struct KvBlocks {
   int32_t begin, end;
 };
 
-// Returns the KV blocks of an item that its rows see, in a layer where a row attends to `span` tokens: those
-// from the first row's first token on.
+// Returns the KV blocks that an attention item reads in a layer whose rows attend to the last `span` tokens:
+// blocks before the first token that the item's first row sees are left out.
 MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
   const int32_t first = first_visible(span, s.positions[s.item_row[item]]) / kKvBlock;

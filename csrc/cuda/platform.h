@@ -122,7 +122,7 @@ enum class Scope { kGpu, kSystem };
 struct alignas(16) Where {
   int32_t segment, layer, number;  // number: index of the instruction's record, as in a trace
 
-  // The index of the instruction's counter block. A program has one counter block per layer, and one more.
+  // Index of the instruction's block of counters. There is one for each layer, and one for the epilogue.
   int32_t block;
 };
 MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // between two instructions

@@ -98,9 +98,9 @@ class AttentionTile {
     }
   }
 
-  // For each row, turns the scores of the block's tokens that the row sees, `span` tokens up to its own, into
-  // probabilities e^(score - m), rounded to bf16. m is the row's maximum score in the block. Also computes l,
-  // the sum of the row's e^(score - m) before rounding.
+  // Turns the scores of KV block number `block` into probabilities e^(score - m), rounded to bf16, where m is
+  // the row's maximum score in the block. A row sees the last `span` tokens up to its own, and the
+  // probability of other tokens is 0. Also computes l, the sum of a row's e^(score - m) before rounding.
   __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;

@@ -32,7 +32,7 @@ MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
 struct Scratch {
   alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
-  float squares[2][kConsumerWarps][8];  // dots.h: sum of squares of a warp's columns of a head, by row
+  float squares[2][kConsumerWarps][8];  // dots.h: a warp's sum of squares over its columns of a head, by row
   int32_t last;                         // attention: whether this block merges a split's partial results
   int32_t listed;                       // sample: number of logits copied to the list (sample.h)
 };
