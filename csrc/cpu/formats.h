@@ -186,7 +186,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     } else {
       const U32 word = code_words(values, 2 * run_ + s / 4, v * kLanes);
-      const int above = 24 - s % 4 * 8;  // number of bits above the byte of step s
+      const int above = 24 - s % 4 * 8;  // bits of the 32-bit word that are above the byte of step s
       if constexpr (kBits == 8) return __builtin_convertvector((I32)(word << above) >> 24, F32) * line.scale;
       const U32 value = above == 0 ? word >> 24 : word >> (24 - above) & 0xFF;
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;

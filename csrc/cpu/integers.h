@@ -19,7 +19,7 @@ struct Rounded {
   uint32_t words[kUnit / 4];
   float scale;
   float sum;          // scale * (halves[0] + halves[1])
-  int32_t halves[2];  // the sums of the first and of the last 16 bytes
+  int32_t halves[2];  // sums of the first 16 bytes and of the last 16 bytes
 };
 
 // The maximum number of rows whose results are accumulated in registers at a time.
@@ -42,7 +42,7 @@ MK_INLINE void round_unit(const float* x, Rounded* out) {
   const float scale = some ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
   I32 rounded[kVectors], sums[2] = {};
   MK_UNROLL for (int i = 0; i < kVectors; ++i) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it to a float rounds the float to an integer
     const F32 shifted = (finite ? values[i] : F32{}) * inverse + kMagic;
     rounded[i] = (I32)shifted - (I32)splat(kMagic);
     sums[i * 2 / kVectors] += rounded[i];

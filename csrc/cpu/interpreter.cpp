@@ -13,8 +13,10 @@
 namespace mk {
 namespace {
 
-constexpr int64_t kPrefetchLimit = 256 << 10;  // most bytes to prefetch: they fit in a core's L2 cache
-constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes prefetched between two checks of the waits
+constexpr int64_t kPrefetchLimit =
+    256 << 10;  // maximum bytes of weights to prefetch, which fit in a core's L2 cache
+constexpr int64_t kPrefetchSlice =
+    4 << 10;  // bytes to prefetch before checking again whether an instruction can run
 
 // Before it yields, a waiting thread spins for longer than most waits of a step last, because a busy system
 // may give the core to another process as soon as the thread yields.
@@ -22,7 +24,7 @@ constexpr int kSpins = 4000, kYields = 200;
 // If there are more threads than cores, a waiting thread spins only briefly, because the thread that it waits
 // for may need its core.
 constexpr int kCrowdedSpins = 20;
-constexpr int kPatience = 10;  // pauses before an idle thread tries other threads' streams
+constexpr int kPatience = 10;  // pauses before an idle thread tries to run other threads' instructions
 constexpr long kNapNs = 50'000;
 
 void relax() {

@@ -84,7 +84,7 @@ class Interpreter {
     // `hold` has a cache line of its own, because other threads read it.
     alignas(64) std::atomic<Hold> hold{Hold::kFree};
     alignas(64) int rank = 0, worker = 0;
-    int thread = 0;  // the thread to which deal_streams assigned the stream
+    int thread = 0;  // the thread that normally executes the stream
     int segment = 0, layer = 0;
     // Index of the next record in the segment.
     int32_t next = 0;
@@ -92,11 +92,11 @@ class Interpreter {
     // record that it has claimed from a queue. Null if the current record has not been fetched yet.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;    // the phase of `record`
-    int32_t number = 0;              // the number of `record`, as in a trace
+    int32_t number = 0;              // the number by which a trace identifies `record`
     bool claimed = false;            // whether a drain claimed `record`
-    int32_t item = 0, item_end = 0;  // if `record` is attention: its remaining items are [item, item_end)
+    int32_t item = 0, item_end = 0;  // if `record` is attention: its remaining work items, [item, item_end)
     int blocked = 0;                 // which wait of `record` was found unsatisfied last
-    int64_t prefetched = 0;          // bytes of the weights of `record` prefetched so far
+    int64_t prefetched = 0;          // how many bytes of the weights of `record` have been prefetched
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;
     int64_t dropped = 0;
@@ -104,7 +104,7 @@ class Interpreter {
   struct alignas(64) Progress {
     std::atomic<uint64_t> instructions{0};
   };
-  struct alignas(64) Memory {  // the memory of one thread
+  struct alignas(64) Memory {  // memory that one thread uses
     Scratch scratch;
     std::vector<int64_t> link_bytes;  // by rank
   };
@@ -157,9 +157,9 @@ class Interpreter {
   // The state of the launch in progress.
   Program* program_ = nullptr;
   std::vector<int32_t> words_;
-  std::vector<StepView> views_;               // the step table as each rank sees it
+  std::vector<StepView> views_;               // for each rank: pointers into the step table
   std::vector<Cursor> cursors_;               // one for each stream
-  std::vector<std::vector<Cursor*>> dealt_;   // the streams of each thread
+  std::vector<std::vector<Cursor*>> dealt_;   // for each thread: the streams that it normally executes
   bool crowded_ = false;                      // whether more threads have streams than there are cores
   alignas(64) std::atomic<int32_t> left_{0};  // number of streams that have not ended
   std::vector<Progress> progress_;

@@ -18,7 +18,7 @@
 namespace mk {
 
 constexpr int kPanel = 16;  // columns of a panel
-constexpr int kUnit = 32;   // steps along K that are read together
+constexpr int kUnit = 32;   // indices along K (steps) whose weights are read together
 
 struct Panel {
   const char* data;
@@ -95,7 +95,8 @@ struct PackedBlock {
   using Scales = S;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
-  static constexpr int kGroups = S::kGroups;   // number of groups of a unit that have scales of their own
+  static constexpr int kGroups =
+      S::kGroups;  // number of groups, in a unit of steps, with scales of their own
   static constexpr int kZero = zero_code(kBits, kOffset);
 
   Scales scales;

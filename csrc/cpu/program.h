@@ -30,6 +30,7 @@ struct ProgramSource {
   int32_t ranks, workers, counters, queues;  // workers and queues: per rank; counters: per layer and rank
   const int32_t* records[kRecordLists];
   int64_t lengths[kRecordLists];  // the number of records of each list
+
   // Where each stream or queue begins in its list, followed by the end of the last one:
   // [ranks * workers + 1] for a segment, [ranks * queues + 1] for the queues.
   const int32_t* offsets[kRecordLists];
@@ -86,6 +87,7 @@ class Program {
   }
 
   uint32_t launches = 0;  // number of launches begun since the counters were last reset
+
   // Resets the counters and claims to the state before the first launch. No launch may be running.
   void reset();
 

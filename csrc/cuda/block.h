@@ -1,6 +1,6 @@
-// The shared memory of a thread block. All inputs and most outputs pass through a ring (a circular buffer) of
-// kPages pages of 16 KiB. Page n of a block, counted from 0 over all of its instructions, lies in slot n %
-// kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
+// The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kPages pages
+// of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all instructions,
+// lies in slot n % kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
 //   full    both loader warps have arrived for the page, and the bytes that one of them requested are in it.
 //           For an output page, `full` means that the consumer warps may write it
 //   ready   output pages only: the consumer warps have written the page
@@ -53,7 +53,7 @@ struct SlotMemory {
 // A wait that has lasted a millisecond, recorded by the warp that waits.
 struct Late {
   const void* what;  // the barrier or counter that the warp waits for; null if there is no such wait
-  uint32_t parity;   // parity of the barrier's phase
+  uint32_t parity;   // parity of the barrier phase for which the warp waits
   Where where;
 };
 
@@ -62,7 +62,7 @@ struct BlockMemory {
   unsigned char pages[kPages][kPageBytes];  // aligned to 1024 bytes on the device
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
-  Barrier parted;            // completes once all loaders of the worker have finished
+  Barrier parted;            // completes once all loader warps of the worker have finished
   uint32_t passed[kSms][2];  // [SM][loader]: number of pages that the loader had processed when it ended
 
   // If a worker has two SMs, one of them loads each page of weights for both. For the latest page in each

@@ -114,7 +114,7 @@ class Signals {
   struct Told {
     Ranks ranks;     // this lane signals every kStep-th rank, starting with ranks.begin
     int64_t at;      // the counter's index among a rank's counters
-    int32_t* first;  // the counter of rank ranks.begin
+    int32_t* first;  // address of the counter on rank ranks.begin
   };
   const Params& params_;
   const Scope scope_;

@@ -41,6 +41,7 @@ struct PageUse {
   int32_t other = 0;   // weights of dot products: distance from member 0's rows to member 1's, in rows
   int32_t inner = 0;   // pieces: elements per row of the buffer
   int32_t item = -1;   // attention: the item's index in the step table; otherwise -1
+
   // attention: whether this is the first page of an item. Before it loads such a page, the loader waits for
   // the item's counters.
   bool opens = false;

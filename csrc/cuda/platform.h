@@ -130,7 +130,7 @@ MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // between two instru
 // A counter for which an instruction waits, and the value that it must reach.
 struct Need {
   const int32_t* value;  // null: no wait
-  uint32_t target;       // reached once *value - target >= 0, as signed 32-bit
+  uint32_t target;       // the wait is over once *value - target >= 0, as signed 32-bit
 };
 
 }  // namespace mk

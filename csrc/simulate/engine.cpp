@@ -107,7 +107,7 @@ class Engine {
   struct Run {
     int32_t record = 0, layer = 0, segment = 0;
     const Task* task = nullptr;
-    double fetched = 0.0;  // when the task has been set up
+    double fetched = 0.0;  // time at which the controller has set the task up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
     // When the last part of the task's load begins. This part is as many bytes as the ring can hold at once,
@@ -118,7 +118,7 @@ class Engine {
     double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded; how many of them are not in the cache
     double ahead = 0.0;       // bytes prefetched into the L2 cache because the ring has no room for them yet
     int32_t slot = 0;         // which of the record's waits was satisfied last
-    bool read_ahead = false;  // whether inputs are loaded with the head already
+    bool read_ahead = false;  // whether inputs were loaded early, together with the first weights
     bool began = false;
   };
 

@@ -30,14 +30,14 @@ struct Record {
 };
 
 struct Task {
-  double weight_bytes;  // bytes that may be loaded before the waits
-  double read_bytes;    // bytes that may be loaded only after the waits
+  double weight_bytes;  // bytes that may be loaded before the task's waits are satisfied
+  double read_bytes;    // bytes that may be loaded only after the task's waits are satisfied
 
   // Bytes that the task's loads occupy in the ring, the worker's buffer in shared memory, until they are
   // used. 0 means that the computing warps themselves load the data when they reach the task.
   double ring_bytes;
-  double held_bytes;    // further bytes of the ring that stay occupied until the task is computed
-  double output_bytes;  // bytes of the ring that the output occupies until it is stored
+  double held_bytes;    // further bytes of the ring buffer that are occupied until the task is computed
+  double output_bytes;  // bytes of the ring buffer that the output occupies until it is stored
   double ahead_bytes;   // distance, in bytes, of prefetches into the L2 cache from loads
   double ask_s;         // time that the slower of the two loader warps needs to issue all loads
   double compute_s;
@@ -56,7 +56,7 @@ struct Task {
 struct Program {
   int32_t ranks, workers, layers, counters;
   int32_t queues;                  // number of queues per rank
-  int32_t splits;                  // number of splits per rank
+  int32_t splits;                  // number of splits (sets of tasks of which the last one signals) per rank
   int32_t keys;                    // number of distinct entries of a rank's cache
   int32_t layered_keys;            // cache entries [0, layered_keys) have different contents in each layer
   const int32_t* offsets[kLists];  // [streams + 1]: index of the first record of each stream or queue
@@ -101,7 +101,7 @@ struct Result {
   // After a deadlock: the first stream that never ends, and the record and layer in which it waits. A
   // stuck_stream of -1 means that all streams have ended.
   int32_t stuck_stream = -1, stuck_record, stuck_layer;
-  int32_t crowded_counter = -1;  // a counter with more arrivals than its total; -1: none
+  int32_t crowded_counter = -1;  // a counter that received more signals than it expects; -1: none
 };
 
 }  // namespace mk::simulate

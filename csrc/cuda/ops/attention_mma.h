@@ -215,7 +215,7 @@ class AttentionTile {
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];
-  Pair block_[2];  // m and l; after merge(), the factors of the old and the new o
+  Pair block_[2];  // the KV block's softmax maximum and sum; after merge(), factors for old and new outputs
   bool seen_[2];
 };
 

@@ -33,8 +33,8 @@ struct Scratch {
   alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
   float squares[2][kConsumerWarps][8];  // dots.h: a warp's sum of squares over its columns of a head, by row
-  int32_t last;                         // attention: whether this block merges a split's partial results
-  int32_t listed;                       // sample: number of logits copied to the list (sample.h)
+  int32_t last;    // attention: whether this block was the last, and so merges partial results
+  int32_t listed;  // sample.h: number of logits copied to the list of candidates
 };
 
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.

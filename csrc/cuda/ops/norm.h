@@ -116,8 +116,8 @@ class Norm {
     return y;
   }
 
-  // Normalises row x of the inputs and adds it to a row of the residual. It reads x from memory again,
-  // because code that uses the columns in registers would take as much space as in `rows` once more.
+  // Normalises row x of the inputs and adds it to a row of the residual. It reads x from memory again:
+  // to use the columns that are in registers, it would need a second copy of the code in `rows`.
   MK_FN void add(int row, const float* x, float scale) const {
     float* residual = call_.at<float>(call_.phase().output) + int64_t{row} * width_;
     MK_LOOP for (int k = first_; k < width_; k += kStep) {

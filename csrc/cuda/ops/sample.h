@@ -375,7 +375,7 @@ class Sampler {
   const Call& call_;
   const int vocab_, thread_;
   float* z_;      // the row's logits
-  float* other_;  // counts of tokens for the penalties, later the list that `shorten` reads
+  float* other_;  // first, counts of tokens for penalties; later, the list of logits that `shorten` reads
   Team<P> team_;
   float top_ = 0.0f, min_p_ = 0.0f;
   Cut cut_{};
