@@ -1,6 +1,6 @@
-// The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kPages pages
-// of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all instructions,
-// lies in slot n % kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
+// The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kPages
+// pages of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all
+// instructions, lies in slot n % kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
 //   full    both loader warps have arrived for the page, and the bytes that one of them requested are in it.
 //           For an output page, `full` means that the consumer warps may write it
 //   ready   output pages only: the consumer warps have written the page
