@@ -11,7 +11,7 @@ static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, row
 static_assert(__builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);
 #endif
 
-// Returns the number of the phase to which the record belongs.
+// Returns the number of a record's phase, an operation of the model such as the QKV projection.
 MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0] & 0xFF; }
 
 // A wait or a signal is one 32-bit word of a record. Returns its counter, as an index into a layer's

@@ -1,5 +1,5 @@
-// Runs launches of programs on a pool of threads. A program has one stream of instructions per worker of each
-// rank.
+// Runs programs on a pool of CPU threads. A program has one stream of instructions for each worker (an SM, in
+// a program for GPUs) of each rank. A launch is one execution of a program.
 //
 // Each thread is assigned some of the streams. The thread looks through its streams for a next instruction
 // whose waits are satisfied and executes it, so a program for 8 ranks of 132 workers runs even on two cores.
@@ -43,13 +43,13 @@ class Interpreter {
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
-  // Starts a launch with a copy of the step table. The interpreter must be idle, and the program must outlive
-  // the launch.
+  // Starts a launch with a copy of the step table, which describes the batch. The interpreter must be idle,
+  // and the program must outlive the launch.
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
   // Makes all threads stop soon. wait() then returns kFailed, and the program needs a reset.
   void abort() { abort_.store(1, std::memory_order_relaxed); }
-  // Resets the program's counters and the buffer SPLITS after a failed launch.
+  // Resets the program's counters, and those in the buffer SPLITS, after a failed launch.
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
@@ -86,7 +86,7 @@ class Interpreter {
     alignas(64) int rank = 0, worker = 0;
     int thread = 0;  // the thread that normally executes the stream
     int segment = 0, layer = 0;
-    // Index of the next record in the segment.
+    // Index of the stream's next record (instruction) in the list of the segment.
     int32_t next = 0;
     // The current record: record number `next` of the segment, or, if that is a DRAIN instruction, a
     // record that it has claimed from a queue. Null if the current record has not been fetched yet.

@@ -123,8 +123,8 @@ struct Kernels {
   Op ops[kOperations];
   // Copies an instruction's results to other ranks. Null if the operation has no separate function for this.
   Op send[kOperations];
-  // Computes output rows whose KV blocks were divided among several items (a split). Called once all of these
-  // items have run.
+  // Merges the partial results of attention rows whose KV blocks were divided among several work items.
+  // Called once all of these items have run.
   Op attention_merge;
   // Reads every byte of `data`, to measure memory bandwidth. Returns a sum, so that the compiler cannot
   // remove the reads.

@@ -50,7 +50,7 @@ struct SlotMemory {
   Task task;
 };
 
-// A wait that has lasted a millisecond, recorded by the warp that waits.
+// A wait that has lasted a millisecond. The waiting warp records it, to help find the cause of a hang.
 struct Late {
   const void* what;  // the barrier or counter that the warp waits for; null if there is no such wait
   uint32_t parity;   // parity of the barrier phase for which the warp waits

@@ -66,7 +66,8 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
   }
 
-  // After the instruction, this is the number of the next instruction's first page.
+  // Returns the number of the first page that is still in use; after an instruction, the next one begins
+  // there.
   MK_FN uint32_t next() const { return next_; }
 
  private:

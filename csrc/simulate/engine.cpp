@@ -134,12 +134,12 @@ class Engine {
     // is.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
-    // numbers of transfers in progress: loads, for each part of a load, and stores
+    // numbers of loads in progress, for each part of a task's load, and of stores in progress
     int flows[kParts] = {}, store_flows = 0;
     int64_t ahead = 0;        // number of the task whose weights are being prefetched into the cache
     bool body_joins = false;  // whether the load of task `ahead` ends only after the prefetch
 
-    // the worker's position in its stream
+    // the worker's position in its instruction stream
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
     int32_t wait = 0;  // index of the next wait of the task being loaded; -1: none left

@@ -53,7 +53,7 @@ enum class What : int32_t {
   // `earlier` the same read in the layer before, but `later` may begin before `earlier` ends.
   not_onward,
 
-  overtakes,  // `later`, a stream's last event, may begin before `earlier`, work of a stream, ends
+  overtakes,  // `later`, a stream's last event, may begin before `earlier`, work of any rank, ends
 };
 
 struct Found {

@@ -68,7 +68,7 @@ class AttentionTile {
     }
   }
 
-  // Computes the scores of half kHalf of the block's tokens; `keys` is a tile [element][64 tokens].
+  // Computes the scores of half kHalf (0 or 1) of a KV block's tokens; `keys` is a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
     const uint32_t own = own_matrix_row(keys, here(lane_));
@@ -104,8 +104,8 @@ class AttentionTile {
   __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;
-      // The row sees column c of this lane if `offset` + c, which is negative before a sliding window, is in
-      // [0, span).
+      // The row sees the token in column c of this lane if 0 <= offset + c < span. With unsigned numbers, one
+      // comparison tests both limits.
       const unsigned offset = fragment_col(here(lane_)) + span - seen;
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
@@ -176,7 +176,7 @@ class AttentionTile {
     }
   }
 
-  // Stores m, l and o (softmax.h) of a single block at to(i), for each row i that sees the block.
+  // Stores a single KV block's softmax maximum m, sum l and output o at to(i), for each row i that sees it.
   template <class To>
   __device__ void store_block(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;

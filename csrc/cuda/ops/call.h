@@ -8,7 +8,7 @@ namespace mk {
 
 MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
 
-// An instruction of a stream: its record and the record's phase.
+// An instruction: its encoded record, its place in the program, and the parameters of its phase (operation).
 struct Task {
   int32_t record[kWords];
   Where where;
