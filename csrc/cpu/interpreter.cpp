@@ -13,10 +13,8 @@
 namespace mk {
 namespace {
 
-constexpr int64_t kPrefetchLimit =
-    256 << 10;  // maximum bytes of weights to prefetch, which fit in a core's L2 cache
-constexpr int64_t kPrefetchSlice =
-    4 << 10;  // bytes to prefetch before checking again whether an instruction can run
+constexpr int64_t kPrefetchLimit = 256 << 10;  // maximum bytes of weights to prefetch into a core's L2 cache
+constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes to prefetch before the waits are checked again
 
 // Before it yields, a waiting thread spins for longer than most waits of a step last, because a busy system
 // may give the core to another process as soon as the thread yields.

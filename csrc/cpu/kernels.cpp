@@ -69,8 +69,7 @@ double multiply_integers(int64_t rounds, double* operations) {
   U32 weights = (U32)lane_index() * 0x01010101u & 0x0F0F0F0Fu;
   for (int64_t i = 0; i < rounds; i += kWords) {
     MK_UNROLL for (int j = 0; j < kWords; ++j) {
-      weights = (weights + 0x01010101u) &
-                0x0F0F0F0Fu;  // new values, or the compiler would compute the products only once
+      weights = (weights + 0x01010101u) & 0x0F0F0F0Fu;  // otherwise GCC could compute the products once
       MK_UNROLL for (int c = 0; c < kChains; ++c) sums[c].add(j, weights, 0x7F01FF05u + 0x02020202u * c);
     }
   }
@@ -96,8 +95,7 @@ void run(const Call& call, const int32_t* record) {
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {
-    const auto any = [&](uint32_t salt,
-                         uint32_t exponents) {  // returns random floats with magnitudes of at least 2^-16
+    const auto any = [&](uint32_t salt, uint32_t exponents) {  // random floats, magnitudes from 2^-16 on
       U32 v = ((U32)lane_index() + 16 * (8 * round + salt)) * 0x9E3779B9u;
       v = (v ^ v >> 15) * 0x85EBCA6Bu;
       return (v & 0x807FFFFFu) | ((111 + (v >> 23) % exponents) << 23);

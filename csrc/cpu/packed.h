@@ -95,8 +95,7 @@ struct PackedBlock {
   using Scales = S;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
-  static constexpr int kGroups =
-      S::kGroups;  // number of groups, in a unit of steps, with scales of their own
+  static constexpr int kGroups = S::kGroups;   // groups of steps in a unit, each with its own scales
   static constexpr int kZero = zero_code(kBits, kOffset);
 
   Scales scales;

@@ -66,8 +66,7 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
   }
 
-  // Returns the number of the first page that is still in use; after an instruction, the next one begins
-  // there.
+  // Returns the number of the first page that this warp still needs: after an instruction, that of the next.
   MK_FN uint32_t next() const { return next_; }
 
  private:
