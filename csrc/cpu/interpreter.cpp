@@ -140,7 +140,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
     if (trace) c.intervals.reserve(interval_bound(c));
   }
   deal_streams();
-  ++program.launches;  // counted only here, because nothing below can throw an exception
+  ++program.launches;  // not earlier, because the statements above may throw an exception
   left_.store(0, std::memory_order_relaxed);
   for (Cursor& c : cursors_) {
     if (settle(c)) {
@@ -542,7 +542,8 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
     program_->counter(rank, block, counter).fetch_add(count, std::memory_order_release);
 }
 
-// Prefetches the next slice of the current record's weights. Returns false if no slice is left.
+// Prefetches the next slice of the weights of the stream's current instruction. Returns false if none is
+// left.
 bool Interpreter::prefetch(Cursor& c) {
   if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
   const Buffer weights = c.phase->weights;

@@ -172,7 +172,7 @@ class Walk {
 
   const Graph& graph_;
   const Step& step_;
-  std::vector<int32_t> rows_, cols_;  // row and column borders between cells, parts that no access divides
+  std::vector<int32_t> rows_, cols_;  // borders between cells, the parts into which accesses divide a buffer
   std::vector<Cell> cells_;
   std::vector<Reader> readers_;
   std::vector<int64_t> seen_;  // [row]: number of the last access paired with the row, to avoid duplicates

@@ -190,8 +190,8 @@ class AttentionTile {
     }
   }
 
-  // Stores each row i's output, o / l (weighted sum of values divided by the sum of weights), rounded to bf16,
-  // at to(i); skips the row if to(i) is null.
+  // Stores the output of each row i, o / l (the weighted sum of values divided by the sum of weights),
+  // rounded to bf16, at to(i); skips the row if to(i) is null.
   template <class To>
   __device__ void store_results(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
