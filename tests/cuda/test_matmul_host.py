@@ -28,7 +28,7 @@ MODELS = {
     "wide": SMALL.changed(hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
 }
 ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
-STORED = ("o_proj", "down_proj")  # in a model with `post_norms`
+STORED = ("o_proj", "down_proj")  # a model with `post_norms` stores these results instead of adding them
 ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
 
 
