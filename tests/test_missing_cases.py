@@ -50,7 +50,7 @@ def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
 
 
 CASES: dict[str, dict[str, set[str]]] = {
-    # PagedOperation has the operations with pages.
+    # For each enumeration, the files with a switch over it. PagedOperation: operations that use shared-memory pages.
     "cuda": {"Operation": {"bodies.h"}, "PagedOperation": {"plan.h"}, "Result": {"dots.h", "gemm.h", "plan.h"}},
     "cpu": {"Operation": {"kernels.cpp"}, "Result": {"matmul.h"}},
 }

@@ -186,7 +186,7 @@ WINDOWS = [(width, *case) for width in WIDTHS for case in ((Dtype.F32, 20), (Dty
 
 @pytest.mark.parametrize(("simd", "dtype", "window"), [*WINDOWS, ("", Dtype.F32, 1), ("", Dtype.F32, 128)])
 def test_attention_in_a_window(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int) -> None:
-    """All tokens before the windows of a step's rows are NaN."""
+    """K and V are NaN for tokens that no row's window contains, so the results would be NaN if they were read."""
     twins = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), window=window))
     check_attention(twins)
     check_attention_splits(twins)

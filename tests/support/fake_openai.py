@@ -126,7 +126,7 @@ def whole(body: bytes, status: str = "200 OK") -> bytes:
 
 
 DEEP = b'{"choices":' + b"[" * 200_000
-# Answers that are no answers of an OpenAI server. The second value is sent endlessly.
+# Answers that no OpenAI server gives. The first value is sent once, and then the second one again and again.
 HOSTILE: dict[str, tuple[bytes, bytes]] = {
     "choices": (whole(b'data: {"choices":"x"}\n\n'), b""),
     "choice": (whole(b'data: {"choices":["x"]}\n\n'), b""),

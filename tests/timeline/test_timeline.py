@@ -124,7 +124,7 @@ def test_waits_name_the_producers_of_their_counters() -> None:
     assert found == {
         ("qkv_rope", "attn_norm"): (2, 42),
         ("o_proj", "qkv_rope"): (2, 53),  # through the join
-        ("final_norm", "o_proj"): (1, 9),  # an INDEXED wait, signalled by the last layer
+        ("final_norm", "o_proj"): (1, 9),  # an INDEXED wait (the step table names its counter)
     }
 
 

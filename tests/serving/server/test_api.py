@@ -466,7 +466,7 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
     owners = live.host.loop._job_of
 
     def hold(step: Step, seconds: float) -> None:
-        # An earlier request's last step may be reported after its client has the answer. It has no owner any more.
+        # The last step of an earlier request may be reported after its client has the answer. It does not count.
         if owners and (phase == "prefill" or step.tokens):
             held.set()
             left.wait(60)

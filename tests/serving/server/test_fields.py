@@ -78,7 +78,7 @@ def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, b
     for name in refused:
         error = live.post(path, {**plain, name: "some value"}, 400)["error"]
         assert error.get("param", name) == name and f"{name} is not supported: " in error["message"]
-    for at in range(3):  # all first neutral values together, then all second ones
+    for at in range(3):  # the first neutral value of each field, then the second ones
         values = {name: (*fields.NEUTRAL[name], None, None, None)[at] for name in refused}
         live.post(path, {**plain, **values})
 

@@ -170,7 +170,7 @@ def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> 
 @with_ray
 @pytest.mark.parametrize("healthy", [True, False])
 def test_a_server_that_cannot_answer_is_a_lost_replica(healthy: bool) -> None:
-    """A 503 of a server that works is its answer. If the server no longer works, another replica must answer."""
+    """If a healthy server answers 503, the client gets this answer. If it is not healthy, the replica is lost."""
     from megakernel.serving.replicas.cluster import Replica
 
     async def ask(method: str, target: str, headers: Any, body: bytes, replay: Any = None) -> AsyncIterator[Any]:
