@@ -23,8 +23,8 @@ COMPILED = {
 
 
 def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
-    """Return, for each enumeration, the names of the files in which the compiler reports an unhandled case, if every
-    enumeration has one case more."""
+    """Add a case to each enumeration and compile. Return, for each enumeration, the files in which the compiler reports
+    that the new case is not handled."""
     source, flags = COMPILED[interpreter]
 
     def make(target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests that the pages which an instruction takes hold all data that it reads and stores, and no other data."""
+"""Tests that the shared-memory pages of an instruction hold all data that it reads and stores, and no other data."""
 
 from pathlib import Path
 

@@ -282,7 +282,7 @@ def test_a_tensor_has_four_axes_at_most(path: Path, axes: int) -> None:
 
 @pytest.mark.parametrize("dtype", [Dtype.Q4_K, Dtype.Q5_K, Dtype.Q6_K])
 def test_superblocks_are_near_the_weights_that_they_stand_for(dtype: Dtype) -> None:
-    """Each weight that the gguf package reads differs from the original by at most 1.5 quantisation steps."""
+    """Quantised weights, as the gguf package reads them, differ from the originals by at most 1.5 steps."""
     weights = np.random.default_rng(8).standard_normal((3, 512)).astype(np.float32)
     read = gguf.quants.dequantize(quantise(weights, dtype), Type[dtype.name])
     group, steps = (16, 62) if dtype is Dtype.Q6_K else (32, 15 if dtype is Dtype.Q4_K else 31)

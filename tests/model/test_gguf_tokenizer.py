@@ -1,4 +1,4 @@
-"""Tests tokenizers of GGUF files: splitting rules, SentencePiece, ends of turns, BOS, templates, odd lists."""
+"""Tests tokenizers of GGUF files: splitting rules, SentencePiece, end-of-turn tokens, BOS, templates, odd data."""
 
 from __future__ import annotations
 

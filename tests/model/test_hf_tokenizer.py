@@ -1,4 +1,4 @@
-"""Tests tokenizers of folders against transformers: special tokens, named templates, continued messages, odd files."""
+"""Compares the tokenizers of model folders with transformers, and tests files of other formats and damaged ones."""
 
 from __future__ import annotations
 

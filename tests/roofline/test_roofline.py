@@ -1,5 +1,4 @@
-"""Tests the necessary work, the ceilings and the fractions of the roofline against figures computed from published
-shapes."""
+"""Tests the work that a step needs, the hardware limits and the roofline fractions, for models of published sizes."""
 
 from dataclasses import replace
 from pathlib import Path

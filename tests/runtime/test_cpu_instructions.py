@@ -207,7 +207,7 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
         together = backend.buffer(out)[:, :kept].copy()
         backend.buffer(out)[:] = start
         for row, rows in ((0, 1), (1, 2), (3, 6), (9, 1), (10, 30)):
-            for col in range(0, cols, 44):  # most of these tiles begin inside a packed panel
+            for col in range(0, cols, 44):  # most of these tiles begin inside a panel of 16 packed columns
                 backend.execute(record(P[name], row, rows, col, min(44, cols - col)), 0, table, FORWARD)
         np.testing.assert_array_equal(backend.buffer(out)[:, :kept], together, err_msg=name)
 

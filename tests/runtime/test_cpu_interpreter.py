@@ -179,7 +179,7 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     for w in range(p.workers):
         mine = compute[compute["worker"] == w]
         assert (mine["begin"][1:] >= mine["end"][:-1]).all()
-    # Each interval of a wait belongs to a wait word that the instruction has.
+    # Each traced wait belongs to a counter for which the record of its instruction waits.
     for wait in t[t["kind"] == IntervalKind.COUNTER_WAIT]:
         s = segments[layers.index(int(wait["layer"]))]
         assert s.records[wait["instruction"], 16 + wait["slot"]] != 0

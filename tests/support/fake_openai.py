@@ -121,7 +121,6 @@ def answering(*raw: bytes, endless: bytes = b"") -> Iterator[str]:
 
 
 def whole(body: bytes, status: str = "200 OK") -> bytes:
-    """Return an HTTP answer with the body."""
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 

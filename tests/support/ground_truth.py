@@ -35,8 +35,8 @@ class State:
     record. `heads` has the number of records claimed from each queue."""
 
     at: tuple[int, ...]
-    inner: tuple[tuple[int, int], ...]  # (record, step), or (-1, 0) without a record
-    heads: tuple[int, ...]  # one for each launch, rank, layer and queue
+    inner: tuple[tuple[int, int], ...]  # (record, step), or (-1, 0) if none is claimed
+    heads: tuple[int, ...]  # a number for each launch, rank, layer and queue
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
 
 
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
-    """The FLOPs of an o_partial are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
+    """The FLOPs of an O projection are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
     interval [0, 20), and the bytes that it sends over its STORE interval [60, 80)."""
     d = synthetic.dims(1, tp=2)
     tile = (0, 32, 0, 64)  # rows of row block 0, whose owner is rank 0

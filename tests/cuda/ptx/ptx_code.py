@@ -70,7 +70,7 @@ class Translator:
     faults: Sequence[Fault] = ()
     applied: set[Fault] = field(default_factory=set)
     _code: list[str] = field(default_factory=list)
-    _types: dict[str, str] = field(default_factory=dict)  # the register classes that the kernel declares
+    _types: dict[str, str] = field(default_factory=dict)  # types of registers, by their names without the number
     _used: dict[str, str] = field(default_factory=dict)
     _scopes: list[dict[str, str]] = field(default_factory=list)
     _sites: dict[tuple[str, ...], int] = field(default_factory=dict)
@@ -180,7 +180,6 @@ class Translator:
         return self.value(operand, kind) if kind in CPP else self.address(operand, kind)
 
     def name(self, register: str) -> str:
-        """The C++ variable of a register."""
         if any(register in scope for scope in self._scopes):
             return f"local_{register.lstrip('%')}"
         self._used[register[1:]] = self._kind(register)

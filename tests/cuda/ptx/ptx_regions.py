@@ -116,7 +116,7 @@ class _Finder:
     def _cache(
         self, buffer: Buffer, page: int, head: int, first: int, end: int, elements: tuple[int, int], kinds: int
     ) -> tuple[int, ...]:
-        """Tokens [first, end) of a page, and some elements of one KV head."""
+        """Return the region of tokens [first, end) in a KV page, and of some elements of one KV head."""
         d, rank, item = self.dims, self.dims.split.rank, 2
         tokens, width, count = d.bucket.kv_page, d.model.head_dim, elements[1] - elements[0]
         begin = int(self.a.addresses[rank, buffer])

@@ -51,7 +51,6 @@ class Schedule(ctypes.Structure):
 
 
 def ptx_of(build: Build) -> str:
-    """Return the PTX that NVRTC makes of a build."""
     from cuda.bindings import nvrtc
 
     def make(target: Path) -> None:

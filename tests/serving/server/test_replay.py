@@ -106,8 +106,8 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, L
 
 
 def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tuple[Head, bytes]]:
-    """Return a function that sends a server the request with a `Replay`, always with the same seed, and returns the
-    head and the body of its answer. Each answer is requested once."""
+    """Return a function that sends the request to a server with a `Replay`, which says what the client already has, and
+    returns the head and the body of the answer. The seed is always the same. Equal calls send one request."""
 
     @cache
     def once(given: frozenset[tuple[int, int]]) -> tuple[Head, bytes]:
@@ -121,8 +121,8 @@ def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tup
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_goes_on_wherever_it_was_cut(name: str, replicas: tuple[Live, Live]) -> None:
     """Two replicas are lost, one after the other, in the middle of an answer. The first one is cut at many places, also
-    directly before, in and after marks (comments in the stream that say how far it is). The client gets the answer that
-    a replica gives if it is not lost."""
+    before, in and after marks (comments in the stream after each token's events). The client gets the answer that a
+    replica gives if it is not lost."""
     path, body = REQUESTS[name]
     first, second = (asked(live, path, body) for live in replicas)
     head, whole = first(Replay(0, 0))

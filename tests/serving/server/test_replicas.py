@@ -330,7 +330,7 @@ def parent(pid: int) -> int:
 
 
 def victims(one: int, other: int) -> list[int]:
-    """What is killed at the same time: the actor of one replica, and the server of the other."""
+    """Return the processes to kill at the same time: the Ray actor of one replica, and the server of the other."""
     return [parent(one), other]
 
 
