@@ -39,7 +39,7 @@ def test_a_wait_names_only_the_phases_that_signal_its_counter(waits: str, signal
 
 
 def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
-    """Return the attention slots with at least one item that reads the whole KV range of its rows."""
+    """Return the attention slots (lists of items) with at least one item that reads the whole KV range of its rows."""
     whole = np.flatnonzero(table.item_split[: table.slot_items[-1]] < 0)
     return np.searchsorted(table.slot_items, whole, "right") - 1
 

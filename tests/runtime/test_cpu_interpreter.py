@@ -32,7 +32,7 @@ WORKERS = {(None, 1): 4, (1, 1): 1, (3, 1): 3, (16, 1): 4, (16, 2): 2, (2, 8): 1
 
 
 def forward_program(workers: int) -> Program:
-    """A whole forward pass in two row blocks. Column tiles cut through heads and through panels of packed weights."""
+    """A whole forward pass in two row blocks. Tiles begin inside heads and inside panels of 16 packed columns."""
     return make_program(CONFIG, DIMS, workers, tile=44)
 
 

@@ -1,4 +1,4 @@
-"""Step tables: every step that an engine may request gets a valid table, and `check_step` rejects invalid tables."""
+"""Tests of step tables, the inputs of a launch: any step of an engine gets a valid one; invalid ones are rejected."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -214,8 +214,9 @@ def units(table: StepTable) -> list[int]:
 
 
 def slot_times(table: StepTable) -> np.ndarray:
-    """Return the time of each attention slot. The unit is the time to load K and V of one head and one KV block. One
-    pass over a KV block computes at most eight groups of 16 (query row, head) pairs, and takes two units of time."""
+    """Return the time of each attention slot, the work of one attention instruction. The unit is the time to load K and
+    V of one head and KV block. A pass over a KV block computes up to eight groups of 16 (query row, head) pairs, and
+    takes two units of time."""
     out = np.zeros(table.dims.bucket.attention_slots)
     for slot in range(len(out)):
         for i in range(*table.slot_items[slot : slot + 2]):

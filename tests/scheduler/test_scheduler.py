@@ -1,5 +1,5 @@
 """Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
-The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size."""
+The tests cover one rank and several, every way to divide the work, and shards of equal, unequal and zero size."""
 
 import itertools
 import json

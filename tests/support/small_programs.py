@@ -20,8 +20,8 @@ QUEUES = ("none", "attention", "body")
 
 
 def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> Program:
-    """Compile a program. `rows` and `cols` are the size of a tile. `changes` are sizes of the bucket, sizes of the
-    model, or scheduler options."""
+    """Compile a program. `rows` and `cols` are the size of a tile. `changes` are sizes of the batch or of the model, or
+    scheduler options."""
     bucket = {"tp": 1, "tokens": 2, "logit_rows": 1, "max_seqs": 2, "max_context": 16}
     bucket |= {name: changes.pop(name) for name in bucket if name in changes}
     shape = {name: changes.pop(name) for name in ("layers", "heads", "kv_heads") if name in changes}

@@ -389,7 +389,7 @@ def test_comparison_on_the_command_line(
     start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
     written = ["-o", str(files["both.html"]), "--perfetto", str(tmp_path / "a.pftrace")]
     assert main([*start, str(files["b.trace"]), *written]) == 0
-    # Signals are decoded once for the causes and once for the releasers of each trace.
+    # For each of the two traces, signals are decoded twice: to find the cause of each wait, and what ended it.
     assert made == {Resolved: 2, Causes: 2, Signals: 4, Summary: 2, Comparison: 1}
     out = capsys.readouterr().out
     assert compared.only_first > 0 and f"{compared.only_first} instructions only in the first" in out

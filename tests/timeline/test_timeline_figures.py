@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The contents of a trace file. `attention` has FLOPs and bytes by (launch, rank, attention slot)."""
+    """The contents of a trace file. `attention` has the FLOPs and bytes of attention by (launch, rank, slot)."""
 
     tick_s: float
     rows: list[Row]

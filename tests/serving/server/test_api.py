@@ -461,7 +461,7 @@ def test_leaving_while_queued(slow: Live, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
-    """The engine stands still after its first step, or after its first token, until the client has left."""
+    """The engine pauses after its first step or token until the client has left. The request must then end."""
     held, left = Event(), Event()
     owners = live.host.loop._job_of
 
