@@ -174,7 +174,7 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
 
 
 def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/how-ring.svg shows the pages that the interpreter's roles take. Its script derives their order from
+    """docs/how-ring.svg shows the shared-memory pages that each kind of warp uses. Its script derives their order from
     `megakernel.isa`."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "pictures")
     import how_it_works

@@ -129,7 +129,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}, {}),
         ({"num_beams": 1, "typical_p": 1.0, "min_length": 0, "max_length": 20, "task_specific_params": {"a": 1}}, {}),
         ({"max_position_embeddings": None}, {"max_context": 2048}),
-        # Not every program applies this window. They agree only on contexts within it, so it limits the context.
+        # Programs disagree on whether to apply this window, unless the context fits into it. So it limits the context.
         ({"sliding_window": 128}, {"max_context": 128}),
         ({"sliding_window": 4096}, {}),
         (

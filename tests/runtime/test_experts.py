@@ -1,5 +1,5 @@
-"""Tests of layers with experts: instructions, whole models against transformers, quantised experts, and what a wrong
-table of experts can do. That neither other rows nor the size of a step change bits is tested in test_invariance.py."""
+"""Tests of layers with experts: instructions, whole models against transformers, quantised experts, and wrong routing
+tables. test_invariance.py tests that neither other rows nor the size of a step change bits."""
 
 from collections.abc import Iterator
 from dataclasses import replace

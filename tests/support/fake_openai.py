@@ -22,7 +22,7 @@ class FakeServer:
     model: str = "random:tiny"
     delay_s: float = 0.0
     faults: dict[int, int | str] = field(default_factory=dict)
-    pages: dict[str, Any] = field(default_factory=dict)  # the JSON response to each other path
+    pages: dict[str, Any] = field(default_factory=dict)  # the JSON responses to other paths, by path
     close_after: int = 10**9  # number of responses after which the server closes a connection
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)

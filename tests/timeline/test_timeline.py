@@ -360,7 +360,7 @@ def test_terminal_table() -> None:
 def test_comparison_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command compares two traces, and computes each record of figures once, whatever it writes."""
+    """The command compares two traces, and computes each set of figures once, whatever files it writes."""
     p = synthetic.llama()
     t = synthetic.run(p)
     rest = t.intervals[t.intervals["layer"] != EPILOGUE].copy()

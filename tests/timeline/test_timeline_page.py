@@ -35,7 +35,7 @@ def stalled() -> Resolved:
 
 @pytest.fixture(scope="module")
 def gpus() -> Resolved:
-    """Return a step of two GPUs whose workers have roles."""
+    """Return a step of two GPUs, whose trace names the roles of warps (loaders, consumers and so on)."""
     return resolve(*synthetic.node(2, 3, clock_error_s=2e-6))
 
 

@@ -232,7 +232,7 @@ def test_rows_at_a_rank_that_does_not_own_them(two_ranks: Program) -> None:
 
 
 def test_a_norm_that_other_ranks_do_not_hear_of(two_ranks: Program) -> None:
-    """A norm stores H on all ranks but signals only its own rank, so matmuls of the other rank may read H too early."""
+    """A norm stores its rows on all ranks but signals only its own, so matmuls of another may read them too early."""
     row = rows_of(two_ranks, "body", "attn_norm", rank=0)[0]
     word = int(two_ranks.body.records[row, record.SIGNAL_WORD])
     own = word & ~(record.RANK_MASK << record.RANK_SHIFT)
@@ -346,7 +346,7 @@ def test_every_worker_may_hold_a_record_before_it_reaches_its_drain() -> None:
     word = int(program.body.records[rows_of(program, "body", "o_proj")[0], record.WAIT_WORD])
     for drains in (1, 2):
         rows = rows_of(program, "body", "drain")[:drains]
-        bad = edit(program, "body", rows, record.WAIT_WORD, word)  # for attention, which the queue computes
+        bad = edit(program, "body", rows, record.WAIT_WORD, word)  # wait for attention, which the queue computes
         rejects(bad, "deadlock")
     assert unsafe(bad, bad)
 

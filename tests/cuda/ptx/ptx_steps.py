@@ -77,7 +77,7 @@ def _options(kind: str, chosen: dict[str, Any]) -> Options:
 
 
 def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
-    """Return a step with a decode of a long context and, mostly, a prompt."""
+    """Return a step of a random small model: a decode row with a long context and, for most seeds, a prompt."""
     rng = np.random.default_rng(seed)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))

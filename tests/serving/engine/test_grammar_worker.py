@@ -128,7 +128,7 @@ def test_every_type_of_pydantic_is_taken() -> None:
     for kind in [*named, *COMBINED]:
         try:
             schema = TypeAdapter(kind).json_schema()
-        except Exception:  # no type, or one that needs another package
+        except Exception:  # not a type, or a type that needs another package
             assert kind in named
             continue
         compiled("json", json.dumps(schema))
