@@ -4,6 +4,7 @@ The verifier reads the finished program and shares no code with the scheduler. A
 (encoded instructions) for each worker. Records wait for counters and signal counters when they end. The program's
 phases (operations) define what its records do and what a step means. The step table has the inputs of one step. The
 verifier proves the following, over all ranks:
+
 phases    Every phase names buffers that its operation can use, in a meaningful order.
 form      Every record decodes, stays in bounds and names counters of its block (each layer has a block of counters,
           and the epilogue has the last block). Each attention slot, a list of attention work in the step table, appears

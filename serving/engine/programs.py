@@ -1,4 +1,5 @@
-"""Compiles one program per bucket (a size of steps), in advance or when a step first needs the program."""
+"""Compiles the programs of an engine, in advance or when a step first needs one. There is one program per bucket, a
+maximum number of token rows and of logit rows."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from megakernel.program import Program
 
 
 class Compile(Protocol):
-    """Compiles a program for a bucket; all other arguments of `compile_program` are fixed."""
+    """Compiles a program for steps of up to `tokens` token rows and `logit_rows` logit rows."""
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program: ...
 
@@ -43,7 +44,8 @@ class Programs:
         return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
-        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows without more padding."""
+        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows so that they replace
+        padding, or fill a larger program without padding."""
         full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
         return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
 

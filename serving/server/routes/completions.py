@@ -24,7 +24,8 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     prompts = await service.encode_prompts(asked, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
-    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
+    # Numbers of most likely tokens that the request wants at each prompt position.
+    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)
     params = body.sampling(
         service.description.sampling,
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
@@ -48,7 +49,8 @@ async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], p
 
 
 class _Place:
-    """Finds where tokens begin in a text, in characters. `stream` decodes the text; without it, the text is empty."""
+    """Finds at which character of a text each token begins. `stream` decodes the text; without it, the text is
+    empty."""
 
     def __init__(self, stream: TextStream | None) -> None:
         self.offset, self._stream = 0, stream
@@ -73,7 +75,7 @@ class _Completion(AnswerFormat):
         """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
-        self._places: dict[int, _Place] = {}  # for each choice that has begun: where its next token is
+        self._places: dict[int, _Place] = {}  # choice -> where its next token begins in the text
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
@@ -134,7 +136,8 @@ class _Completion(AnswerFormat):
         return tokenizer.stream(skip_special=skip, after=self._prompts[prompt]) if tokenizer else None
 
     def _prompt_offsets(self, index: int) -> list[int]:
-        """Return where each prompt token begins in the prompt's text, which has no BOS that the tokenizer added."""
+        """Return where each prompt token begins in the prompt's text. A BOS token that the tokenizer added is not in
+        the text."""
         ids, tokenizer = self._prompts[index], self._service.tokenizer
         if tokenizer is None:
             return [0] * len(ids)

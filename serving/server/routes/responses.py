@@ -116,7 +116,7 @@ class ResponseTool(Strict):
 
 
 _LOGPROBS = "message.output_text.logprobs"
-# Of these additions to an answer, only log-probabilities exist here. The others belong to tools of OpenAI's servers.
+# Values of the field `include`. Only log-probabilities are supported; the others belong to tools of OpenAI's servers.
 Addition = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
