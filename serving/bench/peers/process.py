@@ -1,4 +1,4 @@
-"""Runs a peer that is a Python library in a process of its own.
+"""Runs a peer (another inference program) that is a Python library in a process of its own.
 
 The peer's threads, memory and crashes then do not affect our process. The peer's process reads lines of JSON, first the
 task and then one line per run, and answers each line with a line of JSON. The library is wrapped by a module with the
@@ -20,7 +20,8 @@ from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 
 class Process:
-    """A `Peer` in a process of its own. `module` is the name of the Python module that wraps it."""
+    """Another inference program, a Python library, that runs in a process of its own. `module` is the name of the
+    Python module that wraps it."""
 
     def __init__(self, name: str, module: str, task: Task) -> None:
         self.name = name
@@ -76,7 +77,8 @@ class Process:
 def serve(module: str) -> None:
     """Load the peer that `module` wraps, and answer each line of standard input. The peer's process runs this."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
+    # What libraries print must not mix with the answers on standard output.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
