@@ -30,8 +30,7 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 # at the same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The maximum number of partial results on targets with `any_split`, where every attention slot may divide one row by KV
-# range.
+# The same limit on targets with `any_split`, where every attention slot may divide one row by KV range.
 _MAX_SLOT_PARTIALS = 65536
 # The step table has room for _BIAS_PER_ROW logit biases per row, and for at most _MAX_BIAS in total. The OpenAI API
 # allows 300 per request.
@@ -61,10 +60,9 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
-    """Return the machine with the workers and tile sizes of this compilation, and its matmul units (dot products or
-    matrix units). With `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may
-    have twice the rows. Tiles of dot products have fewer rows, and their widths are multiples of another number of
-    columns."""
+    """Return the machine with the workers and tile sizes of this compilation, and its matmul units. With
+    `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may have twice the rows.
+    Tiles of dot products have fewer rows, and their widths are multiples of another number of columns."""
     target = TARGETS[machine.target]
     units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
     sms = 2 if options.pairs == "on" else 1
@@ -92,8 +90,7 @@ def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> 
 
 
 def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
-    """Return the largest number of rows that a matmul tile can have if it is computed with dot products on CUDA
-    cores."""
+    """Return the largest number of rows of a matmul tile that is computed with dot products on CUDA cores."""
     return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
 
 

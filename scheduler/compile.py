@@ -1,6 +1,5 @@
-"""Compiles a program for a model, a machine and a maximum step size. The steps of the compilation are: list the phases
-(operations), cut them into tile tasks, derive the counters by which tasks wait for each other, assign tasks to workers,
-and encode them."""
+"""Compiles a program for a model, a machine and a maximum step size: lists the phases (operations), cuts them into tile
+tasks, lets tasks wait for each other by counters, assigns tasks to workers, and encodes them."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def compile_program(
     quantised_kv: bool = False,
     q8_activations: bool = False,
 ) -> Program:
-    """Compile a program for steps of up to `tokens` token rows on `tp` ranks. Up to `logit_rows` of the rows get
-    logits.
+    """Compile a program for steps of up to `tokens` token rows, of which `logit_rows` get logits, on `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits. The backend that launches the program must have the
     same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles its
@@ -67,8 +65,7 @@ def compile_program(
 
 
 def build_program(tasks: Tasks, options: Options = _DEFAULT) -> Program:
-    """Turn the tile tasks of a step into a program: derive the counters for synchronisation, assign each task to a
-    worker, and encode the result."""
+    """Turn tile tasks into a program: add counters for synchronisation, assign tasks to workers, and encode them."""
     sync = synchronise(tasks, derive(tasks), overlap_ranks=options.overlap_ranks)
     placed = [place(segment, tasks.dims, tasks.machine, options) for segment in tasks.segments]
     return encode(tasks, sync, placed, options.claimed)

@@ -70,15 +70,13 @@ class TaskGroup(NamedTuple):
     copy: int
 
 
-# (producer, consumer): the consumer must wait for the producer; both are indices into Dependencies.groups.
-Edge = tuple[int, int]
+Edge = tuple[int, int]  # (producer, consumer), which must wait for it; indices into Dependencies.groups
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The edges (producer, consumer) between groups of tasks that the program must enforce: `within` one run of a
-    segment, `onward` from one layer into the next layer or the epilogue, and `entering` from the prologue into a layer.
-    Edges that other edges imply are left out."""
+    """The edges (producer, consumer) between groups of tasks: `within` one run of a segment, `onward` from one layer
+    into the next layer or the epilogue, and `entering` from the prologue into a layer."""
 
     groups: list[Group]
     within: set[Edge] = field(default_factory=set)
@@ -120,9 +118,8 @@ def derive(tasks: Tasks) -> Dependencies:
             for consumer in consumers:
                 _keep(found, copies, nodes[a], nodes[consumer])
             for node in {b, *consumers}:
-                # A LOGIT_ROW consumer waits for the rows that the step table selects, so it waits for other rows in
-                # each step. An edge to it must therefore not imply an edge between other groups. It never does, because
-                # nothing depends on a LOGIT_ROW consumer.
+                # A LOGIT_ROW consumer waits for the rows that each step selects. An edge to it must therefore not imply
+                # an edge between other groups. It never does, because nothing depends on a LOGIT_ROW consumer.
                 before[node] |= before[a] | 1 << a
     return found
 
@@ -158,8 +155,7 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    # The step table selects the rows, so the access declares all rows that may be selected. A group has
-                    # only one row block: take the part of the declared rows that lies in this block.
+                    # A step may select any of the declared rows. Take those in the row block of this group.
                     (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
@@ -175,9 +171,8 @@ def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
 
 
 def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[int]]:
-    """Yield, for each node (one run of a group of tasks) in order, the list of earlier nodes that may conflict with it.
-    Two nodes may conflict if their bounding boxes in some buffer overlap and at least one of the two nodes writes the
-    buffer."""
+    """Yield, for each node (one run of a group of tasks) in order, the earlier nodes that may conflict with it: their
+    bounding boxes in some buffer overlap, and at least one of the two nodes writes the buffer."""
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for n, node in enumerate(nodes):
         for t in groups[node.group].touches:

@@ -1,5 +1,4 @@
-"""Summarises a program in numbers: its instructions, counters and traffic between ranks, and how many waits and
-barriers its instructions need."""
+"""Summarises a program in numbers: instructions, counters, waits, barriers and traffic between ranks."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
 
 
 def _link(program: Program, segment: int) -> NDArray[np.int64]:
-    """Return the bytes that one execution of a segment (prologue, layer or epilogue) stores on other ranks, as an array
-    [from rank, to rank]."""
+    """Return the bytes that one run of a prologue, layer or epilogue stores on other ranks: [from rank, to rank]."""
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for phase, dims, _, columns in program.by_phase(segment):
         out[dims.split.rank] += link_bytes(phase, columns, dims)
@@ -102,10 +100,10 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """Return an array [phase, counter] that says how many instructions of the phase wait for the counter, or signal it.
-    `named` has the wait words of `records`, or their signal words; each word names a counter. A word that names a grid
-    of counters counts for each counter of the grid. A signal word also names a rank; if `to` is given, only signals to
-    that rank are counted."""
+    """Return an array [phase, counter]: how many instructions of the phase wait for the counter, or signal it. `named`
+    has the wait words or the signal words of `records`; each word names a counter. A word that names a grid of
+    counters counts for each of them. A signal word also names a rank; if `to` is given, only signals to that rank are
+    counted."""
     dims = program.dims
     used = named != 0
     if to is not None:

@@ -1,5 +1,4 @@
-"""Encodes tasks, the workers that run them and the counters that they wait for into a program: one 128-byte record per
-instruction."""
+"""Encodes tasks, their workers and their counters into a program, which has a 128-byte record per instruction."""
 
 from __future__ import annotations
 
@@ -19,9 +18,8 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 
 def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -> Program:
-    """Build the program of `tasks`. `sync` has the counters that each task waits for and signals, and `placed` the
-    worker and the position of each task. `claimed` says which instructions workers claim from queues at run time (see
-    Options)."""
+    """Build the program of `tasks`. `sync` has the counters that tasks wait for and signal, and `placed` their workers
+    and positions. `claimed` says which instructions workers claim from queues at run time (see Options)."""
     ranks, workers = tasks.dims.split.tp, tasks.machine.workers
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
@@ -83,9 +81,8 @@ def _encode(
     joins: list[Join],
     workers: int,
 ) -> _Placed:
-    """Encode the instructions of the prologue, of a layer or of the epilogue. If tasks wait for more counters than a
-    record has room for, a `join` waits in their place. It runs in the stream of the first of these tasks, just before
-    it."""
+    """Encode the instructions of the prologue, a layer or the epilogue. If tasks wait for more counters than a record
+    can name, a `join` waits in their place. It runs just before the first of these tasks, in the same stream."""
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]

@@ -35,9 +35,8 @@ class _Blocks:
 
 
 def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) -> list[PhaseTasks]:
-    """Return the tasks of some phases (operations) on the rank `d.rank`, one PhaseTasks per phase, in order. A phase
-    that has no work on this rank is left out. `panel` is the number of row blocks that share one pass over the weights
-    (0: chosen)."""
+    """Return the tasks of some phases (operations) on the rank `d.rank`, in order. A phase without work there is left
+    out. `panel` is the number of row blocks that share one pass over the weights (0: the cost model chooses)."""
     out: list[PhaseTasks] = []
     for phase in phases:
         tasks = _tasks(phase, d, machine, panel, out)
@@ -51,8 +50,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
     because attention depends on how the QKV projection was cut."""
     match OPERATIONS[phase.operation].cut:
         case Cut.RUNS if phase.result is Result.PARTIAL and not phase.inner(d.split):
-            # This rank has no part of the weights, so it has nothing to add to the sum over ranks.
-            none = np.zeros(0, dtype=np.int32)
+            none = np.zeros(0, dtype=np.int32)  # the rank has no part of the weights, so it has nothing to add
             return PhaseTasks(phase, dict.fromkeys(phase.operands, none), none, d.split.rank)
         case Cut.RUNS:
             return _runs(phase, d, machine)
@@ -106,9 +104,8 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
 
 
 def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
-    """Cut a matmul: each row block is divided into column tiles of nearly equal width. A tile starts at a multiple of
-    the number of columns that the hardware computes at once, and contains only whole heads if the operation needs
-    that."""
+    """Cut a matmul: each row block is divided into column tiles of nearly equal width. Tiles start at multiples of the
+    number of columns that the hardware computes at once, and of a head's width if heads must not be cut."""
     rows, cols = _blocks(phase, d, machine), phase.width(d.split)
     blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
     unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
@@ -156,10 +153,10 @@ def _column_tiles(
     machine: Machine,
     panel: int,
 ) -> int:
-    """Return the number of column tiles per row block that minimises the time of a phase. In a wave, each worker
-    computes one tile, so the time is the number of waves times the seconds of the widest tile. There are `blocks` row
-    blocks with about `rows` rows each, of `cols` columns. A tile's width is a multiple of `unit` columns. `start` has
-    the other operands of a tile of the first block.
+    """Return the number of column tiles per row block that minimises the time of a phase: the number of waves × the
+    seconds of the widest tile. In a wave, each worker computes one tile. There are `blocks` row blocks of about `rows`
+    rows and `cols` columns. Widths are multiples of `unit`. `start` has the other operands of a tile of the first
+    block.
 
     A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (see

@@ -1,6 +1,5 @@
-"""The passes of the compiler. A model family's forward pass says what a single device computes. Each pass turns it
-into another forward pass with the same results: some decide where norms are computed, and others how ranks share the
-work."""
+"""The passes of the compiler. A model family's forward pass says what a single device computes. Each pass returns
+another one with the same results, in which norms are computed elsewhere or ranks share the work."""
 
 from __future__ import annotations
 
@@ -31,9 +30,8 @@ def norms_next(forward: Forward) -> Forward:
 
 
 def norms_inside(forward: Forward) -> Forward:
-    """Let each matmul of a layer normalise its own inputs, so that no separate norm is needed. This requires that the
-    residual does not change between the norm and the matmuls that read its result. Norms before a mixture of experts
-    remain."""
+    """Let each matmul of a layer normalise its own inputs, so that no separate norm is needed. The residual must not
+    change between the norm and the matmuls that read its result. Norms before a mixture of experts remain."""
     norms: dict[Buffer | None, Phase] = {}  # buffer -> the norm that wrote its present contents
     body = []
     for phase, after in zip_longest(forward.body, forward.body[1:]):
@@ -52,8 +50,7 @@ def norms_inside(forward: Forward) -> Forward:
 _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
 
 
-# Kinds of results that must be summed over ranks if each rank has only a part of the matmul's inputs.
-_SUMMED = (Result.RESIDUAL, Result.STORED)
+_SUMMED = (Result.RESIDUAL, Result.STORED)  # results that ranks must sum if each has a part of the inputs
 
 
 def split(forward: Forward, part: Split) -> Forward:

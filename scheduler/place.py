@@ -19,8 +19,7 @@ from megakernel.scheduler.tasks import PhaseTasks, ordinals
 
 @dataclass(frozen=True)
 class Placed:
-    """The place of each task: the worker that runs it, and its position in the topological order that all workers of
-    all ranks follow."""
+    """The worker that runs each task, and the task's position in the topological order that all workers follow."""
 
     worker: NDArray[np.int64]
     order: NDArray[np.int64]
@@ -66,10 +65,9 @@ _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
 # If a layer ends with a reduction over ranks and the next layer's norm, they run panel by panel (a panel is a group of
 # row blocks), and this many panels after the layer's last matmul. By then, all ranks' partial sums have arrived.
 _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
-# A norm or reduction between two matmuls handles a panel (group of row blocks) some time after the first matmul has
-# finished it and some time before the second one needs it. _LEFT is the fraction of this gap that is left when it runs.
-# It is less than one half, because at the middle of the gap another panel, which is more urgent, may begin in the
-# second matmul.
+# A norm or reduction between two matmuls handles a panel (group of row blocks) after the first matmul has finished it
+# and before the second one needs it. _LEFT is the fraction of this gap that is left when it runs. It is less than one
+# half, because at the middle of the gap another, more urgent panel may begin in the second matmul.
 _LEFT = 7 / 16
 
 
@@ -108,8 +106,7 @@ def _turns(
 
 
 def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:
-    """Whether arithmetic limits one of two matmul phases and memory or links the other. Overlapping them then saves
-    time."""
+    """Whether arithmetic limits one of two matmul phases and memory or links the other, so that overlap saves time."""
     bound = []
     for stage in (first, second):
         if not stage[0].phase.is_matmul:

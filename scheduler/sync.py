@@ -46,9 +46,9 @@ class Counter:
 
 @dataclass(frozen=True)
 class Join:
-    """A `join`, an instruction that only waits for counters and then signals another one. It is needed if tasks wait
-    for more counters than an encoded instruction can name: the tasks then wait for the join. `tasks` is the index of
-    these tasks' PhaseTasks in the segment, and `members` are their indices in it.
+    """A `join`, an instruction that only waits for counters and then signals one, for which tasks wait that need more
+    counters than a record can name. `tasks` is the index of their PhaseTasks in the segment, and `members` are their
+    indices in it.
 
     """
 
@@ -61,10 +61,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Sync:
-    """The counters of a program. `waits` and `signals` have, for each segment and phase, the words [n, 8] that name the
-    counters for which n tasks wait and which they signal. `barrier` has the two counters of the barrier at the end of a
-    launch on several ranks. The totals say how many signals a counter gets in the first layer, in each middle layer and
-    in the epilogue."""
+    """The counters of a program. `waits` and `signals` have, for each segment and phase, the words [n, 8] by which n
+    tasks name counters. `barrier` has the two counters of the barrier at the end of a launch on several ranks. The
+    totals say how many signals each counter gets in the first layer, in a middle layer and in the epilogue."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -79,8 +78,7 @@ def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool
     """Return the counters by which tasks wait for each other. If `overlap_ranks` is true, a task waits for those row
     blocks of other ranks' data that it reads, otherwise until the other ranks have finished the whole phase."""
     build = _Builder(tasks, dependencies, overlap_ranks)
-    # The inputs of a step select a counter of a grid by adding an index to the grid's first counter. The counters of a
-    # grid must therefore have consecutive numbers, so grids are made before all other counters.
+    # A step selects a counter of a grid by its index, so a grid's counters are made together, before all others.
     build.attention_grids()
     build.final_row_grid()
     onward = build.groups_done()
@@ -117,9 +115,8 @@ class _Builder:
         self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
 
     def _kind(self, g: int) -> tuple[int, ...]:
-        """Return the key of a group of tasks that it shares with its siblings, the corresponding groups on other ranks:
-        the phase and, with `by_blocks`, the row block. Siblings that exchange data with several ranks share one
-        counter."""
+        """Return the key that a group of tasks shares with its siblings, the same tasks on other ranks: the phase and,
+        with `by_blocks`, the row block. Siblings that exchange data with several ranks share one counter."""
         group = self.groups[g]
         phase = (group.segment, group.ordinal, int(group.virtual))
         return (*phase, group.block) if self.by_blocks else phase
@@ -204,8 +201,7 @@ class _Builder:
         return self.tasks.segments[self.groups[g].segment][self.groups[g].tasks]
 
     def _output_rank(self, rank: int) -> int:
-        """Return the rank whose counters attention on `rank` signals: the rank itself, all ranks, or the owner of the
-        rows."""
+        """Return whose counters attention on `rank` signals: those of the rank, of all ranks, or of the rows' owner."""
         dims = self.tasks.dims
         if not dims.split.replicated_o:
             return rank
@@ -230,9 +226,8 @@ class _Builder:
             self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
     def groups_done(self) -> dict[int, set[Counter]]:
-        """Let each group of tasks signal the counters of its successors, and let these wait for them. Return a
-        dictionary from each group that waits for the previous layer to the counters that the previous layer signals for
-        it."""
+        """Let each group of tasks signal the counters of its successors, which wait for them. Return, for each group
+        that waits for the previous layer, the counters that the previous layer signals for it."""
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -256,9 +251,9 @@ class _Builder:
         return self.shared[key]
 
     def prologue_done(self, onward: dict[int, set[Counter]]) -> None:
-        """Let the prologue stand in for the layer before layer 0: it signals the counters that a layer signals for the
-        next one, so that all layers can have the same waits. `onward` is the result of `groups_done`. The totals of
-        layer 0 differ from those of later layers."""
+        """Let the prologue stand in for the layer before layer 0: it signals the counters that a layer signals for
+        the next one, so all layers have the same waits, but not the same totals. `onward` is the result of
+        `groups_done`."""
 
         @cache
         def gate(consumer: int) -> int | None:
@@ -288,9 +283,8 @@ class _Builder:
                 _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
 
     def _signal_the_rest(self, onward: dict[int, set[Counter]], signallers: dict[Counter, set[int]]) -> None:
-        """Choose a group of prologue tasks for each counter that a layer signals for the next one but the prologue does
-        not signal yet. Otherwise the wait in layer 0 would never end. The group with the same rows and the fewest
-        signals is chosen."""
+        """Choose prologue tasks for each counter that a layer signals for the next one but the prologue does not.
+        Otherwise its wait in layer 0 would never end. Tasks with the same rows and few signals are preferred."""
         by_block: dict[int, list[int]] = defaultdict(list)
         for g, group in enumerate(self.groups):
             if group.segment == PROLOGUE:
@@ -383,8 +377,7 @@ def _renumber(words: Words, numbers: NDArray[np.int32]) -> None:
 
 
 def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
-    """Turn edges (producer, consumer) into a dictionary from each producer to its consumers, both in ascending
-    order."""
+    """Return the consumers of each producer, from edges (producer, consumer). Both are in ascending order."""
     out: dict[int, list[int]] = defaultdict(list)
     for producer, consumer in sorted(edges):
         out[producer].append(consumer)
@@ -392,7 +385,7 @@ def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def _append(words: Words, tasks: NDArray[np.int64], word: int) -> None:
-    """Write `word` into the first free column of `words` for each of `tasks`. Raises AssertionError if a task has
+    """Write `word` into the first free column of `words` for each of `tasks`. Raises AssertionError if there is
     none."""
     column = np.count_nonzero(words[tasks], axis=1)
     if column.max(initial=-1) >= words.shape[1]:

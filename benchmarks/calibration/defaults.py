@@ -5,7 +5,6 @@
 For each model, machine, number of ranks and number of rows, the script predicts three steps: one with the default
 options, which `Fastest` chooses; one without queues, in which the worker of each instruction is fixed at compile time;
 and one with the fastest combination of options. Nothing is measured.
-
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ For each hot path, the script adds up a warp's instructions and their stall coun
 The sum is a lower bound: waits for memory and barriers come on top. The roles of an SM work at the same time, so the
 slowest role limits its rate. The simulator reads these figures from the table [issue] of the machine files, and tests
 compare that table with the figures of this script.
-
 """
 
 from __future__ import annotations
@@ -44,16 +43,15 @@ CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_s
 SCHEDULERS = 4  # schedulers per SM; each issues one instruction per cycle
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
-# Vectors of 8 elements of an input row that one lane multiplies while a page is in use.
-VECTORS = DOT_PIECE // 8 // LANES
+VECTORS = DOT_PIECE // 8 // LANES  # vectors of 8 elements of an input row that a lane multiplies per page
 PRODUCTS = 16  # multiply-adds for one such vector (in VECTORS) and two weight columns
 AHEAD = 2  # number of groups of logits that a thread loads in advance
 _WAIT = "SYNCS.PHASECHK"
 
 
 class Paths:
-    """The hot paths of a compiled kernel (cubin), found by their source lines. Methods raise MegakernelError if a path
-    is not found."""
+    """The hot paths of a compiled kernel, found by their source lines. Methods raise MegakernelError if one is not
+    found."""
 
     def __init__(self, code: Code, units: Units) -> None:
         self._code, self._units = code, units
@@ -62,8 +60,7 @@ class Paths:
         }
 
     def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
-        """Return the indices of the machine instructions that were compiled from the source lines that contain `text`,
-        or were inlined there."""
+        """Return the indices of the instructions compiled from source lines that contain `text`, or inlined there."""
         places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
         if not places:
             raise MegakernelError(f"{file} has no line with {text!r}, by which a hot path is found: update this script")
@@ -88,8 +85,8 @@ class Paths:
             "dot_unit": self.unit(),
         }
 
-    # The next paths are of loader warps, which copy weights or inputs to pages of shared memory. Each path begins when
-    # the loader waits for a free page, and ends at the wait for the next one.
+    # The next paths are of loader warps, which fill pages of shared memory, from the wait for one page to the next
+    # wait.
 
     def passing(self) -> Floor:
         """Return the cycles in which one of two loader warps skips a page that the other one fills."""
@@ -101,8 +98,8 @@ class Paths:
         return self._filled("load_tile(page, use.x, use.y)", "x += kTileInner")
 
     def columns(self) -> Floor:
-        """Return the cycles in which a loader warp fills a page with weights for dot products and prefetches another
-        one."""
+        """Return the cycles in which a loader warp fills a page with weights for dot products and prefetches one
+        more."""
         ahead = self._at("loaders.h", "p.prefetch_columns(", "UTMAPF")
         return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
 
@@ -110,7 +107,6 @@ class Paths:
         """Return two sets of instructions of the loop in which a loader warp fills the pages of a matmul.
 
         The first set has the waits for a free page, and the second set has all instructions of the loop.
-
         """
         here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
@@ -120,20 +116,18 @@ class Paths:
 
         `copy` occurs in the source line that starts a copy, and `text` in the line that advances to the next page of
         the same kind. The path also passes through an instruction of each of `visits`.
-
         """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, here & copying, *visits, here & self._at("plan.h", text))
-        # The lanes of the warp start one copy each, one after another, so each further copy costs one pass of this
-        # loop.
+        # The lanes of the warp start one copy each, in turn, so each further copy costs one pass of this loop.
         return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 
     # The next paths are of consumer warps, which compute on the pages that loader warps have filled.
 
     def pair(self, rows: int) -> Floor:
-        """Return the cycles in which a consumer warp multiplies a piece of `rows` input rows by two pages of weights. A
-        piece is DOT_PIECE elements long."""
+        """Return the cycles in which a consumer warp multiplies DOT_PIECE elements of `rows` rows by two pages of
+        weights."""
         if rows == 1:
             last, products = self._whole_piece()
             return self._floor("a pair of pages", last, *products)
@@ -156,14 +150,12 @@ class Paths:
 
         The first value is a set with the last multiply-add. The second value has, for each earlier multiply-add, the
         set of instructions that may be it. All of them are unrolled, so none is in a loop.
-
         """
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
     def step(self) -> Floor:
-        """Return the cycles in which tensor cores advance by one tile along the inner dimension K, for 256 output
-        columns."""
+        """Return the cycles in which tensor cores advance by one tile of the inner dimension K, for 256 columns."""
         wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
         last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
         return self._floor("a k step", last)
@@ -179,19 +171,17 @@ class Paths:
         return AHEAD * words * CONSUMERS * LANES
 
     def _logits(self) -> set[int]:
-        """Return the instructions that load a thread's next group of logits, unless the group extends beyond the
-        row."""
+        """Return the instructions that load a thread's next group of logits, if the whole group lies in the row."""
         whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
         return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
     # The last path passes through several kinds of warps.
 
     def handoff(self) -> Floor:
-        """Return the cycles from the end of an instruction's arithmetic to the begin of a dependent instruction's
-        arithmetic.
+        """Return the cycles from the end of an instruction's arithmetic to the begin of that of a dependent
+        instruction.
 
-        The path goes through several warps, whose cycles are added up: those that compute, store, load, and compute
-        again.
+        The path goes through warps that compute, store, load, and compute again, and their cycles are added up.
 
         """
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
@@ -217,7 +207,6 @@ def cycles(name: str, floor: Floor) -> int:
 
     Several warps that compute share a scheduler, which issues their instructions in turn. So the number of instructions
     can be the limit instead of the stalls.
-
     """
     together = CONSUMERS // SCHEDULERS if name in CONSUMING else 1
     return max(floor.stalls, together * floor.instructions)
@@ -228,7 +217,6 @@ def issue_of(codes: dict[Units, Code]) -> Issue:
 
     They are read from two cubins, one with dot products and one for tensor cores. If the cubins differ, the larger
     number of cycles and the smaller number of logits in flight count.
-
     """
     paths = {units: Paths(code, units) for units, code in codes.items()}
     found: dict[str, float] = {}
@@ -245,8 +233,7 @@ def compile_codes() -> dict[Units, Code]:
 
 
 def compile_code(units: Units, sms: int = 1) -> Code:
-    """Compile the kernel (cubin) without tracing, and return its disassembled code. `sms` is 2 if pairs of SMs work
-    together.
+    """Compile the kernel without tracing, and return its disassembled code. `sms` is 2 for pairs of SMs.
 
     Raises MegakernelError if a tool is missing.
 
@@ -282,7 +269,6 @@ class Load:
 
     The first three fields are the times of its loader and consumer warps, `memory` is the time of the memory traffic,
     and `matrix` the time of the matrix units.
-
     """
 
     weight_loader: float
@@ -300,7 +286,6 @@ def load(program: Program, machine: Machine, issue: Issue) -> Load:
     """Return how long a step of `program` occupies each part of `machine`. The times in `issue` must be in seconds.
 
     Each weight is read from memory once, at the achievable rate. The matrix units run at the datasheet's rate.
-
     """
     total, bytes_, flops = np.zeros(3), 0.0, 0.0
     for segment, runs in enumerate((1, program.dims.model.layers, 1)):

@@ -159,8 +159,7 @@ class Cases:
                 raise AssertionError(f"the server did not refuse the request {given}")
 
     def vllm_example(self) -> None:
-        """Test the example of structured outputs in vLLM's documentation, with the present and the former names of the
-        fields."""
+        """Test the example of structured outputs in vLLM's documentation, with the present and former field names."""
         schema = Person.model_json_schema()
         mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
         forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}
@@ -204,8 +203,7 @@ class Cases:
         assert call["name"] == "weather" and set(call["args"]) == {"city", "unit"}
 
     def langgraph_cut_call(self) -> None:
-        """Test that a tool call that max_tokens cuts off is reported as cut off, and that its message can be sent
-        back."""
+        """Test that a tool call that max_tokens cuts off is reported as cut off and can be sent back."""
         from langchain_openai import ChatOpenAI
         from langgraph.checkpoint.memory import MemorySaver
         from langgraph.graph import START, MessagesState, StateGraph
@@ -224,8 +222,8 @@ class Cases:
         assert call["name"] == "weather"
 
     def openai_agents(self) -> None:
-        """Test the Agents SDK with both of OpenAI's APIs: a tool call, its result and the next turn; then a tool
-        together with an output type."""
+        """Test both of OpenAI's APIs: a tool call, its result and the next turn; then a tool together with an output
+        type."""
         import agents
 
         agents.set_tracing_disabled(True)

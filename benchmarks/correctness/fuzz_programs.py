@@ -1,14 +1,13 @@
-"""Coverage-guided fuzzing of program files: libFuzzer, through atheris, mutates correct files and keeps those that
-reach new code.
+"""Coverage-guided fuzzing of program files: libFuzzer, through atheris, mutates correct files.
 
     pip install -e '.[fuzz]'
     python benchmarks/correctness/fuzz_programs.py -max_total_time=600 CORPUS
 
-The folder CORPUS keeps these files, and the next run continues from there. If a file is given instead, it is tried
-once. Each file gets the right checksum, so that more than the checksum is tested. A file that loads is verified,
-disassembled, simulated and launched without arithmetic. Any failure other than a MegakernelError ends the run, and the
-file is kept. Coverage is measured for `megakernel.program`, which checks files; coverage of the native library would
-need a build by clang.
+The folder CORPUS keeps files that reach new code, and the next run continues from there. If a file is given instead, it
+is tried once. Each file gets the right checksum, so that more than the checksum is tested. A file that loads is
+verified, disassembled, simulated and launched without arithmetic. Any failure other than a MegakernelError ends the
+run, and the file is kept. Coverage is measured for `megakernel.program`, which checks files; coverage of the native
+library would need a build by clang.
 
 """
 

@@ -33,8 +33,8 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """Return the smallest set of changes with which a reader still fails, each as (offset, byte before, byte now).
-    `stages` has the outcome of each reader."""
+    """Return the smallest set found of changes (offset, byte before, now) with which a reader that `stages` names still
+    fails."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)
@@ -44,7 +44,7 @@ def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -
 
 
 def sanitized() -> int:
-    """Run this script again with the native library that has sanitizers. Return 0 if the run succeeds without their
+    """Run this script again with the native library that has sanitizers. Return 0 if it succeeds without their
     reports."""
     with tempfile.TemporaryDirectory() as name:
         environment = os.environ | build(Path(name), "address,undefined")

@@ -101,7 +101,6 @@ def tests_of(file: Path, which: list[str]) -> list[Test]:
     """Return the tests that pass, with the lines that each executes, from the record in `file`.
 
     If `file` does not exist, the tests `which` (default: all) run first and write it.
-
     """
     if not file.exists():
         environment = os.environ | {"MEGAKERNEL_LINES_REACHED": str(file), "PYTHONPATH": str(SUPPORT)}
@@ -112,8 +111,7 @@ def tests_of(file: Path, which: list[str]) -> list[Test]:
 
 
 class Copy:
-    """A copy of the package, into which one mutant (a small change) at a time is put. Child processes run the tests on
-    this copy."""
+    """A copy of the package, into which one mutant (small change) at a time is put. Child processes test this copy."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -167,7 +165,6 @@ class Copy:
 
         The result is "survived" if no test fails, "no end" if the tests do not end, otherwise the first test that fails
         or how the process died.
-
         """
         outcomes = (self._run(["-x", *(test.name for test in tests)]) for tests in rounds if tests)
         return next((outcome for outcome in outcomes if outcome != "survived"), "survived")
@@ -258,8 +255,7 @@ def ended(run: Callable[[], int]) -> str:
 
 
 class Collected:
-    """A child process in which pytest has collected the tests. It forks once per mutant to run tests on this mutant,
-    which saves importing everything again."""
+    """A child process in which pytest has imported the tests. It forks once per mutant to run tests on this mutant."""
 
     def __init__(self, copy: Copy, files: list[str]) -> None:
         self._log = copy.log_of("collected")
@@ -334,8 +330,7 @@ class Collected:
 
 
 def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
-    """Choose the tests to run for a mutant of `file` among `tests`, which execute the changed line: the cheapest ones,
-    which together take at most SECONDS.
+    """Choose the tests to run for a mutant of `file`: the cheapest of `tests`, which together take at most SECONDS.
 
     At least one test is chosen, even if it takes longer. The first round has the tests in the folder of tests/ that is
     named like the file's package, and the second round has the others.
@@ -457,7 +452,6 @@ def _key(file: str, mutant: SourceMutant) -> Key:
     """Return a key that identifies a mutant in all runs.
 
     It has the text of the mutant's line instead of the line's number, so the line may move between runs.
-
     """
     before, after = _text(file)[: mutant.offset], _text(file)[mutant.offset :]
     head, tail = before.rpartition("\n")[2], after.partition("\n")[0]
@@ -472,7 +466,6 @@ class Rows:
     """The outcomes of the mutants that this run and an earlier run have tried.
 
     The outcomes of the earlier run count only for mutants that can still be made from the present source.
-
     """
 
     def __init__(self, earlier: list[dict[str, Any]]) -> None:

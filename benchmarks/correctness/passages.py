@@ -32,7 +32,7 @@ ITEM = re.compile(r"\s*([*-]|\d+\.) ")
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of text. `kind` is a key of FEWEST_WORDS, `place` is file and line, and `context` is the heading or
+    """A passage. `kind` is a key of FEWEST_WORDS, `place` is file and line, `context` is the heading or lines of
     code."""
 
     kind: str

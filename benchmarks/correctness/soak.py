@@ -47,7 +47,6 @@ class Target:
     """The server under test, and the answers and faults that clients saw.
 
     While `ending` is true, the server may refuse and close connections.
-
     """
 
     host: str
@@ -303,8 +302,7 @@ async def burst(traffic: Traffic, connections: int) -> None:
 
 
 async def gauges(target: Target) -> dict[str, float]:
-    """Return what the server's metrics report now: the numbers of running and waiting sequences and of preemptions, and
-    the fraction of KV pages in use."""
+    """Return the numbers of running and waiting sequences and of preemptions, and the fraction of KV pages in use."""
     _, content = await target.ask("/metrics", None)
     found = {}
     for line in content.decode().splitlines():
@@ -315,7 +313,7 @@ async def gauges(target: Target) -> dict[str, float]:
 
 
 async def at_rest(target: Target) -> dict[str, float]:
-    """Wait until the server has no sequence and uses no KV page, and return its metrics. After a minute, record a
+    """Wait until no sequence is left and no KV page is in use, and return the metrics. After a minute, record a
     fault."""
     for _ in range(600):
         found = await gauges(target)

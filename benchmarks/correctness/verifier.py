@@ -49,7 +49,6 @@ class Base:
     and the number of states that its counters can be in.
 
     `states` is 0 for a larger program, whose states are too many to visit.
-
     """
 
     def __init__(self, name: str, program: Program, exhaustive: bool) -> None:
@@ -59,8 +58,7 @@ class Base:
 
 
 def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
-    """Judge a mutant (changed program) with the inputs of TABLES steps. It is unsafe if one of them shows that it
-    is."""
+    """Judge a mutant (changed program) with the inputs of TABLES steps. It is unsafe if one of them shows that."""
     verdict = Verdict(True, "", 0)
     for number in range(seed, seed + TABLES):
         table, want = base.steps[number % STEPS]
@@ -73,8 +71,8 @@ def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
 
 
 def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
-    """Judge the mutants (changed programs) of one process. Return how often each outcome occurred, and a description of
-    each unsafe mutant that the verifier accepted.
+    """Judge one process's mutants (changed programs). Return counts of outcomes, and the unsafe mutants that were
+    accepted.
 
     Of each kind of change, this process judges every `processes`-th mutant, starting with mutant `number`.
 

@@ -252,7 +252,6 @@ def page_order(program: Program, record: Records) -> str:
     """Return the order in which a matmul's data pass through pages of shared memory: W for weights, X for input rows.
 
     The matmul uses `dots`, dot products on CUDA cores.
-
     """
     phase, dims = program.forward.by_number[int(phase_number(record))], program.dims
     operands: dict[str, Any] = phase.columns(record[None])

@@ -85,7 +85,7 @@ class Run:
         return Interval(number, str(self.names[record]), (layer, record), kind, begin, end)
 
     def share(self, edges: NDArray[np.float64], kind: IntervalKind, phases: Sequence[str]) -> NDArray[np.float64]:
-        """Return the fraction of rank 0's workers (SMs) that spend their time in an interval of this kind and of these
+        """Return the fraction of rank 0's workers (SMs) that are in an interval of this kind and of one of these
         phases.
 
         There is one value for each two successive `edges` (times in nanoseconds): the mean over the time between them.

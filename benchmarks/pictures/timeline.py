@@ -38,8 +38,7 @@ FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.d
 
 
 def first(page: Browser, which: str) -> int:
-    """Return the index of the first interval of the timeline whose description `d` satisfies the JavaScript condition
-    `which`."""
+    """Return the index of the first interval whose description `d` in the timeline satisfies the JavaScript `which`."""
     return int(page.run(FIRST.replace("WHICH", which)))
 
 

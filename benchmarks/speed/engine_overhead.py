@@ -38,7 +38,6 @@ def measure(
     """Time `steps` decode steps of `sequences` sequences, whose prompt lengths are drawn from the range `prompt`.
 
     With `reading`, the time to convert the tokens to text counts too.
-
     """
     engine, rng = llm.engine, random.Random(0)
     vocab = engine.dims.model.vocab

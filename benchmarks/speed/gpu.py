@@ -154,8 +154,7 @@ class Decode:
         return out
 
     def tables(self) -> Iterator[Any]:
-        """Yield the inputs (step tables) of the decode steps. Token id -1 means the token that the previous step
-        sampled."""
+        """Yield the inputs (step tables) of the decode steps. Token id -1 is the token that the last step sampled."""
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
@@ -230,8 +229,7 @@ def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> No
 
 
 def ratio(report: Report, name: str) -> float | None:
-    """Return the kernel time of measurement `name` divided by that of the normal launch, or None if either is
-    missing."""
+    """Return the kernel time of measurement `name` divided by that of the normal launch; None if one is missing."""
     times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
     return times[0] / times[1] if all(times) else None
 
@@ -293,8 +291,7 @@ def timeline(program: Any, trace: Any) -> Json:
 
 
 def loads_ahead(trace: Any) -> float | None:
-    """Return how often a worker (SM) loads data before its previous instruction has ended, or None if this cannot be
-    counted.
+    """Return how often a worker (SM) loads data before its previous instruction has ended; None without data.
 
     The pairs of successive instructions of a worker are counted, if both compute and the later one also loads. The
     result is the fraction of these pairs in which the first load of the later instruction begins before the last
@@ -323,7 +320,6 @@ def handoffs(step: Any) -> Json:
     """Return the median and the 90th percentile of the hand-off times between instructions in a step, in seconds.
 
     A hand-off lasts from the end of the interval that signals a counter to the end of the wait for this counter.
-
     """
     waits = np.flatnonzero(step.releaser >= 0)
     if not len(waits):
@@ -381,8 +377,8 @@ def _rows(bits: bytes) -> list[bytes]:
 
 
 def mixed_step() -> tuple[Any, Any, Any]:
-    """Return the LLM, the program and the inputs (step table) of an 8,192-row step with prompts and decode rows, as on
-    a server."""
+    """Return the LLM, program and inputs (step table) of an 8,192-row step with prompts and decode rows, as on a
+    server."""
     from megakernel import LLM
 
     prompts, rows, decodes, context = MIXED
@@ -439,7 +435,6 @@ def partitions(report: Report, _: Path | None) -> None:
     """Measure how long tensor-parallel ranks that each run on a part of one GPU wait for each other.
 
     No data crosses a link between GPUs, so only synchronisation is measured.
-
     """
     from megakernel import LLM
 
@@ -468,7 +463,7 @@ def partitions(report: Report, _: Path | None) -> None:
 
 
 def check(report: Report, _: Path | None, name: str | None = None) -> None:
-    """Compare the results of each instruction with a reference, in all cases of `megakernel doctor`, or in the case
+    """Compare each instruction's results with a reference, in all cases of `megakernel doctor` or in the case
     `name`."""
     cases, differences = [], []
     for case in doctor_gpu.cases():

@@ -358,7 +358,6 @@ def l2(p: Probe) -> Json:
 
     The buffer takes only about a quarter of the L2: if the L2 has two partitions, each may hold a copy of the buffer,
     and the rest is for other data.
-
     """
     kernel, out = p.kernel("read_l2"), {}
     for name, shared, passes in (("shared", 1, 4), ("sliced", 0, 400)):

@@ -39,8 +39,8 @@ MOST_STREAMS = 64
 
 
 def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
-    """Return four figures of a one-token step: the seconds per layer, the instructions per worker and layer, the
-    seconds of a launch without layers, and the phases (operations) per layer.
+    """Return the seconds per layer, instructions per worker and layer, seconds of a launch without layers, and phases
+    (operations) per layer, all for a step of one token.
 
     A layer is a chain of phases. Each phase waits for all workers to finish the previous one.
 
@@ -80,8 +80,7 @@ class Case:
 
 
 def decode() -> list[dict[str, Any]]:
-    """Measure a decode step with each number of threads and workers. Cases take turns, so that other load on the
-    machine affects all of them."""
+    """Measure a decode step with each number of threads and workers, in turn, so that other load affects all alike."""
     cores, cases, open_ = cpu_count(), [], []
     for threads, workers in [(n * cores, w) for n in (1, 2, 4) for w in sorted({cores, n * cores})]:
         config = load_config(MODEL)

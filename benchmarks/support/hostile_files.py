@@ -72,7 +72,7 @@ def machine_texts() -> list[str]:
 
 
 def odd_word(rng: Rng, old: int) -> int:
-    """Return a 32-bit word to replace `old`: `old` plus or minus 1, with one bit flipped, an extreme value, or
+    """Return a word (integer) to replace `old`: `old` plus or minus 1, with one bit flipped, one of EDGES, or
     random."""
     near = [old - 1, old + 1, old ^ 1 << int(rng.integers(32)), int(rng.choice(EDGES[:-2])), int(rng.integers(1 << 32))]
     return near[int(rng.integers(len(near)))] & 0xFFFFFFFF

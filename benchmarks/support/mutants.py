@@ -146,8 +146,8 @@ def rng_of(kind: str, seed: int) -> Rng:
 
 
 def try_mutants(kind: str, how: Kind, seeds: range, folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of each mutant (changed file), and the outcome of each stage of reading it: "ok", "refused" or
-    what went wrong."""
+    """Yield the number of each mutant (changed file), and each reading stage's outcome: "ok", "refused" or what went
+    wrong."""
     while seeds:
         for seed, stages in _in_a_child(how, ((s, how.make(rng_of(kind, s), s)) for s in seeds), folder):
             yield seed, stages

@@ -22,8 +22,7 @@ def patch(file: str, good: str, source: str) -> bool:
     for old, new in pairs:
         assert old is not None and new is not None
         if not old.co_flags & inspect.CO_OPTIMIZED and _own(old) != _own(new):
-            # Code of a module or class, which ran when the module was loaded, so it is too late to replace it.
-            return False
+            return False  # code of a module or class, which has run already and cannot be replaced
         if _whole(old) != _whole(new):
             key = old.co_qualname, old.co_firstlineno
             if keys[key] > 1:

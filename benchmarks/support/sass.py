@@ -134,7 +134,6 @@ class Code:
         """Return the instructions at which the lanes of a warp reconverge (after a BSYNC) and continue together.
 
         A barrier counts only if a BSSY sets it before `root` and its BSYNC can be reached from `root`.
-
         """
 
         def by_barrier(name: str) -> dict[str, set[int]]:

@@ -140,8 +140,7 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, str]]:
             yield text("condition", test=ast.UnaryOp(ast.Not(), test))
         case ast.Constant(value=bool() as value):
             yield "constant", str(not value)
-        # Leave measured figures as they are: one that is off by 1 is no mistake.
-        case ast.Constant(value=float() as value) if value:
+        case ast.Constant(value=float() as value) if value:  # to be off by 1 is no mistake in a measured figure
             yield "constant", f"({2 * value})"
             yield "constant", f"({value / 2})"
         case ast.Constant(value=int() | float() as value):

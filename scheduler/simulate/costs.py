@@ -25,7 +25,6 @@ class TaskCosts:
     """The costs of each kind of work on a machine, in seconds, bytes and FLOPs. A rate is that of a whole device unless
     its comment says otherwise. A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a tile).
     Rates for other numbers of rows are interpolated linearly in log(rows).
-
     """
 
     matmul_flops: Rates  # of one worker
@@ -59,8 +58,8 @@ class TaskCosts:
         return self._seconds(self.matmul_flops, flops, rows)
 
     def attention_s(self, flops: Floats, rows: Floats) -> Floats:
-        """Return the seconds that `flops` FLOPs of attention take on one worker. `rows` counts the pairs (query row,
-        query head) that share a KV head."""
+        """Return the seconds of `flops` FLOPs of attention on one worker. `rows` counts (query row, query head)
+        pairs."""
         return self._seconds(self.attention_flops, flops, rows)
 
     def _seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
@@ -74,7 +73,6 @@ class TaskCosts:
         """Return the costs of a worker that consists of two SMs. For a tile with n bytes of weights and n bytes of
         input rows, each SM loads all weights and half of the rows, so both load 3 n bytes. But the simulator counts
         only the 2 n bytes of the tile, so the load rate is set to two thirds of that of two SMs.
-
         """
         return replace(
             self,
@@ -82,8 +80,7 @@ class TaskCosts:
             attention_flops=tuple((rows, 2 * rate) for rows, rate in self.attention_flops),
             vector_flops=2 * self.vector_flops,
             worker_bytes_per_s=2 * self.worker_bytes_per_s * 2 / 3,
-            # A step loads two pages of input rows instead of one, and still two of weights.
-            stage_bytes=self.stage_bytes * 4 / 3,
+            stage_bytes=self.stage_bytes * 4 / 3,  # two pages of inputs instead of one, and still two of weights
         )
 
     def unpipelined(self) -> TaskCosts:
@@ -96,10 +93,9 @@ def _same(machine: Machine) -> dict[str, Any]:
     return {name: getattr(machine, name) for name in names}
 
 
-# GPUs: the fraction of the datasheet's rates that programs reach. A large matmul takes 1 / 0.75 of the time that it
-# would take at the datasheet's rate. Source: *How to Scale Your Model*, 2025, chapter "How to Think About GPUs", which
-# measures about 20 us where the bound is 15.3 us. Attention computes only a quarter of the rows that an SM's matrix
-# units could.
+# GPUs: the fraction of the datasheet's rates that programs reach. A large matmul takes 1 / 0.75 of the datasheet's time
+# (*How to Scale Your Model*, 2025, "How to Think About GPUs", measures about 20 us where the bound is 15.3 us).
+# Attention computes only a quarter of the rows that an SM's matrix units could.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
 # An H100 copied 3,089 GB/s, and its datasheet says 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92
@@ -189,6 +185,6 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. For this computer (`host`), they are computed from its calibration, or else from
-    its nominal rates."""
+    """Return the costs of a machine. Those of this computer (`host`) are measured by its calibration, or else
+    nominal."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

@@ -3,7 +3,6 @@
 A task is an instruction or, in attention, one or several consecutive attention items, the pieces of work that the step
 table assigns to an instruction (see `_starts_task`). The simulated cache of each device holds entries with integer
 keys: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer.
-
 """
 
 from __future__ import annotations
@@ -55,15 +54,13 @@ from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
-# One entry per attention item: its task, its index in the step table, and the index of its instruction.
-_Items = tuple[Ints, Ints, Ints]
+_Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
 Column = NDArray[np.integer[Any]]
 _LISTS = (*SEGMENTS, "queues")
 
 
 class _Tasks:
-    """A table of the simulator's tasks, with their waits, signals and stores. The functions below fill in one phase
-    (operation) after another."""
+    """A table of the simulator's tasks, with their waits, signals and stores, which is filled in phase by phase."""
 
     def __init__(self, count: int, ranks: int) -> None:
         self._waits: list[Ints] = []
@@ -83,13 +80,12 @@ class _Tasks:
     def signal(
         self, task: Ints, rank: Column, counter: Column, following: NDArray[np.bool_], arrivals: Column | int
     ) -> None:
-        """Let tasks add `arrivals` to counters of a rank or of EVERY_RANK. Where `following` is True, the counter is
-        that of the next layer."""
+        """Let tasks signal counters of a rank or of EVERY_RANK. Where `following` is True, they are those of the next
+        layer."""
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
 
     def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Return all waits and all signals, sorted by task. The table of tasks gets the range of each task's waits and
-        signals."""
+        """Return all waits and all signals, sorted by task. Each task in the table gets the range of those it has."""
         return self._sorted("wait", self._waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
 
     def _sorted(self, what: str, rows: list[Ints], dtype: np.dtype[np.void]) -> NDArray[np.void]:
@@ -105,8 +101,7 @@ class _Tasks:
 
 
 def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
-    """Return one step of `program` as the simulator's input. `table` has the step's inputs, which are the same on all
-    ranks."""
+    """Return one step of `program` as the simulator's input. `table` has the step's inputs, the same on all ranks."""
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
@@ -242,11 +237,9 @@ def _plain(
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.worker.ring_pages:
-        # The warps that compute load all data themselves, without the loader warps.
-        weights, read = np.zeros(len(task)), read + weights
+        weights, read = np.zeros(len(task)), read + weights  # the warps that compute load all data themselves
         if costs.issue and phase.operation is Operation.SAMPLE:
-            # Each warp loads the next group of logits while it processes the previous one, so the slower of the two
-            # counts.
+            # Each warp loads the next group of logits while it processes the last, so the slower of the two counts.
             steps = sample_steps(dims, costs.issue)
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
@@ -262,7 +255,6 @@ def _plain(
 def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, dims: Dims) -> None:
     """Set how many bytes tasks store on each rank, and which cache entries they read and write. These entries are row
     blocks of the first buffer that the phase reads, and of the first buffer that it writes.
-
     """
     reads: list[Buffer] = []
     writes: list[Buffer] = []
@@ -290,13 +282,11 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
 
 
 def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: TaskCosts) -> Floats:
-    """Set how many bytes of shared memory the loads of matmul tasks take, and return the seconds of their
-    arithmetic."""
+    """Set the bytes of shared memory that matmul tasks load into, and return the seconds of their arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        # An instruction may need more pages than the shared memory of an SM has, and then reuses them. Pages with input
-        # rows stay filled until all weights that are multiplied by them have passed.
+        # Weights may pass through the shared memory of an SM several times over, while input rows stay there.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
@@ -310,9 +300,8 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """Yield, for each rank that `rank` stands for, this rank and the bytes that each task stores on it. `size` has the
-    bytes that each task stores. `rank` is a field of an access to a buffer: a number, one number per task, EVERY or
-    OWN."""
+    """Yield (rank, bytes that each task stores on it) for each rank that `rank`, the field of an access, stands for: a
+    number, one number per task, EVERY or OWN. `size` has the bytes of each task."""
     for to in range(dims.split.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -367,8 +356,7 @@ def _attention(
 
 
 def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Items:
-    """Return the attention items that the step table assigns to `records`. `first` has the index of each record's first
-    task."""
+    """Return the attention items that the step table assigns to `records`. `first` has each record's first task."""
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record, nth = ragged(count)
@@ -378,9 +366,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Ite
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """Return, for each attention item, whether it begins a new task of the simulator. Otherwise it belongs to the same
-    task as the item before it. That saves time if both have a single row, the whole context of that row and the same
-    row block, and wait for the same counters.
+    """Return, for each attention item, whether it begins a new task of the simulator. It joins the previous item's task
+    if both have a single row with its whole context, lie in the same row block and wait for the same counters.
 
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
@@ -409,8 +396,8 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
-    """Add the waits and signals of attention items. A record names only the first counter of a grid; the row block and
-    the KV heads of an item select the counter."""
+    """Add the waits and signals of attention items. Records name the first counter of a grid, and an item selects one
+    of it."""
     dims = view.dims
     task, item, record = items
     columns = phase.columns(records)
@@ -438,8 +425,7 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, vi
 
 
 def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits of the norm of those rows that get logits. It waits for the row blocks of all such rows on this
-    rank."""
+    """Add the waits of the norm before the logits, for the row blocks of all rows that this rank normalises."""
     dims = view.dims
     columns = phase.columns(records)
     slots = rec.WAIT_WORD + np.arange(rec.WAITS)

@@ -63,8 +63,7 @@ class Fastest:
         self._config, self.machine, self._tp, self._options = config, machine, tp, options
         self._fixed, self._chosen = fixed, dict[int, Options]()
         if one_class and tp > 1 and options.o == "auto":
-            # A program of any size will do, because the choice for `o` does not depend on the size.
-            program = self.compile(options, 1, 1)
+            program = self.compile(options, 1, 1)  # the choice for `o` does not depend on the size
             self._options = replace(options, o=lowering(program.dims, program.forward)["o"])
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
@@ -82,14 +81,12 @@ class Fastest:
         )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` is a cache
-        of earlier predictions. Its keys are options, and hashes of programs, because different options may give the
-        same one."""
+        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
+        predictions by options, and by the hash of the program, which is the same for some options."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
-            # These options compute norms inside matmuls, but the rows do not fit in shared memory.
-            except MegakernelError:
+            except MegakernelError:  # rows do not fit in shared memory to be normalised inside matmuls
                 known[options] = math.inf
                 return math.inf
             if program.hash not in known:
@@ -103,8 +100,7 @@ class Fastest:
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
             start, known = replace(start, queue="body"), dict[Options | str, float]()
-            # Search twice, once with a sharded and once with a replicated O projection, because each may need other
-            # options.
+            # Search once with a sharded and once with a replicated O projection, which may need other options.
             forms = [form for form in CHOICES["o"] if form != "auto"]
             starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
             found = [self._choose(each, tokens, known) for each in starts]

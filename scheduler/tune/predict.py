@@ -1,5 +1,4 @@
-"""Predicts the time of a program's step. All layers have the same instructions, so a few layers are simulated and the
-result is extrapolated."""
+"""Predicts the time of a program's step by simulating a few of its layers, because all layers are alike."""
 
 from __future__ import annotations
 

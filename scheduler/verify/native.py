@@ -65,9 +65,8 @@ class EventGraph:
 @dataclass(frozen=True)
 class OrderStep:
     """The accesses of a step to buffers, as the native verifier gets them (mk::verify::Step). `declares` [phases,
-    buffers] says which phase (operation) writes which buffer. `touches` [8, n] describes n accesses: the phase, the
-    place (a buffer on a rank), the kind, the event (execution of an instruction), and four bounds of rows and
-    columns."""
+    buffers] says which phase (operation) writes which buffer. `touches` [8, n] describes n accesses: phase, place (a
+    buffer on a rank), kind, event (execution of an instruction), and four bounds of rows and columns."""
 
     ranks: int
     segment: Int32s

@@ -67,7 +67,6 @@ class Answers:
     list has the most likely ids at the token's position. The entry of a prompt appears with its first generated token.
 
     `pooled` maps the number of a prompt to its last or mean hidden state, if `params.pooling` asks for that.
-
     """
 
     def __init__(
