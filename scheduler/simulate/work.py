@@ -286,7 +286,8 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        # Weights may pass through the shared memory of an SM several times over, while input rows stay there.
+        # Weights may need more pages than an SM's shared memory has, and fill it several times. Inputs stay for one
+        # filling.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
@@ -337,8 +338,7 @@ def _attention(
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
     if dims.worker.ring_pages:
-        # Layers may differ in how far attention reaches back, so use their mean.
-        share = PAGE_BYTES / dims.worker.sms / dims.model.layers
+        share = PAGE_BYTES / dims.worker.sms / dims.model.layers  # the mean over layers, whose spans may differ
         for span, layers in dims.model.spans.items():
             blocks = read_blocks(view, span)[item]
             ring += share * layers * attention_pages(view.item_rows[item], view.item_kv_heads[item], blocks, dims)

@@ -1,5 +1,4 @@
-"""Measures with micro-benchmarks the rates and costs of this machine that the simulator needs. No step of a model is
-timed.
+"""Measures with micro-benchmarks this machine's rates and costs for the simulator. No step of a model is timed.
 
 The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
 set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
@@ -214,16 +213,14 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
 
 
 def _idle(cores: int) -> list[float]:
-    """Return the seconds of four launches without arithmetic: few and many layers on one worker, then on `cores`
-    workers."""
+    """Return the seconds of four launches without arithmetic: few and many layers on one worker, then on `cores`."""
     return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 
 def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
-    """Return the seconds of an instruction's set-up, of a launch and of a signal between workers, from the shortest of
-    the launches that `_idle` timed. The first two come from launches on one worker. The cost of a signal is the
-    additional time per phase (operation) on all cores: a layer with one row is a chain of phases, and each phase waits
-    for all workers."""
+    """Return the seconds of an instruction's set-up, of a launch and of a signal, from the shortest of the launches
+    that `_idle` timed. The first two come from launches on one worker. The cost of a signal is the additional time per
+    phase (operation) on all cores: a layer with one row is a chain of phases, and each phase waits for all workers."""
     few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
     few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))

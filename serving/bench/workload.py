@@ -28,9 +28,8 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of a benchmark in the order in which they are sent. `name` is a description for reports. If the
-    prompts are random token ids, they were generated with `seed` and are below `vocab`. If they are text, `vocab` is
-    None."""
+    """The requests of a benchmark, in the order of sending. `name` is a description for reports. If the prompts are
+    random token ids, they were generated with `seed` and are below `vocab`. If they are text, `vocab` is None."""
 
     name: str
     jobs: Sequence[LoadJob]

@@ -13,8 +13,7 @@ from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Sequence
 from megakernel.serving.engine.scheduler import Batch
 
-# A constrained sequence -> the tokens that its grammar forces to come next, often none.
-Forced = dict[Sequence, list[int]]
+Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that are forced next, often none
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:

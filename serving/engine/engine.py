@@ -139,10 +139,9 @@ class Engine:
     ) -> Request:
         """Queue a prompt. When prompts of several clients wait, the clients are admitted in turn.
 
-        The choices (completions) of the request are numbered from `first` on, by default after those of all earlier
-        requests. Their tokens carry the number `reader` of the process that reads them. If `params` restrict the
-        output, `constraint` must be what `Grammars.get(params)` returned. Raises MegakernelError if the prompt can
-        never run."""
+        The choices (completions) are numbered from `first` on, by default after those of all earlier requests. Their
+        tokens carry the number `reader` of the process that reads them. If `params` restrict the output, `constraint`
+        must be what `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run."""
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
             raise AssertionError("Engine.add: pass `constraint` if, and only if, the sampling parameters ask for one")
@@ -162,8 +161,7 @@ class Engine:
         return request
 
     def check(self, prompt_ids: Seq[int], params: SamplingParams) -> list[int]:
-        """Check that a prompt can run, and return it as a list of Python ints. Raises MegakernelError with the reason
-        if not."""
+        """Return the prompt as a list of Python ints. Raises MegakernelError with the reason if it can never run."""
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise MegakernelError("the prompt is empty: give it at least one token")
@@ -247,7 +245,7 @@ class Engine:
 
     def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
         """Plan the next step, which follows the running launch if there is one. Returns the step, or None if no
-        sequence can run. If a launch runs, there is time to choose the program and build its inputs now, so these are
+        sequence can run. While a launch runs, there is time to build the step's program and inputs, so these are
         returned too."""
         ones, prompts = self._batch.plan()
         if not len(ones) and not prompts:
@@ -320,8 +318,7 @@ class Engine:
         results = _Results(alive.copy())
         for row in (~alive).nonzero()[0].tolist():
             sequence = turns.sequence[turns.chunk[row]]
-            # Not finished, so the sequence lost its slot by preemption and still needs this token.
-            results.heard[row] = sequence.finish_reason is None
+            results.heard[row] = sequence.finish_reason is None  # not finished but without a slot: it was preempted
             if results.heard[row] and turns.samples[row]:
                 results.first[row] = sequence.outputs == 0
                 results.waited[row] = now - (sequence.last_token_at or sequence.request.added_at)
@@ -355,8 +352,7 @@ class Engine:
         rows after it are ignored."""
         turns, slots = part.turns, self._batch.slots
         position = part.start[turns.chunk] + turns.index + 1
-        # For each sequence of the step, the reason why it ended, as an index into FINISH.
-        ended = np.zeros(len(turns.slot), np.int64)
+        ended = np.zeros(len(turns.slot), np.int64)  # by chunk (sequence of the step): an index into FINISH
         for depth in range(int(turns.depth.max(initial=0)) + 1):
             rows = sampling & (turns.depth == depth)
             if depth:
@@ -386,14 +382,12 @@ class Engine:
 
 
 def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
-    """Return an index for arrays of rows that selects the True rows: a slice if all are True, because that avoids a
-    copy."""
+    """Return an index for arrays that selects the True rows: a slice if all are True, because that avoids a copy."""
     return slice(None) if np.count_nonzero(rows) == len(rows) else rows
 
 
 def _report(running: _Running, output: Output, results: _Results, failed: list[Sequence], ended: float) -> Step:
-    """Return the finished step, and append the log-probabilities of the prompt tokens that it scored to their
-    requests."""
+    """Return the finished step, and append the log-probabilities of scored prompt tokens to their requests."""
     turns, start, _ = running.part
     logits = iter(output.logits) if turns.read else iter(())
     told, best = results.heard & turns.samples, {}
@@ -468,8 +462,7 @@ def _own(output: Output, turns: Turns) -> Output:
 
 def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:
     """Return the `count` most likely tokens of `logits` [vocab] as {id: log-softmax}, most likely first, ties by id.
-    `logprob`, the log-softmax of `token`, is known already. The log-sum-exp of the row is therefore logits[token] -
-    logprob."""
+    `logprob`, the log-softmax of `token`, is known, so the log-sum-exp of the row is logits[token] - logprob."""
     if count == 0:
         return {}
     whole = len(logits) // _BLOCK * _BLOCK

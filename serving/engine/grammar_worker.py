@@ -26,8 +26,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-# Marks a rule in llama.cpp's notation GBNF; Lark's notation has ":" in its place.
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule of GBNF; Lark has ":" for "::="
 _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 # Generated JSON has the white space that Python's json module writes, because models know this form, and because fixed
 # white space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
@@ -54,16 +53,13 @@ class _Vocabulary:
 
 # The values of the keyword `format` that the grammar library can enforce.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-# Keywords whose schemas apply to the same JSON value as the schema that contains them.
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties", "contains"])
 _NESTED |= {"not", "if", "then", "else"}
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
-# The key of the root schema under which rewritten schemas are stored, so that references can point to them.
-_PARTS = "x-parts"
+_PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
-# _LOOKAROUND matches a lookaround with at most one group in it. It also matches escapes and character classes, which
-# are kept, so that a parenthesis inside of them is not taken for a lookaround.
+# _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes: these are kept.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds.
@@ -75,18 +71,17 @@ class _Schema:
 
     Models invent properties where they may. So the rewritten schema permits only the properties that the schema names,
     unless it has `additionalProperties`. If schemas are combined, for example by `allOf`, all their properties are
-    permitted. Unknown formats are ignored. `left` collects the keywords that the grammar enforces only in part or not
-    at all."""
+    permitted. Unknown formats are ignored. `left` collects the keywords that the grammar does not, or not fully,
+    enforce."""
 
     def __init__(self, root: dict[str, Any], outer: _Schema | None = None) -> None:
-        """`root` is the schema that references start from. A schema inside another one, `outer`, can be such a root of
-        its own: it is marked by the key `x-root`."""
+        """References start from the schema `root`: the whole schema, or a part of `outer` that the key `x-root`
+        marks."""
         self.root = root
         self.left: set[str] = outer.left if outer else set()
         self._parts: list[Any] = outer._parts if outer else []
         self._at = self._reserved() if outer else "#"
-        # Reference to a schema that is combined with others -> reference to the rewritten schema.
-        self._open: dict[str, str] = {}
+        self._open: dict[str, str] = {}  # reference to a combined schema -> reference to its rewritten form
         self._dropped = {"propertyNames", "x-root"} | ({"$id"} if outer else set())
 
     def text(self) -> str:
@@ -119,8 +114,7 @@ class _Schema:
             if key == "$ref":
                 out[key] = self._reference(value, combined or combines)
             elif key in _COMBINING and isinstance(value, list):
-                # A discriminator makes the schemas exclude each other, so that `oneOf` means `anyOf`, which is
-                # supported.
+                # The schemas exclude each other because of the discriminator, so `oneOf` can become `anyOf`.
                 key = "anyOf" if key == "oneOf" and "discriminator" in schema and "anyOf" not in schema else key
                 out[key] = [self._rewritten(one, combined or combines) for one in value]
             elif key in _NESTED:
@@ -156,8 +150,7 @@ class _Schema:
             out["additionalProperties"] = False
 
     def _combined(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield the schema and all schemas that apply to the same value, found through `$ref`, `allOf`, `anyOf` and
-        `oneOf`."""
+        """Yield the schema and, found through $ref, allOf, anyOf and oneOf, all that apply to the same JSON value."""
         if not isinstance(schema, dict):
             return
         yield schema
@@ -192,8 +185,7 @@ class _Schema:
         return found
 
     def _limit_names(self, names: Any, out: dict[str, Any]) -> None:
-        """Replace the keyword `propertyNames`, which the library does not support: list the permitted names, or give
-        their pattern."""
+        """Replace the keyword `propertyNames`, which the library does not support, by permitted names or a pattern."""
         if isinstance(names, dict) and isinstance(names.get("$ref"), str):
             names = self._target(names["$ref"])
         value, given = out.get("additionalProperties", True), names if isinstance(names, dict) else {}
@@ -251,8 +243,8 @@ def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
-    """Convert a grammar to the library's notation, and return it. JSON schemas inside are rewritten, and are added to
-    `schemas` together with their new text."""
+    """Return a grammar in the library's notation. JSON schemas inside are rewritten, and added with their text to
+    `schemas`."""
 
     def rewritten(schema: Any) -> str:
         if not isinstance(schema, dict):
@@ -298,8 +290,7 @@ def _resident() -> int:
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ignore Ctrl-C, because the parent process handles it. When the parent exits, standard input ends, and so does the
-    # loop.
+    # Ignore Ctrl-C, because the parent process handles it. When the parent exits, standard input ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     given = json.loads(next(lines))

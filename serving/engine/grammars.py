@@ -91,8 +91,7 @@ class Grammar(Constraint):
         """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens."""
         self._start, self._executor, self.left = matcher, executor, left
         self.matcher = matcher.deep_copy()
-        # The tokens that the matcher has read: the output, then forced tokens that are not output yet.
-        self._read: list[int] = []
+        self._read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
     def copy(self) -> Grammar:
         return Grammar(self._start, self._executor, self.left)
@@ -145,8 +144,7 @@ class _Compiled:
 
 
 class Grammars:
-    """Makes the constraint that a request's sampling parameters ask for, and caches compiled grammars. It is
-    thread-safe."""
+    """Makes the constraints that sampling parameters ask for, and caches compiled grammars. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int]) -> None:
         """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's."""
@@ -176,8 +174,7 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each of `words`, twice: with a leading space and without, because both are
-        forbidden."""
+        """Return the token ids of each of `words` twice: with a leading space and without. Both are forbidden."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -204,8 +201,7 @@ class Grammars:
         source, left, size = self._checked(*key)
         matcher = LLMatcher(self._tokens(), source, log_level=0)
         if not matcher.is_error():
-            # The library does part of its work when the first mask is computed. Compute one now, so that no step has to
-            # wait.
+            # The library does part of its work for the first mask. Compute one now, so that no step has to wait.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(matcher.get_error())

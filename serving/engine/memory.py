@@ -12,8 +12,7 @@ from megakernel.roofline.work import model_weights
 log = logging.getLogger(__name__)
 
 KV_SHARE = 0.25  # the KV pool's fraction of a host's memory, unless one sequence needs more
-# The fraction of a GPU's memory for weights and KV pool together; the rest is for activations and the driver.
-GPU_SHARE = 0.85
+GPU_SHARE = 0.85  # the fraction of a GPU's memory for weights and KV pool; the rest is for activations and the driver
 
 
 def weight_bytes(forward: Forward, split: Split, *, tied: bool) -> int:
@@ -41,8 +40,7 @@ def kv_capacity(
     *,
     pool: float,
 ) -> tuple[int, int]:
-    """Return two numbers of tokens: the maximum of one sequence, and the size of the KV pool, for `tp` ranks that share
-    `memory_bytes`.
+    """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
 
     The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It always
     has room for one such sequence, even if that takes more. Without `max_context`, a sequence may have as many tokens
@@ -50,8 +48,7 @@ def kv_capacity(
     such sequence exceeds the memory, or if without `max_context` the pool has no room for a token.
     """
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
-    # KV heads of all ranks; with more ranks than KV heads, several ranks store the same head.
-    heads = sum(part.rank_kv_heads for part in split.ranks)
+    heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may store the same KV head
     per_token = config.layers * heads * kv_bytes(split.model)
     room = int(pool / per_token)
     if max_context is None:

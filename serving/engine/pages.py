@@ -19,8 +19,8 @@ ROOT = b""  # the hash of an empty prefix
 
 
 def page_hash(before: bytes, tokens: ArrayLike) -> bytes:
-    """Return the hash of a prefix of whole pages. `tokens` are those of the last page, and `before` is the hash of the
-    pages before it."""
+    """Return the hash of a prefix of whole pages: `tokens` are those of the last page, `before` is the hash without
+    it."""
     return blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
@@ -40,8 +40,7 @@ class PagePool:
         return len(self._unknown) + len(self._unused)
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` pages for one sequence, and return their ids. The caller has checked that so many are
-        free."""
+        """Allocate `count` pages for one sequence and return their ids. The caller has checked that they are free."""
         taken = []
         for _ in range(count):
             if self._unknown:
@@ -54,8 +53,7 @@ class PagePool:
         return taken
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached pages of the longest matching prefix; `hashes` has one hash per page. The caller must
-        `share` these pages to use them."""
+        """Return the cached pages of the longest known prefix, given a hash per page. To use them, call `share`."""
         return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Sequence[int]) -> int:

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from megakernel.runtime.steps import Ints, Lineup
 from megakernel.serving.engine.request import POOLED, Objects, Sequence, Slots
 
-# Maximum rows with logits in a step that verifies proposed tokens; each row may need room for its logit biases.
-VERIFIED_ROWS = 128
+VERIFIED_ROWS = 128  # maximum logit rows of a step that verifies proposals, limited by room for logit biases
 
 
 class _Row(NamedTuple):
-    """The rows of a step for which logits are computed, as arrays; or one such row, as numbers. `Turns` and `Lineup`
-    describe the fields."""
+    """The rows of a step that get logits, as arrays; or one such row. `Turns` and `Lineup` describe the fields."""
 
     chunk: Any
     index: Any
@@ -51,14 +49,12 @@ class Turns(Lineup):
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """For each logit row, whether it samples a token. The other rows compute the log-probability of a prompt
-        token."""
+        """For each logit row, whether it samples a token. The others score a prompt token (its log-probability)."""
         return self.target < 0
 
     @cached_property
     def depth(self) -> Ints:
-        """For each logit row, how many proposed or forced tokens of its sequence precede it in the step, its own
-        included."""
+        """For each logit row, how many proposed or forced tokens its sequence has up to this row of the step."""
         return np.where(self.after >= 0, self.index, 0)
 
     @cached_property
@@ -83,8 +79,7 @@ class Turns(Lineup):
 
 
 class PlannedRows(NamedTuple):
-    """Chunks of a step, each with consecutive tokens of one sequence. `start` has the position of each chunk's first
-    token."""
+    """Chunks of a step, each with consecutive tokens of one sequence. `start` has their first positions."""
 
     turns: Turns
     start: Ints  # described at `Rows`
@@ -129,8 +124,7 @@ class Planner:
         return PlannedRows(_turns(slots, slot, count, columns), np.append(decoded.start, start), np.concatenate(tokens))
 
     def _decode(self, slot: Ints) -> PlannedRows:
-        """Plan one decode row for each of the slots `slot`: compute the sequence's last token and sample the next
-        one."""
+        """Plan one decode row for each of the slots `slot`: compute the last token and sample the next one."""
         slots, n, start = self._slots, len(slot), self._slots.computed[slot]
         slots.length[slot] += 1
         slots.computed[slot] = end = start + 1
@@ -142,8 +136,7 @@ class Planner:
             turns = self._last = _turns(slots, slot, one, row._asdict())
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
-            # All ids are -1: the running launch has yet to sample these tokens.
-            return PlannedRows(turns, start, turns.after)
+            return PlannedRows(turns, start, turns.after)  # ids of -1: not sampled yet
         return PlannedRows(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
     def _prompt(self, chunk: int, sequence: Sequence, count: int, rows: list[_Row]) -> Ints:
@@ -168,14 +161,12 @@ class Planner:
 
 
 def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> PlannedRows:
-    """Append proposed or forced tokens to some of the sequences that compute one token in `part`, and return the new
-    plan.
+    """Append proposed or forced tokens to sequences that compute one token in `part`, and return the new plan.
 
     `runs` maps a chunk (a sequence's place in the step) to its additional tokens. Each of them gets a logit row. The
     step stores the tokens that it samples in the device buffer HISTORY; up to the first mismatch, they equal those of
-    the run. But if the sequence has penalties, the step reads HISTORY, so the host writes the run there before the
-    step, which stores nothing. Sequences that have ended since the step was planned are left out, because other
-    sequences may now use their pages."""
+    the run. But with penalties, the step reads HISTORY, so the host writes the run there before the step, which stores
+    nothing. Sequences that have ended since the planning are left out, because others may now use their pages."""
     turns, start = part.turns, part.start
     chunks = np.array(sorted(runs))
     lengths = np.array([len(runs[chunk]) for chunk in chunks])

@@ -31,8 +31,7 @@ class Sequence:
     choice: int
     length_limit: int  # at this number of tokens the choice ends with reason `length`
     slots: Slots
-    # Limits which tokens may come next, for example to those that a grammar allows.
-    constraint: Constraint | None = None
+    constraint: Constraint | None = None  # limits which tokens may come next, such as a grammar
     slot: int = -1
     sampling: bool = False
     finish_reason: str | None = None
@@ -72,17 +71,16 @@ class Sequence:
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
     def append(self, token: int, now: float) -> int:
-        """Append a token that arrives although the sequence has lost its slot, because it was preempted while a launch
-        sampled the token. Returns what `Slots.append` returns: 0, or an index into FINISH if the token ends the
-        sequence."""
+        """Append a token that was being sampled when the sequence was preempted and lost its slot. Returns what
+        `Slots.append` returns: 0, or an index into FINISH if the token ends the sequence."""
         self.saved.append(token)
         self.first_token_at, self.last_token_at = self.first_token_at or now, now
         self.sampling = False
         return 1 if token in self.request.stop_ids else 2 * (len(self.saved) >= self.length_limit)
 
     def page_hashes(self, page: int, count: int) -> list[bytes]:
-        """Return the hashes that identify the first `count` full KV pages of the sequence, with `page` tokens each. All
-        these tokens must be known."""
+        """Return the hashes that identify the first `count` KV pages, with `page` tokens each. All tokens must be
+        known."""
         tokens = self.slots.tokens[self.slot] if self.slot >= 0 else self.saved
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
@@ -121,8 +119,7 @@ class Request:
     cached_tokens: int | None = None  # prompt tokens that were in the prefix cache; None before the request is admitted
     pooled: NDArray[np.float64] | None = None  # sum of the hidden states that `params.pooling` asks for, so far
     pooled_rows: int = 0  # the number of these hidden states
-    # Choices that wait until the first one has computed the prompt, to share its pages.
-    held: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)  # choices that wait until the first has computed the prompt
     scored: int = 0  # if the prompt is scored: how many of its tokens have been scored, or will be by planned steps
     seed: int = 0  # the user's seed, or a random one
     added_at: float = field(default_factory=perf_counter)
@@ -154,8 +151,7 @@ class Slots:
     def __init__(self, dims: Dims) -> None:
         n = dims.bucket.max_seqs
         self.page = dims.bucket.kv_page
-        # Slots in order of admission; a new array after each change, so that `is` tells whether it changed.
-        self.order: Ints = np.zeros(0, np.int64)
+        self.order: Ints = np.zeros(0, np.int64)  # a new array after each change, so that `is` shows whether it changed
         self.sequence: Objects = np.full(n, None)
         self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
         self.reader, self.number = np.zeros((2, n), np.int64)  # see `Request.reader`, and the number of the choice
@@ -170,13 +166,11 @@ class Slots:
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = SequencePages(dims)
-        # One row of parameters per slot, then a second one for use before min_tokens is reached.
-        self.sampling = Sampling(2 * n + 1)
+        self.sampling = Sampling(2 * n + 1)  # one row per slot, then one for use before min_tokens is reached
         self._tickets = 0
 
     def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:
-        """Put a sequence into `slot` with the KV pages `pages`. The first `shared` pages already hold its first
-        tokens."""
+        """Put a sequence into `slot` with the KV pages `pages`, of which the first `shared` ones are filled."""
         request, tokens = sequence.request, sequence.saved
         stop, logprobs = sorted(request.stop_ids), request.params.logprobs
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
@@ -238,8 +232,7 @@ class Slots:
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
     def crowded(self, slots: Ints) -> NDArray[np.bool_]:
-        """Return for each slot whether its sequence has too few KV pages for its tokens, including those not sampled
-        yet."""
+        """Return for each slot whether its sequence needs another KV page, also for tokens not sampled yet."""
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def place(self, slots: Ints, position: Ints) -> Ints:

@@ -73,8 +73,7 @@ class StructuredOutputsParams:
         return '{"type": "object"}' if self.json_object else self.json
 
     def source(self) -> tuple[str, str]:
-        """The name of the grammar's notation and its text, in the form that `grammar_worker.py` reads: "json" and a
-        schema, "regex", "choice" or "grammar"."""
+        """The name of the grammar's notation ("json", "regex", "choice" or "grammar") and its text."""
         if (schema := self.schema) is not None:
             return "json", schema
         if self.choice is not None:

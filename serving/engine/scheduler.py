@@ -24,8 +24,7 @@ from megakernel.serving.engine.pages import PagePool
 from megakernel.serving.engine.request import Request, Sequence, Slots
 
 _Queue = OrderedDict[Sequence, None]
-# Maximum rows per step for the log-probabilities of prompts; each row takes one logit per vocabulary entry.
-SCORED_ROWS = 64
+SCORED_ROWS = 64  # maximum logit rows per step for scoring prompts; each has a logit per vocabulary entry
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,7 @@ class Waiting:
 
 
 class Batch:
-    """Gives sequences up to `dims.max_seqs` slots and `pages` KV pages, and a step up to `step_tokens` of their
-    tokens."""
+    """Schedules sequences: assigns `dims.max_seqs` slots, `pages` KV pages and `step_tokens` tokens per step."""
 
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting = Waiting()
@@ -172,8 +170,8 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return the (slot, first position, token ids) that the host must write to the device buffer HISTORY before the
-        next step, and remove them from this object."""
+        """Return the tokens that the host must write to the device buffer HISTORY, as (slot, first position, ids),
+        once."""
         histories, self._histories = self._histories, []
         return histories
 
@@ -194,9 +192,8 @@ class Batch:
 
     def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Give a running sequence KV pages for the proposed `tokens`, which follow its last known token. Returns as
-        many of `tokens`, from the first on, as the free pages allow. Sampling with penalties reads the sequence's
-        tokens from the device buffer HISTORY, so for such a sequence the tokens are put on the list that the host
-        writes there."""
+        many of `tokens`, from the first on, as the free pages allow. Penalties read a sequence's tokens from the device
+        buffer HISTORY, so for a sequence with penalties the host will write the tokens there."""
         slots, slot = self.slots, sequence.slot
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
@@ -209,8 +206,7 @@ class Batch:
         return granted
 
     def shorten(self, sequence: Sequence) -> None:
-        """Forget the keys and values that a step computed for rejected tokens, and free the pages that only these
-        tokens used."""
+        """Forget the keys and values of a step's rejected tokens, and free the pages that only these tokens used."""
         slots, slot = self.slots, sequence.slot
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
@@ -231,8 +227,7 @@ class Batch:
             self.slots.holds[slot] = False
 
     def unhold_computed(self, planned: Ints) -> None:
-        """Let the other choices of a request run if the first one has computed the prompt. `planned` has the slots of a
-        step."""
+        """Let the other choices of a request run if the first one, in a slot of `planned`, has computed the prompt."""
         slots = self.slots
         ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
         for sequence in slots.sequence[planned[ready]]:
@@ -288,10 +283,9 @@ class Batch:
     def _admit(self) -> None:
         """Admit waiting sequences in turn while there are a free slot and enough KV pages for the next one's tokens.
 
-        One page is reserved for each running sequence that will need one. At most MOST_MASKS sequences with a
-        constraint run, because a step has room for so many token masks. A sequence that was just preempted is not
-        admitted before the running launch has sampled its token, because the launch stores that token in the sequence's
-        old slot."""
+        One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
+        because a step has room for so many token masks. A sequence that was just preempted is not admitted before the
+        running launch has sampled its token, because the launch stores that token in the sequence's old slot."""
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order
@@ -340,9 +334,7 @@ class Batch:
         pending = slots.pending(order)
         decoding = (pending == 1).nonzero()[0][: min(tokens, rows)]
         if len(decoding) == len(order):
-            # `order` is the same array object as in the last step unless a sequence came or left, so the plan can be
-            # reused.
-            return order, []
+            return order, []  # the same array object unless a sequence came or left, so that its plan is reused
         tokens, rows = tokens - len(decoding), rows - len(decoding)
         pending[decoding] = 0
         prompts: list[tuple[Sequence, int]] = []

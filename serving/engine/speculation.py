@@ -41,8 +41,7 @@ class Proposer(Protocol):
     """Guesses the next tokens of one sequence from its earlier ones."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read the tokens that the sequence has gained. The engine calls this while a launch runs, where it takes no
-        extra time."""
+        """Read the tokens that the sequence has gained. While a launch runs, this takes no extra time."""
 
     def propose(self, count: int) -> list[int]:
         """Return at most `count` tokens that may come next."""
@@ -121,8 +120,7 @@ class Lookup:
         self._tokens: list[int] = []
         # Pair of tokens -> index after the pair's last occurrence.
         self._ends: dict[tuple[int, int], int] = {}
-        # For the pair of tokens before index i, _before[i] is the index after its previous occurrence; 0: there is
-        # none.
+        # For the pair of tokens before index i, _before[i] is the index after its previous occurrence, or 0.
         self._before = [0, 0]
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -170,8 +168,7 @@ Bucket = tuple[int, int]
 
 @dataclass
 class _Measured:
-    """The times, in seconds, of the latest steps that ran one program. `at` is the number of the last of these
-    steps."""
+    """The seconds of the latest steps that ran one program. `at` is the number of the last of these steps."""
 
     at: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -196,8 +193,7 @@ class StepTimes:
         measured.seconds.append(seconds)
 
     def record_late(self, seconds: float) -> None:
-        """Record the `seconds` for which no launch ran, because a step could only be planned after the previous one had
-        ended."""
+        """Record the `seconds` for which no launch ran, because a step had to be planned after the previous one."""
         self._late.append(seconds)
 
     @property
@@ -241,8 +237,7 @@ def check_depth(depth: int) -> None:
 
 @dataclass(slots=True)
 class _Offer:
-    """The proposed tokens of one sequence in one step. `chunk` is the sequence's index in the step. The first `taken`
-    of `tokens` will be verified."""
+    """Proposed tokens of the sequence with index `chunk` in a step. The first `taken` of them will be verified."""
 
     chunk: int
     draft: Draft
@@ -251,8 +246,7 @@ class _Offer:
 
 
 class Speculation:
-    """Proposes up to `depth` tokens for each sequence of a step. `proposer` is called to make the `Proposer` of a
-    sequence."""
+    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes a sequence's `Proposer`."""
 
     def __init__(
         self, depth: int, times: StepTimes, proposer: Callable[[Choice], Proposer] = lambda _: Lookup()
@@ -264,8 +258,7 @@ class Speculation:
         self._drafts: WeakKeyDictionary[Choice, Draft] = WeakKeyDictionary()
 
     def read(self, part: PlannedRows) -> None:
-        """Let the proposers of a planned step's sequences read their new tokens. Called while a launch runs, it takes
-        no extra time."""
+        """Let the proposers of a planned step's sequences read new tokens. While a launch runs, this is free."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             if sequence.constraint is None:
                 self._draft(sequence)
@@ -273,11 +266,12 @@ class Speculation:
     def propose(
         self, part: PlannedRows, batch: Batch, forced: Mapping[int, list[int]], *, room: int
     ) -> dict[int, list[int]]:
-        """Return the proposed tokens that a planned step should verify, at most `room` in total. The keys are chunk
-        numbers, the indices of sequences in the step.
+        """Return at most `room` proposed tokens that a planned step should verify, by chunk (index of a sequence in
+        it).
 
         `forced` are tokens to which a grammar leaves no alternative; the step computes them too. The returned tokens
         have their KV pages already.
+
         """
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
@@ -322,9 +316,8 @@ class Speculation:
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:
         """Choose how many tokens of each offer to verify in a step that already has `tokens` rows and `logit_rows`
-        logit rows, and set `taken`. The gain of a row is the probability that its token and those before it are right.
-        Rows are added in order of decreasing gain, up to the number with the most expected tokens per second. Probes
-        are always added."""
+        logit rows. The gain of a row is the probability that its token and those before it are right. Rows are added in
+        order of decreasing gain, up to the number with the most expected tokens per second. Probes are always added."""
         probes = [offer for offer in offers if offer.draft.due][:room]
         for offer in probes:
             offer.taken = 1

@@ -15,9 +15,8 @@ _NO_TOP: dict[int, float] = {}
 
 
 class Token(msgspec.Struct, gc=False):
-    """One generated token. `choice` is the number of the choice (completion) to which it belongs, and `at` the time at
-    which its step ended. If requested, `top_logprobs` has the log-probabilities of the most likely ids and of this
-    token's id."""
+    """One generated token. `choice` is the number of its choice (completion), and `at` the time at which its step
+    ended. If requested, `top_logprobs` has the log-probabilities of the most likely ids and of this token's id."""
 
     choice: int
     token_id: int
@@ -62,8 +61,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
             yield Token(choice, token, logprob, self.top.get(i, _NO_TOP), FINISH[finish], self.at)
 
     def where(self, mine: NDArray[np.bool_]) -> Tokens:
-        """Return the tokens for which `mine` is True, which are those of one reader. The choices of a prompt have the
-        same reader."""
+        """Return one reader's tokens, those for which `mine` is True. A prompt's choices all have the same reader."""
         if mine.all():
             return self
         choice = self.choice[mine]

@@ -38,8 +38,7 @@ from megakernel.serving.server.replay import Replay
 
 # Names of the two Ray applications; the front keeps running while replicas are replaced.
 FRONT, REPLICAS = "megakernel", "megakernel-replicas"
-# Limit of concurrent requests for Ray, in effect none, because each replica's server has limits of its own.
-_NO_LIMIT = 1 << 20
+_NO_LIMIT = 1 << 20  # Ray's limit of concurrent requests, in effect none; each replica's server has its own
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 
@@ -145,8 +144,7 @@ class Front:
             parts.cancel()  # this does nothing if the answer has ended
 
     async def _look(self) -> bool:
-        """Return whether any replica runs. Ray is asked at most once a second, however many requests wait for the
-        result."""
+        """Return whether any replica runs. Ray is asked at most once a second, however many requests wait."""
         if (now := monotonic()) - self._looked_at >= 1.0:
             self._looked_at = now
             application = (await asyncio.to_thread(serve.status)).applications.get(REPLICAS)

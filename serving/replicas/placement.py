@@ -1,5 +1,4 @@
-"""Prepares a deployment before Ray is imported: Ray's environment variables, and the CPUs and GPUs that each replica
-gets."""
+"""Prepares a deployment before Ray is imported: Ray's environment variables, and the share of each replica."""
 
 from __future__ import annotations
 

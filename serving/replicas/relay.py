@@ -1,5 +1,5 @@
-"""Passes the answer of a replica (one of several equal servers) on to the client. If the replica is lost, another one
-gives the rest of the answer."""
+"""Passes the answer of a replica (one of several equal servers) on to the client. If the replica fails, another
+continues."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ async def relay(
                     rest += part
                     if not head.streams:
                         continue
-                    # Alternately events of the stream, and the number of the choice to which they belong.
-                    *known, rest = MARK.split(rest)
+                    *known, rest = MARK.split(rest)  # events and the number of their choice, alternately
                     if known and sent is None:
                         await _start(head, send)
                         sent = head

@@ -20,8 +20,7 @@ from megakernel.runtime.cpu.native import simd
 from megakernel.serving.server.replay import HEADER, KEY, Replay
 
 Headers = list[tuple[str, str]]
-# Headers that are not passed on, because they hold for one connection only, or because the server that answers the
-# client sets them.
+# Headers that are not passed on, because they hold for one connection only or are set for each answer anew.
 _NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id", HEADER}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
 # The operating system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server
@@ -30,8 +29,8 @@ _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli 
 
 
 class Head(NamedTuple):
-    """Status and headers of an answer. Replicas of the same `kind` give the same answer to a request, bit for bit, so
-    one can continue the answer of another."""
+    """Status and headers of an answer. Replicas of the same `kind` give bit-identical answers, so one can continue
+    another's."""
 
     status: int
     headers: Headers

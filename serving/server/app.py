@@ -42,8 +42,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # Correct the schema now: FastAPI makes it only once, and returns this object from then on.
-        _correct(app.openapi(), service)
+        _correct(app.openapi(), service)  # FastAPI makes the schema once and keeps it
         service.engine.start()
         yield
         service.engine.close()

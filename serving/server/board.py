@@ -1,6 +1,5 @@
 """The board: counters in memory that all processes of a server share. Each process writes its own row, and all may read
-every row. A row remains when its process ends, so a frontend (HTTP server process) that replaces a dead one continues
-its counters."""
+every row. A row remains when its process ends, so the process that replaces it continues its counters."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Answers:
         self.pooled: dict[int, NDArray[np.float32]] = {}
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0
-        # Choices that the engine has not ended, and choices whose end has not been read.
+        # Number of choices that the engine has not ended, and of those whose end has not been read.
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
         self._scored = params.prompt_logprobs is not None
@@ -153,8 +153,7 @@ class Answers:
 
     def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
-        later call. The engine sends the log-probabilities of a prompt with the first token of that prompt's first
-        choice."""
+        later call. The engine sends a prompt's log-probabilities with the first token of its first choice."""
         for index, tokens in taken.items():
             self._held.setdefault(index, []).extend(tokens)
         known = [index for index in self._held if index // self.n in self.scores]
@@ -194,8 +193,7 @@ class Answers:
 
 
 class EngineClient:
-    """Connects the HTTP server process called `name` to the engine at the addresses in `description`, on one event
-    loop."""
+    """Connects the HTTP server process `name` to the engine at the addresses in `description`, on one event loop."""
 
     def __init__(self, description: messages.Description, name: str) -> None:
         self.dead: EngineDead | None = None
@@ -208,8 +206,7 @@ class EngineClient:
         socket.connect(description.requests)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
-        # Number of an unfinished choice, unique in this process -> the answers to which it belongs.
-        self._choices: dict[int, Answers] = {}
+        self._choices: dict[int, Answers] = {}  # number of an unfinished choice -> its answers
         self._asked: dict[int, asyncio.Future[bytes | None]] = {}
 
     def start(self) -> None:
@@ -249,8 +246,7 @@ class EngineClient:
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:
-        """End one choice (completion), because its text contains a stop string. Does nothing if the choice has
-        ended."""
+        """End a choice (completion), because its text contains a stop string. Does nothing if it has ended."""
         if self._choices.pop(answers.first + number, None):
             answers.open -= 1
             self._send(messages.Stop(answers.first, *divmod(number, answers.n)))

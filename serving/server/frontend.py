@@ -1,6 +1,6 @@
-"""A frontend: a process that serves HTTP and passes requests to the engine's process. It is started as `python -m
-megakernel.serving.server.frontend` and reads its configuration, a `Start`, from standard input. It ends on SIGTERM, or
-when its parent process has ended."""
+"""A frontend: a process that serves HTTP and passes requests to the engine's process. `python -m
+megakernel.serving.server.frontend` starts it. It reads its configuration, a `Start`, from standard input, and ends on
+SIGTERM or with its parent process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ _BACKLOG = 4096
 _IDLE = 75
 # Milliseconds until a connection is closed if the client does not read its answer.
 _UNREAD = 60_000
-# Number of new objects that triggers a garbage collection. Python's default of 700 collects too often, but with 50,000,
-# one collection paused requests for 95 ms.
+# New objects that trigger a garbage collection. Python's default of 700 is too low; with 50,000, one took 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # a frontend sends this to its parent process when it accepts connections
 
@@ -193,8 +192,7 @@ def main(start: Start) -> int:
 
     def ready() -> None:
         gc.collect()
-        # Exempt the objects that exist now from garbage collection: they stay alive, and scanning them takes tens of
-        # ms.
+        # Exempt the present objects from garbage collection: they stay alive, and scanning them takes tens of ms.
         gc.freeze()
         asyncio.get_running_loop().add_reader(parent, gone)
         with contextlib.suppress(OSError):  # if the parent has ended, `gone` handles that

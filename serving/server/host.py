@@ -1,5 +1,4 @@
-"""The engine's process as its frontends (the HTTP server processes) see it: the engine loop, counters in shared memory,
-and statistics of steps."""
+"""What the engine's process does for the HTTP server processes: engine loop, shared counters, statistics of steps."""
 
 from __future__ import annotations
 

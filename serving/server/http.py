@@ -1,5 +1,4 @@
-"""The HTTP layer below the routes: access checks, limits on request bodies, disconnected clients, and server-sent
-events."""
+"""The HTTP layer below the routes: access checks, limits on bodies, disconnected clients, and server-sent events."""
 
 from __future__ import annotations
 
@@ -77,8 +76,8 @@ class Gate:
             await e.response(scope["path"])(scope, receive, send)
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body and call the application. Until the answer has ended, the body counts against `max_bodies`, the
-        limit on the bytes of all bodies in memory."""
+        """Read the body and call the application. Until it is answered, the body counts against the limit on all
+        bodies."""
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
         if coding.lower() not in ("", "identity"):
             told = f"the body is compressed ({quoted(coding)}): send it without Content-Encoding"
@@ -178,8 +177,7 @@ def _with_id(send: Send, given: bytes) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for `work` and return its result. If the client closes the connection first, cancel `work` and raise
-    ClientGone."""
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and raise ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -230,9 +228,7 @@ class EventStream(Response):
         except Exception as e:
             error = as_api_error(e)
             if error.status == 503 and REPLAYED.get():
-                # The connection closes before the end of the body, so the front lets another replica go on with the
-                # answer.
-                return
+                return  # before the end of the body: the front then asks another replica for the rest
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body(path), "error" if is_messages(path) else "")

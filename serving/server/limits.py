@@ -23,8 +23,7 @@ from megakernel.serving.server.errors import APIError, quoted, shortened
 BODY_SECONDS = 60.0  # Maximum seconds for a body to arrive. Until then, a slow client occupies memory.
 LARGE_BODY = 1 << 18  # A body of more bytes takes milliseconds to parse, so short requests go first.
 THREADS = 4  # Threads for tokenizing and detokenizing. There are few, because each holds the GIL part of the time.
-# A large body is parsed only after this many iterations of the event loop, in which short requests can be answered.
-TURNS = 4
+TURNS = 4  # a large body waits this many iterations of the event loop, in which short requests can be answered
 MAX_PROMPTS = 2048  # Maximum prompts in a request, because each prompt needs its own queue entry.
 MAX_MESSAGES = 2048  # Maximum messages in a conversation, because the chat template loops over them in Python.
 MAX_PARTS = 1024  # Maximum parts of a message, because Python code joins the parts.
@@ -67,8 +66,7 @@ def has_more_values(body: bytes, most: int) -> bool:
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
 
 
-# A JSON escape (backslash, u and four digits) of one half of a character, a surrogate, whose other half is missing. It
-# may also be plain text that only looks like an escape.
+# A JSON escape for half a character (a surrogate) without the other half. It may be text that only looks like one.
 _HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
@@ -160,8 +158,7 @@ def _name(host: str) -> str:
 
 
 def _key(header: bytes) -> bytes:
-    """Return the API key in the Authorization header. Browsers use the Basic scheme, in which the password is the
-    key."""
+    """Return the API key in the Authorization header. Browsers use the Basic scheme, with the key as the password."""
     scheme, _, value = header.partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()

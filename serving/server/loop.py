@@ -88,8 +88,7 @@ class EngineLoop:
         self._beside.connect(address)
         self._beside_lock = threading.Lock()
         self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Slow work must not delay steps, so each kind of it has a thread: compiling grammars, and answering each kind
-        # of `Look`.
+        # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
         kinds = (_GRAMMARS, messages.ROOFLINE, messages.TIMELINE)
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in kinds}
         self._grammars = grammars
@@ -107,8 +106,7 @@ class EngineLoop:
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: Turns[_Key] = Turns()  # those whose grammar waits
         self._compiles = False
-        # Kind of query -> (frontend, number) of each query that waits.
-        self._looking: dict[str, list[tuple[bytes, int]]] = {}
+        self._looking: dict[str, list[tuple[bytes, int]]] = {}  # kind -> waiting queries (frontend, number)
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -246,8 +244,7 @@ class EngineLoop:
             self._queue(key, asked, result)
 
     def _look(self, frontend: bytes, asked: messages.Look) -> None:
-        """Answer a query for statistics or a trace. Queries of the same kind that arrive meanwhile get the same
-        answer."""
+        """Answer a query for statistics or a trace. Those of the same kind that come meanwhile share the answer."""
         waiting = self._looking.setdefault(asked.what, [])
         waiting.append((frontend, asked.number))
         if len(waiting) == 1:
@@ -265,8 +262,7 @@ class EngineLoop:
             self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, content))])
 
     def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Run `work` in the thread for work of this kind, so that no step has to wait, and then `then` in the engine's
-        thread."""
+        """Run `work` in the thread for its kind, so that no step has to wait, then `then` in the engine's thread."""
 
         def run() -> None:
             self._ended_beside.put(partial(then, work()))
@@ -285,8 +281,7 @@ class EngineLoop:
             self._socket.send_multipart([key[0], messages.encode(refusal)])
 
     def _check_room(self, asked: messages.Submit) -> None:
-        """Raise MegakernelError if a job has more choices than may ever wait, and Overloaded if too many choices wait
-        now."""
+        """Raise MegakernelError if a job has more choices than may ever wait, and Overloaded if too many wait now."""
         n, count, most = asked.params.n, len(asked.prompts) * asked.params.n, self._max_waiting
         if count > most:
             raise MegakernelError(

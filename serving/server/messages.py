@@ -41,8 +41,7 @@ class Submit(_Record):
 
 
 class Stop(_Record):
-    """End one choice (completion), because its text contains a stop string. `first` identifies the job to which it
-    belongs."""
+    """End a choice (completion) of the job with the number `first`, because its text contains a stop string."""
 
     first: int
     prompt: int
@@ -62,8 +61,7 @@ class Gone(_Record):
 
 
 class Look(_Record):
-    """A query for `what`: ROOFLINE (statistics of steps) or TIMELINE (a traced step). The answer carries the same
-    `number`."""
+    """A query for ROOFLINE (statistics of steps) or TIMELINE (a traced step). The answer has the same `number`."""
 
     number: int
     what: str
@@ -84,8 +82,7 @@ ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 
 class Refused(_Record):
-    """The job whose first choice has the number `first` is refused: too many requests wait (`later` is True), or it can
-    never run."""
+    """The job with the number `first` is refused: too many requests wait (`later` is True), or it can never run."""
 
     first: int
     why: str

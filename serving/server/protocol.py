@@ -1,5 +1,4 @@
-"""The HTTP/1.1 protocol of one connection, based on uvicorn's: what a client may send, and when the connection is
-closed."""
+"""The HTTP/1.1 protocol of one connection, based on uvicorn's: what a client may send, and when it is closed."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from megakernel.serving.server.errors import APIError
 _MOST_HEAD = 1 << 16
 # bytes added to the size of each header field, as in HTTP/2, because a short one takes as long to parse as a long one
 _FIELD = 32
-# Maximum number of requests that a client may send on a connection before earlier ones are answered.
-_MOST_WAITING = 128
+_MOST_WAITING = 128  # maximum number of unanswered requests on a connection
 
 # uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -36,8 +34,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     _head = 0  # bytes of the current header so far
     _data = b""  # the bytes that arrived last
-    # The request that is being answered; uvicorn's `cycle` is the one that arrived last.
-    _answering: RequestResponseCycle | None = None
+    _answering: RequestResponseCycle | None = None  # the request that is answered; uvicorn's `cycle` is the latest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,8 +55,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._data = b""
         if waiting is None:
             return
-        # The timer continues while the connection is idle: the header is incomplete, or the data belong to a refused
-        # body.
+        # The timer continues if nothing is being answered: the header is incomplete, or a refused body goes on.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting

@@ -25,15 +25,13 @@ import msgspec
 from megakernel.serving.server.client import Delta
 
 HEADER, KEY = "x-megakernel-replay", "MEGAKERNEL_REPLAY_KEY"
-# A mark is an SSE comment that says which choice the events before it belong to. No event contains one, because JSON
-# has no line breaks in strings.
+# A mark is an SSE comment with the choice of the events before it. JSON has no line breaks, so no event contains one.
 MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
 
 
 class Replay(msgspec.Struct):
-    """What two servers need to give the same answer to a request: `seed`, from which random numbers and ids are
-    derived, and the time `created`. `given` has, by choice, the number of tokens whose events the client already
-    has."""
+    """What servers need to give the same answer: `seed`, from which random numbers and ids are derived, and the time
+    `created`. `given` has, by choice, the number of tokens whose events the client already has."""
 
     seed: int
     created: int
@@ -66,8 +64,7 @@ class Replayed:
         return hashlib.blake2b(f"{self.seed} {self._at} {self._ids}".encode(), digest_size=12).hexdigest()
 
 
-# Set while a request with the header is answered.
-REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)
+REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # of the request being answered
 
 
 def replayed(header: bytes | None) -> Replayed | None:

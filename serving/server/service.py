@@ -45,9 +45,8 @@ def encode_json(value: object) -> bytes:
 
 
 class Service:
-    """What the endpoints of one frontend (HTTP server process) share: the engine, the tokenizer, access control and
-    limits. Requests may use any of `names` for the model. A request that names no model is answered with the first
-    one."""
+    """What the endpoints of an HTTP server process share: the engine, the tokenizer, access control and limits.
+    Requests may use any of `names` for the model. A request that names no model is answered with the first one."""
 
     def __init__(
         self,
@@ -184,9 +183,8 @@ class Service:
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
-        """Submit prompts to the engine, and return their choices (completions). `special` keeps the text of special
-        tokens. Raises EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no
-        tokenizer."""
+        """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
+        text. Raises EngineDead if the engine has stopped, and MegakernelError for stop strings without a tokenizer."""
         replay = REPLAYED.get()
         if self._seeds and params.seed is None and replay is None:
             params = replace(params, seed=self._seeds.getrandbits(64))

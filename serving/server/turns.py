@@ -18,8 +18,7 @@ class Turns(Generic[T]):
     """A queue of entries of several clients. The clients are served in turn, however many entries each has."""
 
     def __init__(self) -> None:
-        # Client -> its waiting entries; the client whose turn is next comes first.
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # client -> its entries, in the order of turns
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -28,8 +27,7 @@ class Turns(Generic[T]):
         self._waiting.setdefault(client, deque()).append(entry)
 
     def take(self, allowed: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
-        """Remove the next entry among those of clients that are `allowed`. Returns the client and the entry, or
-        None."""
+        """Remove the next entry of a client that is `allowed`. Returns the client and the entry, or None."""
         if (client := next(filter(allowed, self._waiting), None)) is None:
             return None
         entry = self._waiting[client].popleft()

@@ -108,8 +108,7 @@ class Codec:
 
     @classmethod
     def of(cls, model: str, source: str, tool_parser: str | None = None) -> Codec:
-        """Return the codec of a model. `source` says where its tokenizer is, in the form that `load_tokenizer`
-        takes."""
+        """Return the codec of a model whose tokenizer is at `source`, in the form that `load_tokenizer` takes."""
         try:
             return cls(model, load_tokenizer(source), tool_parser)
         except UnknownTokenizer as e:
@@ -159,8 +158,8 @@ class Codec:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def transcripts(self, prompt: Sequence[int], params: SamplingParams, *, special: bool = False) -> list[Transcript]:
-        """Return a new transcript for each choice (completion) of a prompt. `special` keeps special tokens in the text,
-        whatever `params` say."""
+        """Return a new transcript for each choice (completion). `special` keeps special tokens, whatever `params`
+        say."""
         if (tokenizer := self.tokenizer) is None:
             return [Transcript(params, None) for _ in range(params.n)]
         skip = params.skip_special_tokens and not special

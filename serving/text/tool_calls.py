@@ -136,8 +136,7 @@ class ToolReader:
         self._form, self._names, self._most = form, names, most
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._marks = tuple(mark for mark in (self._begin, self._end) if len(mark) > 1)
-        # Text that has arrived but is not classified yet, such as the start of a mark (`begin` or `end`).
-        self._held = ""
+        self._held = ""  # text that is not classified yet, such as the start of a mark
         self._calling = False  # whether a call comes next
         self._opened = False  # whether `begin` was read, so that `end` may follow
         self._object: _Object | None = None
@@ -171,8 +170,7 @@ class ToolReader:
         return "".join(content), deltas
 
     def _outside(self, content: list[str], last: bool) -> bool:
-        """Read content up to the next mark, the begin or end of calls. Returns whether more of the held text can be
-        read now."""
+        """Read content up to the next mark (begin or end of calls). Returns whether more can be read now."""
         text = self._held
         if self._form.bare and self._fresh:
             if found := _BARE.match(text):
@@ -230,8 +228,7 @@ class ToolReader:
         return used > 0 or found.done
 
     def _tell(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
-        """Append what is new of a call to `deltas`. If the object turns out to be no call, append its text to
-        `content`."""
+        """Append what is new of a call to `deltas`, or an object that turns out to be no call to `content`."""
         more = self._most is None or self.calls < self._most
         if found.is_call and (found.begun or more):
             if not found.begun:
@@ -278,8 +275,7 @@ class _Object:
         self._names, self._keys, self._marks = names, keys, marks
         self._only_arguments = name is not None
         self._open = ["}"] * self._only_arguments  # the closing brackets that are still missing
-        # The key of the object's member whose value is being read.
-        self._key = keys[0] if self._only_arguments else None
+        self._key = keys[0] if self._only_arguments else None  # the key of the value being read
         self._item: list[str] = []  # characters of the key or of the value that is being read
         self._comma = ""  # a comma and white space that are dropped if no value follows
         self._quoted = self._escaped = False
@@ -291,16 +287,15 @@ class _Object:
 
     def add(self, text: str, last: bool) -> int:
         """Read `text` up to the object's end, or up to a mark that may end it. Returns the number of characters read.
-        The caller must pass the other characters again, with more text after them. If the text is the `last`, they are
-        a mark that was cut off."""
+        The caller must pass the rest again with more text; after the `last` text, the rest is a mark that was cut
+        off."""
         for at, character in enumerate(text):
             if self.done:
                 return at
             if (marked := self._marked(text, at, last)) is None:
                 return at
             if len(self._open) == 1 and not self._quoted:
-                # Models leave out the closing bracket. The object then ends where a list ends, or at a character that
-                # cannot follow.
+                # If the closing bracket is missing, the object ends at the end of a list or where no member can follow.
                 marked = marked or character == "]"
                 if not marked and self._key is None and character not in ' \n\r\t,:"}':
                     self.end("broken")
@@ -313,8 +308,7 @@ class _Object:
         return len(text)
 
     def _marked(self, text: str, at: int, last: bool) -> bool | None:
-        """Whether a mark that ends the object begins here, and not inside of a string. None: the next text will
-        tell."""
+        """Whether a mark that ends the object begins here, outside of strings. None: the next text will tell."""
         if (mark := _at_mark(text, at, self._marks)) != "whole":
             return None if mark and (not last or len(text) - at > 1) else False
         if not self._quoted:
@@ -416,8 +410,8 @@ def _is_object(text: str) -> bool:
 
 
 def _at_mark(text: str, at: int, marks: tuple[str, ...]) -> str:
-    """Return whether one of `marks` begins at position `at` of the text: "whole", "cut" if the text ends inside of the
-    mark, or "" for no."""
+    """Return whether a mark begins at position `at` of the text: "whole", "cut" by the end of the text, or "" for
+    no."""
     if text.startswith(marks, at):
         return "whole"
     return "cut" if any(text[at : at + 1] == mark[0] and mark.startswith(text[at:]) for mark in marks) else ""

@@ -37,8 +37,8 @@ class InstalledPeer:
 
 
 def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[InstalledPeer]:
-    """Return the peers (other inference programs) with these names. `llama_bench` is the program or folder of a native
-    llama.cpp build. `batched` selects llama.cpp's benchmark for many sequences. Raises MegakernelError if a peer is not
+    """Return the peers (other inference programs) with these names. `llama_bench` is the program or folder of a
+    llama.cpp build. `batched` selects its benchmark for many sequences. Raises MegakernelError if a peer is not
     installed."""
     for name in names:
         if name not in _PACKAGES:

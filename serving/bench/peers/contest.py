@@ -1,5 +1,4 @@
-"""Compares a peer (another inference program) with us: finds the peer's fastest settings, then alternates runs of
-both."""
+"""Compares a peer (another inference program) with us: finds its fastest settings, then alternates runs of both."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _TRIALS = 2  # runs of each combination of settings during the search; the faste
 
 @dataclass(frozen=True)
 class Trial:
-    """The work of one run: `sequences` prompts of `prompt_tokens` tokens each, computed together, then `decode_steps`
-    steps for all of them."""
+    """The work of a run: `sequences` prompts of `prompt_tokens` tokens, computed together, then `decode_steps`
+    steps."""
 
     sequences: int
     prompt_tokens: int
@@ -81,8 +80,7 @@ class Contest:
         self._search: list[dict[str, Any]] = []
 
     def search(self, advance: Callable[[int, int], None]) -> None:
-        """Find the peer's fastest settings for each phase. `advance` is called with (combinations tried, all
-        combinations)."""
+        """Find the peer's fastest settings for each phase. `advance` gets (combinations tried, all combinations)."""
         total = sum(1 + len(self.peer.settings(phase)[1]) for phase in self._phases)
         for phase in self._phases:
             first, changes = self.peer.settings(phase)

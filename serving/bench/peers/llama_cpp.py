@@ -107,7 +107,7 @@ class _Model:
         return middle - began, perf_counter() - middle
 
     def _compute(self, tokens: Iterator[tuple[int, int, bool]]) -> None:
-        """Compute tokens, given as (sequence, position, whether its logits are needed), in llama.cpp batches of `_size`
+        """Compute tokens, given as (sequence, position, whether its logits are needed), in batches of `_size`
         tokens."""
         batch, count = self._batch, 0
         for sequence, position, wanted in tokens:

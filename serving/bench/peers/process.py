@@ -20,8 +20,7 @@ from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 
 class Process:
-    """Another inference program, a Python library, that runs in a process of its own. `module` is the name of the
-    Python module that wraps it."""
+    """A peer (a Python library for inference) in a process of its own. `module` is the Python module that wraps it."""
 
     def __init__(self, name: str, module: str, task: Task) -> None:
         self.name = name
@@ -77,8 +76,7 @@ class Process:
 def serve(module: str) -> None:
     """Load the peer that `module` wraps, and answer each line of standard input. The peer's process runs this."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    # What libraries print must not mix with the answers on standard output.
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")

@@ -106,8 +106,7 @@ class _Model:
             self._model = build(self._checkpoint, self._dtype).to(self._device)
         if settings not in self._warm:
             before, took = math.inf, sum(self._run(settings["compiled"]))
-            # Warm up until a run is no longer twice as fast as the one before, because the second run may still
-            # compile.
+            # Warm up until a run is no longer twice as fast as the last, because the second run may still compile.
             while took < before / 2:
                 before, took = took, sum(self._run(settings["compiled"]))
             self._warm.append(settings)

@@ -259,8 +259,7 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
 
 
 class _Message(AnswerFormat):
-    """An answer in Anthropic's format. `_content` has its content blocks so far. In a stream, the last block may still
-    grow."""
+    """An answer in Anthropic's format. `_content` has its blocks so far. In a stream, the last one may still grow."""
 
     last = b""  # empty, because the last event of an answer is message_stop
 
@@ -308,8 +307,7 @@ class _Message(AnswerFormat):
         return events + b"".join(map(self._call, calls[before:]))
 
     def _call(self, call: CallDelta) -> bytes:
-        """Append a piece of a tool call to the last content block, or to a new block if it is the first piece of the
-        call."""
+        """Append a piece of a tool call to the last content block, or to a new one if it is the first piece."""
         events = b""
         if call.name is not None:
             block = {"type": "tool_use", "id": f"toolu_{new_id()}", "name": call.name, "input": {}}

@@ -45,8 +45,7 @@ class _Chat(AnswerFormat):
         self._body, self._tools = body, tools
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
-        # Choice -> parser of its tool calls; None if it may not call tools.
-        self._readers: dict[int, ToolReader | None] = {}
+        self._readers: dict[int, ToolReader | None] = {}  # choice -> parser of its tool calls, if any
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
@@ -140,8 +139,8 @@ class _Chat(AnswerFormat):
 
 
 def _reason(choice: Delta, calls: bool) -> bodies.FinishReason | None:
-    """Return why a choice has ended. If max_tokens cut a tool call off, the reason is `length`, so that the call does
-    not look complete."""
+    """Return why a choice has ended. A tool call that max_tokens cut off must not look complete: the reason is
+    `length`."""
     return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
 

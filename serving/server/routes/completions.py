@@ -24,8 +24,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     prompts = await service.encode_prompts(asked, body.add_special_tokens is not False)
     prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
     service.room(prompts, body.max_tokens)
-    # Numbers of most likely tokens that the request wants at each prompt position.
-    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
     params = body.sampling(
         service.description.sampling,
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
@@ -49,8 +48,7 @@ async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], p
 
 
 class _Place:
-    """Finds at which character of a text each token begins. `stream` decodes the text; without it, the text is
-    empty."""
+    """Finds at which character of a text each token begins. `stream` decodes it; without `stream`, it is empty."""
 
     def __init__(self, stream: TextStream | None) -> None:
         self.offset, self._stream = 0, stream
@@ -136,8 +134,7 @@ class _Completion(AnswerFormat):
         return tokenizer.stream(skip_special=skip, after=self._prompts[prompt]) if tokenizer else None
 
     def _prompt_offsets(self, index: int) -> list[int]:
-        """Return where each prompt token begins in the prompt's text. A BOS token that the tokenizer added is not in
-        the text."""
+        """Return where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
         ids, tokenizer = self._prompts[index], self._service.tokenizer
         if tokenizer is None:
             return [0] * len(ids)
