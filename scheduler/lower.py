@@ -76,7 +76,7 @@ def _logit_block(d: Dims, machine: Machine) -> int:
 
 
 def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
-    """Return the row blocks that the rank `d.rank` computes in a phase."""
+    """Return the row blocks (groups of consecutive rows) that the rank `d.rank` computes in a phase (operation)."""
     if phase.rows in (Rows.LOGIT, Rows.SAMPLED):
         length = _logit_block(d, machine)
         return _Blocks(d.bucket.logit_rows, length, np.arange(ceil_div(d.bucket.logit_rows, length), dtype=np.int32))

@@ -20,7 +20,7 @@ def apply(
 
 
 def norms_next(forward: Forward) -> Forward:
-    """End each layer with the first norm of the next layer. The prologue computes the first norm of layer 0."""
+    """Move the first norm of each layer to the end of the previous layer; that of layer 0 moves to the prologue."""
     norm, *layer = forward.body
     return Forward.of(
         [*forward.prologue, replace(norm, name="first_norm")],

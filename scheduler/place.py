@@ -88,7 +88,7 @@ def _turns(
     turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
     for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):
         lag = following - stage
-        taken = turns[stage][1] != alone  # `stage` already alternates with the stage before it
+        taken = turns[stage][1] != alone  # `stage` already alternates with its predecessor
         if not taken and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
             step = 2 / (panels + lag)
             turns |= {stage: (number, step), following: (number + lag * step, step)}

@@ -32,7 +32,7 @@ def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
 
 
 def block_rows(dims: Dims, block: int) -> tuple[int, int]:
-    """Return the first token row of a row block, and the row after its last one."""
+    """Return the first row of a row block (a group of consecutive token rows), and the row after its last one."""
     return block * dims.bucket.row_block, min((block + 1) * dims.bucket.row_block, dims.bucket.tokens)
 
 

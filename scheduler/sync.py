@@ -78,7 +78,7 @@ def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool
     """Return the counters by which tasks wait for each other. If `overlap_ranks` is true, a task waits for those row
     blocks of other ranks' data that it reads, otherwise until the other ranks have finished the whole phase."""
     build = _Builder(tasks, dependencies, overlap_ranks)
-    # A step selects a counter of a grid by its index, so a grid's counters are made together, before all others.
+    # The inputs of a step select a counter of a grid by its index, so a grid's counters need consecutive numbers.
     build.attention_grids()
     build.final_row_grid()
     onward = build.groups_done()
@@ -264,7 +264,7 @@ class _Builder:
             gates = map(gate, self.producers.get(consumer, ()))
             return next((g for g in gates if g is not None), None)
 
-        signallers: dict[Counter, set[int]] = defaultdict(set)  # counter -> the prologue groups that signal it
+        signallers: dict[Counter, set[int]] = defaultdict(set)  # counter -> the groups of prologue tasks that signal it
         for producer, consumers in self.entering.items():
             gates = {consumer: gate(consumer) for consumer in consumers}
             for g in gates.values():

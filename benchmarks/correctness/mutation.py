@@ -67,7 +67,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_S
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
 # A child process counts as hanging if it was idle during this many waits of 20 ms by its parent (half a minute).
 IDLE_TURNS = 1500
-# Usually a mutant replaces functions in a running process. This outcome and this exit status mean that it cannot.
+# Usually a changed function is replaced in a running process. This outcome and exit status mean that it cannot be.
 ANOTHER_WAY, OTHER_STATUS = "in a new process", 77
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
 # Modules that tests import and no mutant changes. The main process imports them once, before it forks any child.
@@ -87,7 +87,7 @@ HEAVY = (
 
 REASONS = Path(__file__).with_name("unnoticed.json")
 Key = tuple[str, str, int, str]  # identifies a change: file, source line, column, the new text
-Drawn = tuple[str, SourceMutant, list["Test"]]  # file, mutant, tests that reach it
+Drawn = tuple[str, SourceMutant, list["Test"]]  # file, one small change of it, tests that execute the changed line
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Copy:
             place.write_text(good)
 
     def collect(self, files: list[str]) -> None:
-        """Import the tests once, so that a mutant of a function costs no more than a fork and the tests' own time."""
+        """Import the tests once, so that testing a change of a function takes only a fork and the tests' own time."""
         self._collected = Collected(self, files)
 
     def outcome_of_native(self, library: Path, rounds: list[list[Test]]) -> str:
@@ -392,7 +392,7 @@ class Native:
         return {Path(word).resolve() for word in words[1:]}
 
     def built(self, file: str, mutant: SourceMutant, target: Path) -> Path | str:
-        """Return the path of the mutant's library, or the reason why the change is not a mutant."""
+        """Return the path of the library built with a changed source, or the reason why the change cannot be tested."""
         place = (self._folder / file).resolve()
         good = place.read_text()
         place.write_text(mutant.applied(good))
@@ -471,7 +471,7 @@ class Rows:
     def __init__(self, earlier: list[dict[str, Any]]) -> None:
         self._earlier = {_key_of(row): row for row in earlier}
         self._found: dict[Key, dict[str, Any]] = {}
-        self.none = Counter[str]()  # how many drawn changes were not mutants, by reason (e.g. "does not compile")
+        self.none = Counter[str]()  # reason (e.g. "does not compile") -> number of changes that could not be tested
         reasons = json.loads(REASONS.read_text()) if REASONS.exists() else []
         self._reasons = {_key_of(row): row["why"] for row in reasons}
 
@@ -546,7 +546,7 @@ def main() -> int:
         for row in found:
             rows.add(row)
             write(args.output, rows.figures())
-        # A test that fails without any mutant cannot kill one.
+        # A test that fails even on the unchanged package says nothing about a mutant (a small change).
         killers = {row["outcome"].split(" ", 1)[1] for row in rows.all() if " " in row["outcome"]}
         for test in Copy(folder / "clean").failing(sorted(killers - {"end"})):
             print(f"{test} fails without any mutant, so leave it out with --without")

@@ -74,7 +74,8 @@ def main() -> int:
 def scores(
     model: str, weights: str, activations: str, chunks: int | None
 ) -> tuple[NDArray[np.float64], dict[str, str | int]]:
-    """Return the log-probabilities of the scored tokens, one row per chunk, and a description of the engine."""
+    """Return the log-probabilities of the scored tokens, one row per chunk of the text, and a description of the
+    engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM(model, weights=weights, activations=activations, max_context=CHUNK + 1, prefix_cache=False) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")

@@ -248,7 +248,7 @@ class Traffic:
         self.target.seen["left"] += 1
 
     async def stalls(self) -> None:
-        """Read a few bytes of a streamed answer, pause, then disconnect."""
+        """Act as a client that reads a few bytes of a streamed answer, pauses, and then disconnects."""
         reader, writer = await self.target.send(COMPLETIONS, self.body(stream=True, n=4, logprobs=5))
         await asyncio.wait_for(reader.read(100), HANG)
         await asyncio.sleep(self.random.random() * 2)

@@ -296,9 +296,8 @@ def ring() -> Picture:
 
 
 def ranks() -> Picture:
-    """Draw two ranks, each of which owns one row block: it adds both ranks' partial sums of its rows and normalises
-    them.
-    """
+    """Draw two tensor-parallel ranks. Each owns some rows: it adds both ranks' partial sums of its rows and normalises
+    them."""
     options = Options(o="sharded", residual="dealt", norm="own", queue="none")
     run = Run(batch("llama-3.1-8b", 2, 256, options))
     out = Picture(506, "Two ranks exchange partial sums")

@@ -146,7 +146,7 @@ class Decode:
         self.pages = list(range(self.program.dims.bucket.pages_per_seq))
 
     def prefill(self) -> Any:
-        """Compute the prompt in chunks, and return the output of the last chunk."""
+        """Compute the prompt in several steps, and return the output of the last one."""
         program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])

@@ -23,7 +23,7 @@ LIMIT_S = 10  # seconds of processor time; a stage of reading a file that needs 
 LIMIT_WALL_S = 120  # seconds of wall time, for a stage that only waits; high because a busy machine may delay it
 MEMORY = 6 << 30  # limit of a child's address space, in bytes
 FINE = {"ok", "refused"}
-# Values that readers may handle wrongly: integers at and beyond limits, and values of the other JSON types.
+# Values that code that reads files may handle wrongly: extreme integers, and values of the other JSON types.
 EDGES = (0, -1, 1, 2, 255, 65536, 1 << 24, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 63, 10**400)
 _ODD = (None, True, "", "x", "\x1b[31m", "\ud800", [], {}, [[[]]], 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
 
@@ -161,8 +161,8 @@ def try_data(how: Kind, mutant: Mutant, folder: Path) -> dict[str, str]:
 
 
 def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Read mutants in one child process until one of them ends the process; yield each one's number and outcomes. At
-    least one mutant is read."""
+    """Read mutants (changed files) in one child process until one of them ends the process, but at least one. Yield
+    each one's number and outcomes."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

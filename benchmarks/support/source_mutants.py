@@ -93,7 +93,8 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
 
 
 def _of_expressions(part: object, statement: ast.stmt) -> Iterator[_Change]:
-    """Yield the changes of an expression and of its parts, except for statements, f-strings and annotations."""
+    """Yield the small changes to try in an expression and its parts, but not in statements, f-strings and
+    annotations."""
     if not isinstance(part, ast.AST) or isinstance(part, ast.stmt | ast.JoinedStr | ast.excepthandler | ast.match_case):
         return
     if isinstance(part, ast.expr):

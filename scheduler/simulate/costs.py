@@ -44,7 +44,7 @@ class TaskCosts:
     signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
-    ring_bytes: float  # bytes that a worker can load ahead of its arithmetic
+    ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
     stage_bytes: float  # bytes that must have arrived together before arithmetic on them starts
 
     # The maximum number of instructions that a worker has begun to set up and not yet stored. With 1, none overlap.

@@ -18,7 +18,7 @@ _I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ct
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # the layout of mk::simulate::Wait
+WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # as the C++ struct mk::simulate::Wait
 RECORD = np.dtype([(name, np.int32) for name in (
     "number", "phase", "first_task", "end_task", "queue", "claims_end",
 )])  # the layout of mk::simulate::Record  # fmt: skip

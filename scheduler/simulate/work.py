@@ -219,7 +219,7 @@ class _Keys:
 def _plain(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: TaskCosts
 ) -> None:
-    """Set the loads and the arithmetic of one phase's tasks on one rank, for every phase except attention."""
+    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention) on one rank."""
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
@@ -265,7 +265,7 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
             writes.append(access.buffer)
             wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
-            of_table = access.index is Index.LOGIT_ROW  # the step table selects the rows
+            of_table = access.index is Index.LOGIT_ROW  # the step's inputs select these rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
             for to, part in _targets(access.rank, wide * high * access.share, dims):
                 tasks.stores[task, to] += part
@@ -396,8 +396,8 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
-    """Add the waits and signals of attention items. Records name the first counter of a grid, and an item selects one
-    of it."""
+    """Add the waits and signals of attention. A record names a grid of counters, from which each item selects its
+    own."""
     dims = view.dims
     task, item, record = items
     columns = phase.columns(records)

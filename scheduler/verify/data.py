@@ -118,7 +118,7 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Add the accesses of attention to `out`: one for each row block and group of KV heads, which together form an
+    """Add the accesses of attention to `out`: one for each row block and group of KV heads, whose attention is one
     event. Attention also reads K and V of other row blocks, after it has waited for their counters. Such a read is
     recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
     a copy per layer, so nothing overwrites them."""

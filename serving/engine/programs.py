@@ -17,13 +17,13 @@ class Compile(Protocol):
 
 def bucket(count: int, most: int) -> int:
     """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`. A
-    step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step."""
+    step also computes the rows that pad it to this size. Sizes between the powers of two keep padding below a third."""
     power = 1 << max(count - 1, 0).bit_length()
     return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
 
 
 def buckets(most: int) -> list[int]:
-    """Return all bucket sizes up to `most`, in ascending order."""
+    """Return all sizes of programs up to `most` rows, in ascending order."""
     found = [1]
     while found[-1] < most:
         found.append(bucket(found[-1] + 1, most))
@@ -31,7 +31,7 @@ def buckets(most: int) -> list[int]:
 
 
 class Programs:
-    """The programs of one engine, one for each bucket. `warm` may run in a thread of its own."""
+    """The programs of one engine, one for each size of a step. `warm` may run in a thread of its own."""
 
     def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
@@ -40,7 +40,7 @@ class Programs:
         self._lock = Lock()
 
     def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
-        """Return the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
+        """Return the smallest size (token rows, logit rows) of a program that has room for a step of this size."""
         return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
@@ -50,7 +50,7 @@ class Programs:
         return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
 
     def get(self, tokens: int, logit_rows: int) -> Program:
-        """Return the program of the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
+        """Return the smallest program with room for `tokens` token rows and `logit_rows` rows that get logits."""
         key = self.bucket(tokens, logit_rows)
         with self._lock:
             if key not in self._cache:
@@ -58,8 +58,8 @@ class Programs:
             return self._cache[key]
 
     def warm(self, stop: Event | None = None) -> int:
-        """Compile a program for every bucket that a step can need, until `stop` is set. Returns the number of buckets
-        that a step can need, even if `stop` was set."""
+        """Compile a program of every size that a step can need, until `stop` is set. Returns the number of such sizes,
+        even if `stop` was set."""
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)

@@ -37,8 +37,8 @@ class Sequence:
     finish_reason: str | None = None
     first_token_at: float = 0.0  # like last_token_at, kept in `slots` instead while the choice runs
     last_token_at: float = 0.0
-    admitted_at: float = 0.0  # when the choice first got a slot
-    saved: list[int] = field(init=False)  # the tokens that were known when the choice last left its slot
+    admitted_at: float = 0.0  # time at which the choice began to run
+    saved: list[int] = field(init=False)  # its tokens, up to the time when it last left its slot
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

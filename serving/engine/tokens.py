@@ -45,7 +45,8 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
     finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
     top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
-    scores: list[Score]  # log-probabilities of a prompt's tokens, if requested, together with its first generated token
+    # Log-probabilities of prompts, if requested, sent with the first generated token.
+    scores: list[Score]
     # Choice -> number of its prompt's tokens found in the prefix cache, if not 0; sent with the first token.
     cached: dict[int, int]
     # Choice -> when it was first admitted, in seconds of `perf_counter`; sent with its first token.

@@ -218,7 +218,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
 
 
 def undeploy() -> None:
-    """Remove the front and then the replicas. The running requests finish first."""
+    """Stop the front, which receives requests, and then the replicas. Running requests finish first."""
     for name in (FRONT, REPLICAS):
         serve.delete(name)
 

@@ -106,7 +106,8 @@ class EngineLoop:
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: Turns[_Key] = Turns()  # those whose grammar waits
         self._compiles = False
-        self._looking: dict[str, list[tuple[bytes, int]]] = {}  # kind -> waiting queries (frontend, number)
+        # Kind of query -> frontends and numbers of those that wait.
+        self._looking: dict[str, list[tuple[bytes, int]]] = {}
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -201,7 +202,7 @@ class EngineLoop:
                 self._look(frontend, message)
 
     def _submit(self, frontend: bytes, asked: messages.Submit) -> None:
-        """Queue a job now, or when its constraint is compiled."""
+        """Queue a job now, or when its grammar is compiled."""
         key, params = (frontend, asked.first), asked.params
         with self._refusing(key):
             constraint = self._grammars.known(params)

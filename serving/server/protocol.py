@@ -1,4 +1,5 @@
-"""The HTTP/1.1 protocol of one connection, based on uvicorn's: what a client may send, and when it is closed."""
+"""The HTTP/1.1 protocol of one connection, based on uvicorn's: what a client may send, and when the server closes
+it."""
 
 from __future__ import annotations
 

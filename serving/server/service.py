@@ -33,7 +33,7 @@ from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by the text of a chunk
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
 
 
 def encode_json(value: object) -> bytes:
@@ -271,7 +271,7 @@ class AnswerFormat(ABC):
         raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return `_text_chunk` as an event. To be fast, only the text in a cached chunk is replaced."""
+        """Return `_text_chunk` as an event. To save time, the JSON around the text is made only once per choice."""
         if (around := self._around.get(index)) is None:
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around

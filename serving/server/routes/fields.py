@@ -112,6 +112,7 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("this server has no access programs", "access_programs"),
     ("this server runs no tools and stores no files", "container mcp_servers", []),
 )  # fmt: skip
+
 # Types of tools that another server runs, or that only some models can use. No answer calls them, so they are left out.
 HOSTED_TOOLS = (
     "web_search|web_search_preview|file_search|code_interpreter|image_generation|computer|computer_use_preview|mcp"
