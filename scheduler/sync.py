@@ -30,7 +30,7 @@ Totals = NDArray[np.int32]  # [ranks, counters]
 
 # Counters are first numbered in the order in which they are created. At the end, `synchronise` gives each counter its
 # final number. This depends on the counter's home: the only rank that uses the counter, or SHARED.
-SHARED = -1  # home of a counter that several ranks signal, so that it needs the same number on all ranks
+SHARED = -1  # home of a counter that is signalled on all ranks at once, and so has the same number on each
 
 
 @dataclass(frozen=True, order=True)

@@ -33,8 +33,8 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """Return the smallest set found of changes (offset, byte before, now) with which a reader that `stages` names still
-    fails."""
+    """Return the smallest set of changes found with which one of the readers that failed (see `stages`) still fails. A
+    change is (offset, byte before, byte after)."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)

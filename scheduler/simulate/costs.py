@@ -94,8 +94,8 @@ def _same(machine: Machine) -> dict[str, Any]:
 
 
 # GPUs: the fraction of the datasheet's rates that programs reach. A large matmul takes 1 / 0.75 of the datasheet's time
-# (*How to Scale Your Model*, 2025, "How to Think About GPUs", measures about 20 us where the bound is 15.3 us).
-# Attention computes only a quarter of the rows that an SM's matrix units could.
+# (*How to Scale Your Model*, 2025, "How to Think About GPUs", measures about 20 us where the bound is 15.3 us). A tile
+# of attention queries occupies only a quarter of an SM's matrix units.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
 # An H100 copied 3,089 GB/s, and its datasheet says 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92

@@ -85,7 +85,8 @@ class _Tasks:
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
 
     def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Return all waits and all signals, sorted by task. Each task in the table gets the range of those it has."""
+        """Return all waits and all signals, sorted by task, and store in the table where those of each task begin and
+        end."""
         return self._sorted("wait", self._waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
 
     def _sorted(self, what: str, rows: list[Ints], dtype: np.dtype[np.void]) -> NDArray[np.void]:

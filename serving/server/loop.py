@@ -385,7 +385,8 @@ class EngineLoop:
         return max(0, self._open - self.engine.stats.running) + compiling
 
     def _tell(self) -> None:
-        """Publish the engine's state and counters on the board, where every frontend reads them."""
+        """Write the engine's state and counters to the shared memory from which every HTTP server process reads
+        them."""
         stats = dict(vars(self.engine.stats))
         self.row.put(**vars(stats.pop("counts")), **(stats | {"open": self._open, "waiting": self._waiting()}))
         self.row.count_cpu()

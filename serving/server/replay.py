@@ -46,7 +46,7 @@ class Replayed:
 
     def __init__(self, asked: Replay) -> None:
         self.seed, self.created, self._given = asked.seed, asked.created, asked.given
-        self._passed: Counter[int] = Counter()  # choice -> number of tokens so far
+        self._passed: Counter[int] = Counter()  # choice -> number of its tokens generated so far
         self._at, self._ids = "", 0  # the current token, and the number of ids that its events have so far
 
     def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
