@@ -18,7 +18,7 @@ def describe(program: Program) -> dict[str, Any]:
     """Return counts for one launch, that is, one execution of the program, ready for JSON.
 
     instructions            of all ranks, with those of a layer counted once per layer
-    by_opcode               the same instructions, counted by the name of their phase (operation), such as `mlp_norm`
+    by_opcode               the same instructions, counted by the name of their phase (operation)
     per_layer               the instructions of one layer, counted by the name of their phase
     workers, ranks, layers, counters (over all layers), bytes (size of the program file)
     sms                     SMs per worker

@@ -44,7 +44,7 @@ class Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def rates(self, ceilings: Ceilings) -> dict[str, float | None]:
-        """Return averages per second and per step, and fractions of the hardware's `ceilings`: None without a step."""
+        """Return averages per second and per step, and fractions of `ceilings`; each is None if no step has run."""
         wall, steps = self.wall_s or math.nan, self.steps or math.nan
         figures = {
             "roofline_fraction": self.bound_s / wall,

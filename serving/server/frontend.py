@@ -34,7 +34,7 @@ _BACKLOG = 4096
 _IDLE = 75
 # Milliseconds until a connection is closed if the client does not read its answer.
 _UNREAD = 60_000
-# New objects that trigger a garbage collection. Python's default of 700 is too low; with 50,000, one took 95 ms.
+# After so many new objects, Python collects garbage. Its default of 700 is too low; at 50,000, a collection took 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # a frontend sends this to its parent process when it accepts connections
 
