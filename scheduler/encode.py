@@ -107,7 +107,7 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
     which any worker of the rank may claim them. Return the streams and the queues.
 
     In each stream, a `drain` instruction takes the place of the queue's first record. It claims and runs instructions
-    until all of the queue are claimed. One drain may claim all attention instructions, because the streams follow one
+    until the queue has no more. One drain may claim all attention instructions, because the streams follow one
     topological order in which everything that attention waits for comes before all attention instructions, and
     everything that waits for attention comes after them."""
     rank = body.stream // workers

@@ -46,10 +46,9 @@ class Counter:
 
 @dataclass(frozen=True)
 class Join:
-    """A `join`, an instruction that only waits for counters and then signals one, for which tasks wait that need more
-    counters than a record can name. `tasks` is the index of their PhaseTasks in the segment, and `members` are their
-    indices in it.
-
+    """A `join`, an instruction that only waits for counters and then signals one. Tasks that need more counters than a
+    record can name wait for the join instead. `tasks` is the index of their PhaseTasks in the segment, and `members`
+    are their indices in it.
     """
 
     segment: int

@@ -292,7 +292,7 @@ class Unrolled:
             idle = (part.number[event] == JOIN.number) & ~np.isin(event, part.signals.row)
             work[here] -= idle
         alone = work >= 0
-        alone[1:] &= work[1:] > last[:-1]  # leave out a stream of one such join, which does no work
+        alone[1:] &= work[1:] > last[:-1]  # leave out a stream of one join, which does no work
         return self._chain[work[alone]], lasts
 
     def stream(self, row: int) -> int | None:

@@ -207,8 +207,8 @@ class Engine:
 
         `trace` applies to the launches that this call starts. So the returned step is traced if the previous call set
         `trace`, or if this call sets `trace` and no launch was running. After an exception, no launch is running, and
-        all requests wait in the queue to compute their lost keys and values again. Tokens of the failed launch are
-        lost, so the caller should abort the requests that ran."""
+        all requests wait in the queue to compute their lost keys and values again. Tokens that a launch has sampled may
+        not have been returned, so the caller should abort the requests that ran."""
         try:
             if self._running is None:
                 self._start(*self._prepare(), trace)

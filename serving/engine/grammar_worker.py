@@ -59,7 +59,7 @@ _NESTED |= {"not", "if", "then", "else"}
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
 _PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
-# _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes: these are kept.
+# _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes, which are kept.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds.

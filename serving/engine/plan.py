@@ -136,7 +136,7 @@ class Planner:
             turns = self._last = _turns(slots, slot, one, row._asdict())
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
-            return PlannedRows(turns, start, turns.after)  # ids of -1: not sampled yet
+            return PlannedRows(turns, start, turns.after)  # tokens of -1: not sampled yet
         return PlannedRows(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
     def _prompt(self, chunk: int, sequence: Sequence, count: int, rows: list[_Row]) -> Ints:

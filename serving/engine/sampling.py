@@ -18,7 +18,7 @@ MAX_TOP_LOGPROBS = 20
 # The inputs of a launch have room for more biases per row than MAX_BIAS + MAX_STOP_IDS.
 MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
-# Compared with the end of the text after each token.
+# Limits on bad words, because each one is compared with the end of the text after each token.
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256
 # Range of positive float32 numbers, the type in which parameters reach the device.
 _LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127

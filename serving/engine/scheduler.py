@@ -170,8 +170,8 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return the tokens that the host must write to the device buffer HISTORY, as (slot, first position, ids),
-        once."""
+        """Return the tokens that the host must write to the device buffer HISTORY before the next step, as (slot, first
+        position, ids), and forget them."""
         histories, self._histories = self._histories, []
         return histories
 

@@ -254,7 +254,7 @@ class Speculation:
         check_depth(depth)
         self.times = times
         self._depth, self._proposer = depth, proposer
-        self._share = AcceptanceShare(_SHARED_MEMORY)  # the start value for new sequences
+        self._share = AcceptanceShare(_SHARED_MEMORY)  # of all sequences; new ones start with it
         self._drafts: WeakKeyDictionary[Choice, Draft] = WeakKeyDictionary()
 
     def read(self, part: PlannedRows) -> None:

@@ -233,7 +233,8 @@ class AnswerFormat(ABC):
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
-        # The log-probabilities in an answer show tokens as text if there is a tokenizer, otherwise as `token_id:N`.
+        # Log-probabilities show tokens as text, or as `token_id:N` if the request asks for that or there is no
+        # tokenizer.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{new_id()}", "created": created()}
