@@ -1,5 +1,5 @@
-// The resource curves above the rows of workers: each resource's rate as a fraction of its peak, as mean and range over
-// ranks.
+// Draws the curves above the timeline's rows. A curve shows the rate at which a resource, such as memory, is used over
+// time, as a fraction of its peak: the mean over ranks, and the range.
 
 const RESOURCES = meta.resources.length, CURVE_ROW = 24;
 let curvesShown = true;
@@ -21,7 +21,7 @@ for (const s of sources) {
     return { name, unit, peak: s.peaks[r], mean, least, most, sum };
   });
 }
-// A curve is shown for each resource that some trace uses. Its axis ends at the next round fraction of the peak.
+// A resource that no trace uses has no curve. A curve's axis ends at the next round fraction of the peak.
 const tracks = [];
 for (let r = 0; r < RESOURCES; r++) {
   const all = sources.map((s) => s.resources[r]);

@@ -1,9 +1,9 @@
-// Keeps drawing fast in long traces. A worker's time is cut into pieces that do not overlap. For rows with many pieces,
-// the time per phase is also added up in bins, at several levels of detail, each with half as many bins.
+// Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. For rows
+// with many pieces, their times are summed over bins of time, at several levels, each with half as many bins as before.
 
-// -- pieces, cut as in megakernel/timeline/states.py. Where intervals of a worker overlap, the piece shows the first
-// of: work, a store by the storer warp, a wait of the consumer warps (which delays the arithmetic), another wait for a
-// counter, a wait for a page of shared memory.
+// Intervals of a worker may overlap, because its warps have several roles. A piece shows the interval that comes first
+// in this order: work, a store by the storer warp, a wait of the consumer warps (which delays the arithmetic), another
+// wait for a counter, a wait for a page.
 let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: the length of the interval that a piece belongs to
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
@@ -57,9 +57,9 @@ const FINEST = 16384, COARSEST = 1024;
 const pyramids = new Map();
 const forgetBins = () => pyramids.clear();
 
-// The time of each part (a phase, or waiting) in each column of pixels; 0 unless the part is `touched`. For a range of
-// whole columns, `changes` gets +1 at the first and -1 after the last, and `settle` adds the running totals of
-// `changes` to the sums.
+// Sums up how much time each part (a phase, or waiting) takes in each column of pixels; 0 unless the part is `touched`.
+// A range may cover many whole columns. To be fast, `changes` then only gets +1 at the first of them and -1 after the
+// last, and `settle` finally adds the running totals of `changes` to the sums.
 class Share {
   constructor(columns) {
     this.columns = columns;
@@ -131,13 +131,12 @@ function makePyramid(row) {
 }
 const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
 
-// Add the row's time from t0 on to `share`. `px` is the number of columns per unit of time. If `narrow` is true, leave
-// out intervals of at least two columns, because these are drawn one by one.
+// Add the row's time from t0 on to `share`, with `px` columns per unit of time, and settle it. If `narrow`, leave out
+// intervals of at least two columns, which are drawn one by one.
 function rowShare(row, share, t0, px, narrow) {
   if (piecesIn(row) > 4 * share.columns) {
     const { levels, parts } = remembered(pyramids, row.key, () => makePyramid(row));
-    // Take the widest bins that are no wider than a column. If all are wider, few pieces are visible, so add each
-    // piece.
+    // Take the widest bins that are no wider than a column. If all are wider, few pieces are visible: add them singly.
     const level = levels.findLast((x) => meta.span / x.bins <= 1 / px);
     if (level) { addBins(share, level, parts, t0, px); return share.settle(); }
   }
@@ -146,7 +145,7 @@ function rowShare(row, share, t0, px, narrow) {
 }
 /** Add the pieces of a row that are shorter than `widest` and that overlap [t0, t1); if `some`, only those not dimmed. */
 function addPieces(row, share, t0, t1, px, widest = Infinity, some = false) {
-  // Local variables are faster, because JavaScript looks up a global variable again in each iteration.
+  // Local variables are faster, because the browser looks up a global variable again in each iteration.
   const starts = pieceStart, begins = pieceBegin, ends = pieceEnd, parts = piecePart, whole = pieceWhole, of = pieceOf;
   for (let l = row.lane0; l < row.lane1; l++) {
     const end = starts[l + 1];
@@ -165,7 +164,7 @@ function addBins(share, { bins, sums }, parts, t0, px) {
     for (let b = from, at = p * columns; b < to; b++) {
       const sum = sums[p * bins + b];
       if (!sum) continue;
-      // The bin is no wider than a column, so it lies in one column or in two neighbouring ones.
+      // The bin is no wider than a column, so it lies in one column or in two.
       const x = (b * each - t0) * px, column = Math.floor(x), inside = Math.min(column + 1 - x, width), rest = width - inside;
       if (column >= 0 && column < columns) share.sums[at + column] += sum * inside;
       if (rest > 0 && column + 1 < columns) share.sums[at + column + 1] += sum * rest;

@@ -1,4 +1,4 @@
-// Search and filters: determines which intervals match a text, which are dimmed, and which are hidden.
+// Search and filters: which intervals match a text, which are dimmed, and which are hidden.
 
 let matchFlags = null, matchCount = 0; // flag per interval: 0, MATCH, or STOP (a match to which n and N step)
 const MATCH = 1, STOP = 2;
@@ -8,8 +8,8 @@ const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[
 const filtering = () => matchFlags !== null || showPath;
 const dimmed = (i) => (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 
-// Each function below turns the value of a search term into a test of intervals. There are many intervals, but few
-// workers and names, so the result for each worker or name is computed once and kept in a list.
+// Each function below turns the value of a search term into a test of intervals. Intervals are many but lanes and names
+// few, so the result for each lane or name is computed once and kept in a list.
 const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
 const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
 const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };
@@ -22,9 +22,9 @@ const PLACES = {
   trace: (v) => ofLanes((l) => sourceOfLane(l).letter.toLowerCase() === v),
 };
 const READS = meta.accesses.map((a) => a !== "write"), WRITES = meta.accesses.map((a) => a !== "read");
-// Make a test of an instruction record from a word of the search: a part of the phase's name; `operand=value`;
+// Turns a word of a search into a test of instruction records. A word is a part of the phase's name; `operand=value`;
 // `buffer=`, `reads=` or `writes=` with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..]
-// that it accesses.
+// that the instruction must access in part.
 function recordTest(word) {
   const tile = /^(\w+)\[(\d*)(?::(\d+))?(?:,(\d+)(?::(\d+))?)?\]$/.exec(word);
   if (tile) {
@@ -91,7 +91,7 @@ function stepMatch(by) {
   choose(next < 0 ? first : next);
 }
 
-// -- finding intervals that belong to the same instruction as another one
+// -- finding intervals of the same instruction
 /** All intervals of the instruction that interval i belongs to. One worker ran them. */
 function siblings(i) {
   const found = [], own = instanceOf(i), l = lane[i];

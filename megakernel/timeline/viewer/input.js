@@ -1,4 +1,4 @@
-// Handles keyboard and pointer, which move the view and select intervals.
+// Input from keyboard and pointer: it moves the view and selects intervals.
 
 const shownSpan = (span) => Math.min(Math.max(span, 20), meta.span * 1.02);
 function setView(t0, t1) {
@@ -8,7 +8,7 @@ function setView(t0, t1) {
   request();
   keepView();
 }
-// The page's address contains the visible time range and the selection, so that a link to it shows the same view.
+// The page's address contains the visible range and the selection, so that somebody who opens a copied link sees both.
 let keeping = 0;
 function keepView() {
   clearTimeout(keeping);
@@ -84,7 +84,7 @@ function hit(x, y) {
     }
   }
   const found = best[shapes.filter((s) => best[s] >= 0).sort((a, b) => off[a] - off[b] || shapes.indexOf(a) - shapes.indexOf(b))[0] ?? SHAPE.work];
-  // If several waits overlap at this point, return the one whose label is drawn there.
+  // If several waits overlap at this point, return the one whose label is shown.
   const n = row.role < 0 && found >= 0 && isWait(found) ? firstReaching(pieceEnd, pieceStart[l], pieceStart[l + 1], t) : -1;
   return n >= 0 && n < pieceStart[l + 1] && pieceBegin[n] <= t && isWait(pieceOf[n]) ? pieceOf[n] : found;
 }
@@ -120,7 +120,7 @@ function align() {
   request();
 }
 
-// -- measuring times: the pointer snaps to the begin and the end of the interval below it
+// -- measuring: the pointer snaps to the edges of the interval below it
 function moment(x, y) {
   const t = toTime(x), i = hit(x, y), near = 6 * size.k;
   const edges = i < 0 ? [] : [begin[i], endOf(i)].filter((e) => Math.abs(toX(e) - x) <= near);
@@ -257,7 +257,7 @@ const keys = {
 document.addEventListener("keydown", (e) => {
   if (e.ctrlKey || e.metaKey || e.altKey || $("guide").open) return;
   if (e.target === $("search")) {
-    // After a search, keys control the timeline again.
+    // After a search, the timeline gets the keyboard focus again.
     if (e.key === "Enter") { findNow(); stepMatch(e.shiftKey ? -1 : 1); canvas.focus(); }
     else if (e.key === "Escape") { keys.Escape(); canvas.focus(); }
     else return;
@@ -265,7 +265,7 @@ document.addEventListener("keydown", (e) => {
   else return;
   e.preventDefault();
 });
-// A search examines all intervals, so it starts only when the user stops typing for a moment.
+// A search examines all intervals, so it starts only when the user pauses typing.
 const PAUSE_MS = 60;
 let typed = 0;
 function findNow() {

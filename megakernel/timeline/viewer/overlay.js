@@ -1,5 +1,4 @@
-// Draws what lies over the bars (critical path, selection, arrows, measured time) and around them (labels, ruler,
-// overview).
+// Draws what lies on top of the bars (critical path, selection, arrows, measure) and around them (labels, ruler, overview).
 
 let selected = -1, hovered = -1, showPath = false, showArrows = false, measure = null;
 const pathOf = (s) => s.summary.critical_path.links.map((l) => s.first + l.interval);

@@ -1,4 +1,4 @@
-// Draws one frame. Bars and columns are written directly to an array of pixels; text and lines are drawn over them.
+// Draws one frame. Bars and columns are written directly into an array of pixels; text and lines are drawn on top.
 
 const canvas = $("canvas"), ctx = canvas.getContext("2d");
 const view = { t0: 0, t1: meta.span, scroll: 0 };
@@ -78,7 +78,7 @@ function fill(x0, y0, x1, y1, colour, top = rowsTop()) {
   y0 = Math.max(Math.round(y0), Math.ceil(top)); y1 = Math.min(Math.round(y1), size.h);
   if (x1 <= x0) return;
   const { pixels } = base, w = size.w, wide = x1 - x0;
-  // Most bars are only a few pixels wide. For these, calling `fill` once per line would take longer than this loop.
+  // Most bars are only a few pixels wide, and for these a call of `fill` per line would take longer than the loop.
   if (wide > 32) for (let y = y0; y < y1; y++) pixels.fill(colour, y * w + x0, y * w + x1);
   else for (let from = y0 * w + x0, end = y1 * w + x0; from < end; from += w) for (let at = from; at < from + wide; at++) pixels[at] = colour;
 }
@@ -102,7 +102,7 @@ function paintGrid(shown) {
   for (const t of ticks()) fill(toX(t), layersTop(), toX(t) + Math.max(1, size.k / 2), bottom, colours.line32, layersTop());
 }
 
-// A column that sums up intervals is one pixel wide, or three in thin rows, of which many are visible at once.
+// A column is one pixel wide. In thin rows, of which many are visible at once, it is three pixels wide.
 const THIN = 12, shares = new Map();
 function shareOf(row) {
   const wide = row.h < THIN * size.k ? 3 : 1, columns = Math.ceil((size.w - Math.ceil(gutter())) / wide);
@@ -147,7 +147,7 @@ function paintColumns(share, whole, y0, h) {
 /** Paint a worker's intervals of at least 2 * `columns` pixels. Work is painted last, so that nothing covers it. */
 function paintBars(row, columns, y, box, labelled) {
   const least = 2 * columns, wide = wideIntervals(row.lane0, least), strips = { [SHAPE.load]: box.loadY, [SHAPE.store]: box.storeY };
-  // If too many intervals are visible to draw each one, the columns of pixels already show waits and stores.
+  // If too many intervals are visible to be drawn one by one, the columns already show waits and stores.
   if (wide.few) paintPieces(row, least, y, box, labelled);
   for (const shape of box.strip ? [SHAPE.load, SHAPE.store] : []) {
     for (const i of wide[shape]) paintBar(i, y + strips[shape], box.strip, null);
@@ -169,9 +169,9 @@ function paintPieces(row, least, y, box, labelled) {
 function note(i, x0, x1, y, h, labelled) {
   if (!dimmed(i) && x1 - Math.max(x0, gutter()) > 26 * size.k && h >= 11 * size.k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
 }
-// Return the visible intervals of at least `least` pixels, by shape. If many are visible (not `few`), most of them are
-// narrow. Then it is faster to go through all intervals of the worker from the longest on, and to stop at the first
-// narrow one.
+// Returns the visible intervals of lane l (a worker) that are at least `least` pixels wide, as a list for each shape.
+// If many are visible (not `few`), most are narrow. Then it is faster to go through all of the lane's intervals from
+// the longest on, and to stop at the first narrow one.
 function wideIntervals(l, least) {
   const found = [[], [], [], []], px = scale(), { t0, t1 } = view;
   const ranges = [];
@@ -240,8 +240,7 @@ const longestFirst = (l) => remembered(longLists, l, () =>
 const longest = new Float64Array(lanes);
 for (let i = 0; i < count; i++) longest[lane[i]] = Math.max(longest[lane[i]], length[i]);
 
-// -- text in bars. The font, and the widths of texts in this font, are kept, because asking the canvas for them is
-// slow.
+// -- text of a bar. The font and the widths of texts in it are kept, because asking the canvas for them is slow.
 let font = "", widths = null;
 const widthsIn = new Map(), operandTexts = new Map();
 function setFont(pixels, style = "") {
@@ -275,7 +274,7 @@ function drawText(i, r) {
   const text = texts.find((t) => textWidth(t) <= room);
   if (!text) return;
   if (wait) {
-    // Draw a plain background behind the label of a wait, so that the wait's hatching does not cross the letters.
+    // A patch behind a wait's label, so that the hatching does not cross the letters.
     ctx.fillStyle = colours.waitFill; ctx.fillRect(x - 3 * k, y - point * 0.7, textWidth(text) + 6 * k, point * 1.35);
     ctx.fillStyle = colours.text;
   }

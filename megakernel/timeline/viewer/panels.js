@@ -1,4 +1,5 @@
-// The parts of the page around the canvas. Names come from files, so they become text nodes and never markup.
+// Builds the page around the canvas. Names come from files and might contain HTML, so they become text nodes, not
+// markup.
 
 /** Make an element with attributes and children, which are nodes, texts, or lists of these. Empty ones are left out. */
 function h(tag, attributes, ...children) {
@@ -110,7 +111,7 @@ function comparison(c) {
   h("p", { class: "note" }, `Mean time of ${many(c.matched, "instruction")} with the same operands${alone}.`)];
 }
 
-// -- lists of places in the trace: a click on such a list shows its worst place, and each further click the next one
+// -- lists of places in the trace: the first click on a list shows its worst place, each further click the next one
 const walks = [];
 let walking = null;
 function walkTo(source, places, title) {
@@ -135,7 +136,7 @@ function linkPlaces(source, links, from, to) {
 const longestLinks = (source, name) => linkPlaces(source, source.summary.critical_path.links.filter((l) => l.instruction === name), (l) => l.begin_s, (l) => l.end_s);
 const longestGaps = (source) => linkPlaces(source, source.summary.critical_path.links, (l) => l.begin_s - l.gap_s, (l) => l.begin_s);
 
-// -- the distribution of the times that the instructions of a phase take
+// -- how long the instructions of a phase take
 const spreads = new Map(), BINS = 24;
 /** The COMPUTE times of a phase in a trace: the median, counts in logarithmic bins, and a list of the outliers. */
 function spreadOf(source, shade) {

@@ -1,7 +1,6 @@
-// The rows of the timeline: ranks, their workers, and the workers' kinds of warps. Determines which are open, and
-// where.
+// The rows of the timeline (ranks, their workers, and the workers' roles), which of them are open, and their positions.
 
-// `order` lists all intervals, sorted by (worker, kind of warp, begin). `groupStart` has the start of each group in it.
+// `order` lists all intervals, sorted by (lane, role, begin). In it, `groupStart` has the start of each (lane, role).
 const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(count);
 {
   for (let i = 0; i < count; i++) groupStart[lane[i] * ROLES + role[i] + 1]++;
@@ -9,8 +8,8 @@ const groupStart = new Uint32Array(lanes * ROLES + 1), order = new Uint32Array(c
   const next = groupStart.slice();
   for (let i = 0; i < count; i++) order[next[lane[i] * ROLES + role[i]]++] = i;
 }
-// For each interval in `order`, `reach` has the latest end of it and all earlier ones of its group. With it, a binary
-// search finds the first interval that extends beyond a given time.
+// `reach` has the latest end of each interval and all earlier ones of its (lane, role). With it, a binary search finds
+// the first interval that extends beyond a given time.
 const reach = new Float64Array(count);
 function measureReach() {
   for (let g = 0; g < lanes * ROLES; g++) {
