@@ -200,12 +200,11 @@ def _merge(partials: list[F32]) -> F32:
 
 
 ATTENTION = OperationSpec(
-    "runs the work items in list `slot` of the step table; an item is a few rows and KV heads of a sequence, and some "
-    "blocks of its KV tokens. It computes softmax(Q K^T / sqrt(head_dim)) V over these tokens; with a sliding window, "
-    "only over each row's last `window` tokens. Each block gives a maximum score m, a sum l of exponentials and an "
-    "unnormalised output o, which are merged in ascending order. If several items share a row's blocks, the last to "
-    "finish merges them. An item adds rows x KV heads to its counter. If every rank has all of W_O, the output is "
-    "stored on each rank that keeps the row's residual",
+    "runs the work items in list `slot` of the step table. An item computes softmax(Q K^T / sqrt(head_dim)) V for some"
+    " rows and KV heads of a sequence over some blocks of its KV tokens; with a sliding window, only over each row's "
+    "last `window` tokens. Each block gives a maximum score m, a sum l of exponentials and an unnormalised output o, "
+    "which are merged in ascending order; if several items share a row, the last to finish merges. If every rank has "
+    "all of W_O, the output is stored on each rank that keeps the row's residual",
     Cut.SLOTS,
     _accesses,
     cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work

@@ -95,8 +95,8 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
 EXPERTS = OperationSpec(
     "multiplies each row r by the matrices of its k experts: t = a weights[ROUTES[r][j]]^T for j < k. If the phase's "
     "result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * (t of the second); otherwise a"
-    " = inputs[k r + j] and output[k r + j] = t. In a step with more pairs (r, j) than experts, an instruction "
-    "computes the pairs whose expert is `place`; in other steps, those with j = `place`",
+    " = inputs[k r + j] and output[k r + j] = t. An instruction computes the pairs (r, j) with j = `place` or, in a "
+    "step with more pairs than experts, those whose expert is `place`",
     Cut.PLACES,
     _accesses,
     _cost,

@@ -58,9 +58,8 @@ def _norm(c: Context, row: int, rows: int) -> None:
 
 NORM = OperationSpec(
     "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a"
-    " row's residual, that rank computes the norm and stores it on every rank. Before the LM head, it reads only the "
-    "rows that get logits. If the phase's result is RESIDUAL, the norm is not rounded, but added to output[r] on the "
-    "same rank",
+    " row's residual, it computes the norm and stores it on every rank. Before the LM head, only rows that get logits "
+    "are read. If the phase's result is RESIDUAL, the norm is not rounded, but added to output[r] on the same rank",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d.split)),
