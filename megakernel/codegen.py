@@ -333,14 +333,12 @@ def reference() -> str:
         "(`megakernel/isa/phases.py`). `megakernel/model/families` lists the phases of each model. An instruction",
         "computes a part of a phase's result.",
         "",
-        *_columns(
-            "number | operation | family | operands | meaning (`inputs`, `output`: the phase's buffers; r: a row)"
-        ),
+        *_columns("number | operation | operands | meaning (`inputs`, `output`: the phase's buffers; r: a row)"),
     ]
     for operation, spec in OPERATIONS.items():
-        operands, family = ", ".join(operation.layout.operands) or "—", operation.family.name.lower()
+        operands = ", ".join(operation.layout.operands) or "—"
         meaning = spec.meaning.replace("|", "\\|")
-        out.append(f"| {operation.value} | {operation.name.lower()} | {family} | {operands} | {meaning} |")
+        out.append(f"| {operation.value} | {operation.name.lower()} | {operands} | {meaning} |")
     out += ["", "## Results of a matmul", "", *_columns("result | where row r of t = product + bias is stored")]
     out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
     out += ["", "## Buffers", "", *_columns("name | kind | type (compute: f32 or bf16) | one per layer | contents")]

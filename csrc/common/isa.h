@@ -38,7 +38,7 @@ enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0
 enum class Buffer : int32_t {
   kNone = -1,
   EMBED = 0,  // token embeddings
-  INV_FREQ = 1,  // RoPE: frequency of each pair of elements, then factors of pairs
+  INV_FREQ = 1,  // RoPE: a frequency for each pair of elements, then a factor for each
   ATTN_NORM = 2,  // RMS norm scales before attention
   W_QKV = 3,  // QKV projection: q heads, k heads, v heads
   B_QKV = 4,  // bias of W_QKV
@@ -59,10 +59,10 @@ enum class Buffer : int32_t {
   ACT = 19,  // silu(gate) * up; with experts, a row for each expert of a token
   Y = 20,  // rows that get logits, after the final norm
   LOGITS = 21,  // raw logits
-  PARTIALS = 22,  // attention's partial results (m, l, o), one per KV block
+  PARTIALS = 22,  // attention's partial results for KV blocks: maximum, sum and output
   SPLITS = 23,  // number of finished items of each attention that several items share
-  K_CACHE = 24,  // keys, [element][token] in a page; Q8_0 if the cache is quantised
-  V_CACHE = 25,  // values, [token][element] in a page; Q8_0 if the cache is quantised
+  K_CACHE = 24,  // keys, [element][token] in a KV page; Q8_0 if quantised
+  V_CACHE = 25,  // values, [token][element] in a KV page; Q8_0 if quantised
   HISTORY = 26,  // all token ids of each running request
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT

@@ -128,7 +128,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         _B.INV_FREQ,
         _F,
         lambda m, s: (2, m.head_dim // 2),
-        "RoPE: frequency of each pair of elements, then factors of pairs",
+        "RoPE: a frequency for each pair of elements, then a factor for each",
         True,
     ),
     _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
@@ -165,7 +165,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         _A,
         _F,
         lambda m, s, b: (b.partials, m.group_size, m.head_dim + 2),
-        "attention's partial results (m, l, o), one per KV block",
+        "attention's partial results for KV blocks: maximum, sum and output",
     ),
     _use(
         _B.SPLITS,
@@ -178,12 +178,12 @@ _SPECS: tuple[BufferSpec, ...] = (
     _cache(
         _B.K_CACHE,
         lambda m, b: (m.kv_row, b.kv_page),
-        "keys, [element][token] in a page; Q8_0 if the cache is quantised",
+        "keys, [element][token] in a KV page; Q8_0 if quantised",
     ),
     _cache(
         _B.V_CACHE,
         lambda m, b: (b.kv_page, m.kv_row),
-        "values, [token][element] in a page; Q8_0 if the cache is quantised",
+        "values, [token][element] in a KV page; Q8_0 if quantised",
     ),
     _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "all token ids of each running request"),
     # -- outputs
