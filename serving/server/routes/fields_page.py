@@ -24,9 +24,9 @@ def _lines() -> Iterator[str]:
     yield "\n## Supported\n\n| endpoint or object | supported fields |\n| --- | --- |"
     generating = _BODIES[:4]
     common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]
-    yield f"| each of the next four endpoints | {_names(common)} |"
+    yield f"| common fields of the four endpoints that generate text | {_names(common)} |"
     for body in _BODIES:
-        also = "also " if body in generating else ""
+        also = "the common fields, " if body in generating else ""
         own = [name for name in body.model_fields if not (also and name in common)]
         where = body.where if body.where.startswith(("/", "an ")) else f"the object {body.where}"
         yield f"| {where} | {also}{_names(own)} |"
