@@ -73,7 +73,7 @@ class BufferSpec:
 
     Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements of a head are
     divided into blocks of KV_UNIT elements; the last block may have fewer. A block has the scales of all tokens of the
-    page, then the values, ordered by element in K and by token in V.
+    page, then the values (`cache_bytes` in context.py).
     """
 
     buffer: Buffer
