@@ -325,22 +325,23 @@ def reference() -> str:
     out = [
         "# Instructions",
         "",
-        "These operations and buffers appear in a disassembly, in a timeline, and in what `verify` reports. The fields",
-        "of the step table, which hold what differs between steps, are in `megakernel/isa/step.py`. This page is",
-        "generated from `megakernel/isa` by `python -m megakernel.codegen`.",
+        "A disassembly, a timeline and the errors of `verify` name the operations and buffers that this page lists.",
+        "Inputs that differ between steps, such as positions and KV pages, are in the step table, whose fields are in",
+        "`megakernel/isa/step.py`. This page is generated from `megakernel/isa` by `python -m megakernel.codegen`.",
         "",
-        "A phase is an operation with its parameters (`megakernel/isa/phases.py`). `megakernel/model/families` lists"
-        " the phases of each model. An instruction's record contains the number of its phase.",
+        "A phase is an operation with its weights and parameters, such as a layer's QKV projection",
+        "(`megakernel/isa/phases.py`). `megakernel/model/families` lists the phases of each model. An instruction",
+        "computes a part of a phase's result.",
         "",
-        *_columns("number | operation | family | operands | meaning"),
+        *_columns("number | operation | operands | meaning (`inputs`, `output`: the phase's buffers; r: a row)"),
     ]
     for operation, spec in OPERATIONS.items():
-        operands, family = ", ".join(operation.layout.operands) or "—", operation.family.name.lower()
+        operands = ", ".join(operation.layout.operands) or "—"
         meaning = spec.meaning.replace("|", "\\|")
-        out.append(f"| {operation.value} | {operation.name.lower()} | {family} | {operands} | {meaning} |")
-    out += ["", "## Results of a matmul", "", *_columns("result | meaning; t = product + bias")]
+        out.append(f"| {operation.value} | {operation.name.lower()} | {operands} | {meaning} |")
+    out += ["", "## Results of a matmul", "", *_columns("result | where row r of t = product + bias is stored")]
     out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
-    out += ["", "## Buffers", "", *_columns("name | space | type | per layer | contents")]
+    out += ["", "## Buffers", "", *_columns("name | kind | type (compute: f32 or bf16) | one per layer | contents")]
     for b, buffer in BUFFERS.items():
         dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
         layered = "yes" if buffer.layered else "no"

@@ -206,12 +206,12 @@ def _merge(partials: list[F32]) -> F32:
 
 
 ATTENTION = OperationSpec(
-    "for each attention item of the slot: softmax(Q K^T / sqrt(head_dim)) V over the item's KV blocks, and in layers "
-    "with a sliding window only over each row's last `window` tokens, its own included. Quantised K is multiplied with "
-    "queries that are rounded to 8-bit integers. Each block "
-    "gives a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending "
-    "block order. If several items divide the blocks, the last to finish merges. An item's signal adds rows x KV "
-    "heads. If every rank has all of W_O, the output is stored at each rank that keeps the row's residual",
+    "runs the work items in list `slot` of the step table. An item computes softmax(Q K^T / sqrt(head_dim)) V for some"
+    " rows and KV heads of a sequence over some blocks of its KV tokens; with a sliding window, only over each row's "
+    "last `window` tokens. Quantised K is multiplied with queries that are rounded to 8-bit integers. Each block gives "
+    "a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending order; if "
+    "several items share a row, the last to finish merges. If every rank has all of W_O, the output is stored on each "
+    "rank that keeps the row's residual",
     Cut.SLOTS,
     _accesses,
     cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work

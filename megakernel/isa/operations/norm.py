@@ -57,10 +57,9 @@ def _norm(c: Context, row: int, rows: int) -> None:
 
 
 NORM = OperationSpec(
-    "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a row's "
-    "residual, that rank computes the norm and stores it at every rank. For logit row i: output[i] = norm of "
-    "inputs[logit_rows[i]], or zeros for padding. With the result RESIDUAL, the norm is not rounded, but added to "
-    "output[r] at the rank itself",
+    "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a"
+    " row's residual, it computes the norm and stores it on every rank. Before the LM head, only rows that get logits "
+    "are read. If the phase's result is RESIDUAL, the norm is not rounded, but added to output[r] on the same rank",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d.split)),

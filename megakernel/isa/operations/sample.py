@@ -120,10 +120,10 @@ def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
 
 
 SAMPLE = OperationSpec(
-    "takes the row's target token, if any. Otherwise applies penalties, bias, mask, temperature, min-p, top-k and "
-    "top-p, then samples with a random number from (seed, choice, position); of equal logits, the lower token id "
-    "ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, and its raw "
-    "log-softmax to LOGPROBS_OUT on rank 0",
+    "chooses a token for the row; if a prompt is scored, the token is given. Otherwise applies penalties, bias, mask, "
+    "temperature, min-p, top-k and top-p, then samples with a random number from (seed, choice, position); of equal "
+    "logits, the lower token id ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, "
+    "and its raw log-softmax to LOGPROBS_OUT on rank 0",
     Cut.ROWS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, d.model.vocab)),

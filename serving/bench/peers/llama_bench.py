@@ -30,12 +30,16 @@ def tool(given: Path, batched: bool) -> Path:
 
 
 class LlamaBench:
-    """A `Peer`. Every run is a new process, which warms up before it measures."""
+    """The peer llama.cpp. Every run is a new process of its benchmark program, which warms up before it measures."""
 
     name = llama_cpp.NAME
 
     def __init__(self, path: Path, task: Task) -> None:
-        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": llama_cpp.kv_type(task)}
+        self.about: dict[str, Any] = {
+            "program": path.name,
+            "weights": task.weights,
+            "kv_cache": llama_cpp.kv_type(task),
+        }
         self._path, self._task = path, task
 
     def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
@@ -50,7 +54,7 @@ class LlamaBench:
         if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
-            # Request the measurement twice and use the second, because the tool itself warms up with a few tokens only.
+            # The tool warms up with a few tokens only, so let it measure twice and use the second result.
             command += ["-npl", f"{work.sequences},{work.sequences}"]
             lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
             last = self._json(lines[-1] if len(lines) == 2 else "")

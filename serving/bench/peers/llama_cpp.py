@@ -9,7 +9,7 @@ from typing import Any
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 NAME = "llama.cpp"
-_Q8_0 = 8  # its number of this type
+_Q8_0 = 8  # llama.cpp's number for the type q8_0
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
 _PADDING = 256
 
@@ -17,13 +17,14 @@ _PADDING = 256
 def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     """See `Peer.settings`."""
     first = {"threads": task.threads, "flash_attention": True, "ubatch": 512}
-    # llama.cpp computes with a quantised V only in flash attention.
+    # With a quantised V, llama.cpp works only with flash attention, so there is no variant without it.
     changes: list[Settings] = [] if task.quantised_kv else [{"flash_attention": False}]
     if phase != "decode":
         tokens = task.work.tokens("prefill")
         changes += [{"ubatch": size} for size in _UBATCHES if size < 512 or tokens > 512]
     if task.threads > 1 and not task.gpu:
-        changes.append({"threads": task.threads // 2})  # the two hardware threads of a core may slow each other down
+        # Try one thread per core: the two hardware threads of a core may slow each other down.
+        changes.append({"threads": task.threads // 2})
     return first, changes
 
 
@@ -39,10 +40,14 @@ def context(work: Trial) -> int:
 
 
 def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
-    """Return the function that times a run, and the peer's description. `load` is called in the peer's own process (see
+    """Return the function that times a run, and a description of the peer. It is called in the peer's own process (see
     `process`)."""
     model = _Model(task)
-    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": kv_type(task)}
+    return model.seconds, {
+        "program": f"llama-cpp-python {model.version}",
+        "weights": task.weights,
+        "kv_cache": kv_type(task),
+    }
 
 
 class _Model:
@@ -94,7 +99,7 @@ class _Model:
         self._settings = settings
 
     def _run(self) -> tuple[float, float]:
-        """Run the prompts and the decode steps, and return the seconds of each part."""
+        """Run the prompts and the decode steps, and return the seconds of prefill and of decode."""
         work, c = self._task.work, self._c
         c.llama_memory_clear(c.llama_get_memory(self._context), True)
         began = perf_counter()
@@ -106,7 +111,8 @@ class _Model:
         return middle - began, perf_counter() - middle
 
     def _compute(self, tokens: Iterator[tuple[int, int, bool]]) -> None:
-        """Compute tokens, given as (sequence, position, whether its logits are needed), in batches of `_size`."""
+        """Compute tokens, given as (sequence, position, whether its logits are needed), in batches of `_size`
+        tokens."""
         batch, count = self._batch, 0
         for sequence, position, wanted in tokens:
             batch.token[count] = (sequence * 7919 + position * 104729) % self._vocab
