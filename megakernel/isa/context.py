@@ -111,7 +111,7 @@ class Context:
         return to_f32(self.cache_blocks(buffer, sequence, head, positions), Dtype.Q8_0)[:, : d.model.head_dim]
 
     def cache_blocks(self, buffer: Buffer, sequence: int, head: int, positions: NDArray[Any]) -> NDArray[np.uint8]:
-        """Like `read_cache` for quantised K or V, but return whole Q8_0 blocks: [tokens, bytes]. Zeros fill the last."""
+        """Like `read_cache` for quantised K or V, but return whole Q8_0 blocks, ended by zeros: [tokens, bytes]."""
         d, (page, offset) = self.dims, self._places(sequence, positions)
         rows: NDArray[np.uint8] = self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)]
         whole = Dtype.Q8_0.row_bytes(d.model.head_dim)
