@@ -77,7 +77,7 @@ def local_waits(program: Program) -> tuple[int, int]:
 
 def measure(model: str, name: str, tokens: int, tp: int) -> dict[str, Any]:
     machine = machines.load(name)
-    chosen = Options(o="replicated", queue="body") if tp > 1 else Options(queue="attention")
+    chosen = Options(o="replicated", queue="body") if tp > 1 else Options()
     program = compiled(load_config(model), machine, tokens, context=128, seqs=tokens, tp=tp, options=chosen)
     step = predicted_seconds(program, machine)
     saved = {what: step - predicted_seconds(program, other) for what, other in cheaper(machine).items()}
