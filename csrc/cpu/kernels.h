@@ -45,7 +45,7 @@ struct Scratch {
   float* keys;         // keys of a KV block, converted to float32: [head_dim][key_stride(dims)]
   float* values;       // values of a KV block, converted to float32: [kv_block][head_dim, padded to kPanel]
   float* scales;       // scales of a head's quantised values: [quantisation block][kv_block]
-  float* queries;      // the queries in float32: [pairs][head_dim]
+  float* queries;      // the queries: [pairs][head_dim], or Rounded (integers.h) if keys are quantised
   float* scores;       // scores, then softmax weights, of one KV block: [pairs][kv_block]
   float* block_out;    // softmax-weighted sums of one KV block's values: [pairs][head_dim, padded to kPanel]
   float* merged_out;   // softmax-weighted sums over all KV blocks so far: [pairs][head_dim, padded to kPanel]

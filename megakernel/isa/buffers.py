@@ -74,8 +74,7 @@ class BufferSpec:
 
     K and V may be quantised as Q8_0; their shape is then in bytes. In each KV page, the head_dim elements of a head are
     divided into blocks of KV_UNIT elements; the last block may have fewer. A block has first the scales of all tokens
-    of the page, and then their values: in K, all tokens' values of element 0, then of element 1, and so on; in V, all
-    values of token 0, then of token 1.
+    of the page, and then their values, in the order that `cache_bytes` in context.py gives.
     """
 
     buffer: Buffer

@@ -34,7 +34,7 @@ class Machine:
     target: str  # the target that programs are compiled for: CPU or hopper
     launch_s: float
     signal_s: float  # time from an instruction's signal until a worker that waits for it continues
-    remote_signal_s: float  # the same time if the worker is on another device of the node
+    remote_signal_s: float  # time from a signal until a worker that waits on another device of the node continues
     dispatch_s: float  # time to fetch and decode one instruction
     issue: Issue | None = None  # least issue times in seconds; None if unknown, or included in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
