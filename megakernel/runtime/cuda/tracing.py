@@ -26,7 +26,7 @@ _READ_CYCLES = 36  # cycles to read clock64, as benchmarks/speed/probe_gpu.py me
 
 
 class Tracing:
-    """Memory for a launch's intervals on each GPU. Tests delay an instruction by (segment, layer, record, ns)."""
+    """Memory for a launch's intervals on each GPU. Tests set `delay`: (segment, layer, record, ns)."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
