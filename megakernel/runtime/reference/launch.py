@@ -54,7 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction as it runs in one layer. It waits for the counters with this `block`, of which each layer has one."""
+    """An instruction as it runs in one layer. Each layer has a block of counters; this one waits in block `block`."""
 
     rank: int
     worker: int
