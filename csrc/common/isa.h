@@ -67,7 +67,7 @@ enum class Buffer : int32_t {
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
   REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank in turn
-  QK_NORM = 30,  // RMS norm scales of q heads and k heads
+  QK_NORM = 30,  // RMS norm scales of q heads and k heads, of each head if norms span all heads
   W_ROUTER = 31,  // router: a row for each expert
   ROUTES = 32,  // experts of each token, best first
   ROUTE_WEIGHTS = 33,  // weights of these experts
@@ -75,9 +75,10 @@ enum class Buffer : int32_t {
   SUBLAYER = 35,  // result of attention or the MLP
   POST_ATTN_NORM = 36,  // RMS norm scales of attention's result
   POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
+  QKV = 38,  // q, k and v, not normalised yet
 };
-constexpr int32_t kBuffers = 38;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true};
+constexpr int32_t kBuffers = 39;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true, false};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
@@ -141,6 +142,7 @@ struct Dims {
   int32_t full_every;
   int32_t full_at;
   int32_t post_norms;
+  int32_t whole_norms;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;

@@ -58,6 +58,7 @@ class Buffer(IntEnum):
     SUBLAYER = 35
     POST_ATTN_NORM = 36
     POST_MLP_NORM = 37
+    QKV = 38
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -126,8 +127,8 @@ _SPECS: tuple[BufferSpec, ...] = (
     _weight(_B.EMBED, None, lambda m, s: (m.vocab, m.hidden), "token embeddings"),
     _weight(_B.INV_FREQ, _F, lambda m, s: (2, m.head_dim // 2), "RoPE: frequency of each pair, then factors", True),
     _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
-    _weight(_B.W_QKV, None, lambda m, s: (s.qkv_cols, m.hidden), "QKV projection: q heads, k heads, v heads", True),
-    _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_cols,), "bias of W_QKV", True),
+    _weight(_B.W_QKV, None, lambda m, s: (s.qkv_rows, m.hidden), "QKV projection: q heads, k heads, v heads", True),
+    _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_rows,), "bias of W_QKV", True),
     _weight(_B.W_O, None, lambda m, s: (m.hidden, s.o_cols), "attention output projection", True),
     _weight(_B.B_O, _F, lambda m, s: (m.hidden,), "bias of W_O", True),
     _weight(_B.MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the MLP", True),
@@ -171,7 +172,13 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
         "partial sums of a projection: own_rows rows from each rank in turn",
     ),
-    _weight(_B.QK_NORM, _F, lambda m, s: (2, m.head_dim), "RMS norm scales of q heads and k heads", True),
+    _weight(
+        _B.QK_NORM,
+        _F,
+        lambda m, s: (m.heads + m.kv_heads if m.whole_norms else 2, m.head_dim),
+        "RMS norm scales of q heads and k heads, of each head if norms span all heads",
+        True,
+    ),
     # -- experts
     _weight(_B.W_ROUTER, None, lambda m, s: (m.experts, m.hidden), "router: a row for each expert", True),
     _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
@@ -187,6 +194,8 @@ _SPECS: tuple[BufferSpec, ...] = (
     _use(_B.SUBLAYER, _A, _F, lambda m, s, b: (b.tokens * m.post_norms, m.hidden), "result of attention or the MLP"),
     _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
     _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
+    # -- norms over all heads
+    _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

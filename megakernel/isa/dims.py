@@ -76,6 +76,7 @@ class ModelSizes:
     full_every: int = 1
     full_at: int = 1
     post_norms: int = 0  # 1: what a layer adds to the residual is normalised first
+    whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so that each rank computes all of q, k and v
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -198,6 +199,11 @@ class Split:
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below have no counterpart in C++.
+
+    @property
+    def qkv_rows(self) -> int:
+        """The rows of W_QKV that the rank has: all, even those of other ranks' heads, if norms span all heads."""
+        return Split(self.model).qkv_cols if self.model.whole_norms and self.rank_heads else self.qkv_cols
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""

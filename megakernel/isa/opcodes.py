@@ -80,7 +80,7 @@ class Rows(IntEnum):
 
 class Result(IntEnum):
     """What a matmul does with its results, after it has added the bias. COMBINE adds its sums likewise. A REDUCE may
-    have STORED, and a NORM RESIDUAL.
+    have STORED, and a NORM RESIDUAL or HEADS.
 
     NONE      no matmul, or one of EXPERTS that stores its products as they are
     HEADS     RoPE rotates q and k; q is stored in Q, k and v at their place in the KV cache

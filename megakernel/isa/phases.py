@@ -31,8 +31,8 @@ MAX_PHASES = 31  # maximum number of phases of a program, including the control 
 class Phase:
     """One operation with its parameters; the instructions of a phase differ only in their operands.
 
-    `weights`      the matrix or matrices of a matmul, the scale of a norm, the table of a gather; for a sum, the matrix
-                   or the matrices of experts whose products it adds
+    `weights`      the matrix or matrices of a matmul, the scale of a norm or None, the table of a gather; for a sum,
+                   the matrix or the matrices of experts whose products it adds
     `bias`         added to the results; None if the model has none
     `norm`         the scale of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
@@ -91,7 +91,8 @@ class Phase:
 
     def inner(self, split: Split) -> int:
         """The length of a matmul's dot products, or of a norm's rows."""
-        return self._shape(split)[-1]
+        unscaled = self.weights is None and self.operation is Operation.NORM
+        return split.model.hidden if unscaled else self._shape(split)[-1]
 
     def width(self, split: Split) -> int:
         """The number of output columns of a matmul or of EXPERTS; 0 if the rank has nothing to multiply."""
@@ -203,9 +204,9 @@ class Forward:
     def by_name(self) -> dict[str, Phase]:
         return {phase.name: phase for phase in self.by_number.values()}
 
-    def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """The numbers of the phases with this operation. For matmuls, `result` selects those with this result."""
-        return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
+    def numbers(self, operation: Operation) -> list[int]:
+        """The numbers of the phases with this operation."""
+        return [p.number for p in self.by_number.values() if p.operation is operation]
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)

@@ -89,6 +89,8 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
             size = split.model.head_dim
+            if split.qkv_rows > split.qkv_cols:
+                split = Split(split.model)
             kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
             return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
@@ -104,7 +106,8 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
         case Buffer.INV_FREQ:
             return [_all(split.model.head_dim)]
         case Buffer.QK_NORM:
-            return [_all(split.model.head_dim)] * 2
+            heads = (split.model.heads, split.model.kv_heads) if split.model.whole_norms else (1, 1)
+            return [_all(count * split.model.head_dim) for count in heads]
     return [_all(split.model.hidden)]
 
 

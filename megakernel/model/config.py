@@ -66,8 +66,8 @@ class ModelConfig:
 
     In all layers except `full_layers`, a row attends to `window` tokens, its own included; 0 means that no layer has a
     sliding window. RoPE has the base `local_theta` in these layers, without any scaling, unless it is 0. With
-    `post_norms`, what a layer adds to the residual is normalised first. With `rounds_embedding`, the embeddings'
-    multiplier is rounded to the compute type.
+    `post_norms`, what a layer adds to the residual is normalised first. With `whole_norms`, q and k are normalised,
+    each over all heads. With `rounds_embedding`, the embeddings' multiplier is rounded to the compute type.
 
     Embeddings are multiplied by `embedding_multiplier`, what a layer adds to the residual by `residual_multiplier`,
     and attention scores by `attention_multiplier` (None: 1 / sqrt(head_dim)). Logits are divided by `logits_scaling`.
@@ -99,6 +99,7 @@ class ModelConfig:
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     post_norms: bool = False
+    whole_norms: bool = False
     rounds_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -116,7 +117,7 @@ class ModelConfig:
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         if self.rounds_embedding:
             own["embed_scale"] = float(to_f32(from_f32(np.array([own["embed_scale"]], np.float32), dtype), dtype)[0])
-        own["post_norms"] = int(self.post_norms)
+        own |= {"post_norms": int(self.post_norms), "whole_norms": int(self.whole_norms)}
         if 0 < self.window < self.max_context:
             own |= {"window": self.window} | self.full_places()
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))

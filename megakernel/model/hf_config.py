@@ -174,7 +174,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """`raw`, with the settings of RoPE in layers without a sliding window, if there are others."""
     table = raw.get("rope_parameters")
-    if "rope_local_base_freq" in family.keys and isinstance(table, dict) and "full_attention" in table:
+    if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}
     return raw
 

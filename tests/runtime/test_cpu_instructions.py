@@ -149,6 +149,25 @@ def test_norms_of_what_a_layer_adds_and_gelu(monkeypatch: pytest.MonkeyPatch, si
     twins.backend.close()
 
 
+@pytest.mark.parametrize("quantised_kv", [0, 1])
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
+@pytest.mark.parametrize("simd", WIDTHS)
+def test_norms_over_all_heads(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, quantised_kv: int) -> None:
+    """Also on the second of two ranks, which has some of the heads that it normalises."""
+    use(monkeypatch, simd)
+    for rank, tp in ((0, 1), (1, 2)):
+        dims = DIMS.changed(dtype=int(dtype), post_norms=1, whole_norms=1, quantised_kv=quantised_kv, tp=tp)
+        checkpoint = RandomCheckpoint(dims.changed(tp=1))
+        checkpoint.config = replace(checkpoint.config, family="olmo2", post_norms=True, whole_norms=True)
+        twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
+        table = make_table(dims, {0: (30, 12), 1: (100, 28)})
+        table.row_seq[37:] = -1
+        for name, columns in {"attn_input": (), "qkv": (16, 144), "qk_norm_rope": ()}.items():
+            one = record(twins.forward.by_name[name], 3, 21, *columns)
+            twins.compare(one, 1, table, rank, atol=1e-3 if dtype is Dtype.BF16 else 2e-5)
+        twins.backend.close()
+
+
 @pytest.mark.parametrize("k", [71, 256, 513])
 def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """The down projection agrees with the reference. There are more rows than a tile has. The inner lengths are odd, or

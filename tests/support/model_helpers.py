@@ -81,7 +81,9 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_attn_temperature_scale(rope.get("llama_4_scaling_beta", 0.0))
+        if architecture == "olmo2":
+            writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         writer.add_rope_dimension_count(int(c.head_dim * rope["partial_rotary_factor"]))
     if architecture == "granite":

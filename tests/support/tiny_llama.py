@@ -84,8 +84,9 @@ class TinyCheckpoint(FileCheckpoint):
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
         # transformers replaces LongRoPE's short frequencies only when a text is long.
-        # Its frequencies do not know of layers without RoPE and of multipliers of attention scores.
+        # Its frequencies do not know of layers without RoPE or with another one, nor of multipliers of scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
+        self._own = self._own or config.local_theta
         if self._own:
             return
         rotary = model.model.rotary_emb
@@ -166,6 +167,9 @@ def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> 
         scaling["low_freq_factor"] = rope.low_freq_factor
         scaling["high_freq_factor"] = rope.high_freq_factor
         scaling["original_max_position_embeddings"] = rope.original_context
+    if kind is transformers.Olmo3Config:
+        tables = {"full_attention": scaling, "sliding_attention": {"rope_type": "default"}}
+        return {"rope_parameters": {name: table | {"rope_theta": rope.theta} for name, table in tables.items()}}
     if hasattr(kind(), "rope_parameters"):
         return {"rope_parameters": scaling | {"rope_theta": rope.theta}}
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind is RopeKind.DEFAULT else scaling}

@@ -23,7 +23,7 @@ _MODELS = {
         qwen3vlmoe smallthinker""",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
     "attention scores capped by tanh": "gemma2",
-    "layers that do not normalise their inputs": "exaone4 olmo2 olmo3",
+    "layers that do not normalise their inputs": "exaone4",
     "norms that subtract the mean": """bloom codeshell cohere cohere2 command-r falcon gpt2 gpt_bigcode gpt_neox gptj
         gptneox mpt nemotron olmo opt persimmon phi phi2 stablelm starcoder starcoder2""",
     "an MLP without a gate": "apertus arcee",

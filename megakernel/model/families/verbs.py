@@ -38,6 +38,21 @@ def qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias)
 
 
+def rounded(name: str, inputs: Buffer, output: Buffer) -> Phase:
+    """output[r] = inputs[r], rounded to the compute type: a residual that no norm follows"""
+    return Phase(name, Operation.NORM, inputs=inputs, output=output)
+
+
+def raw_qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r] = inputs[r] weights^T + bias, not rounded: all heads, of which `heads_norm` needs the size"""
+    return Phase(name, Operation.MATMUL, Rows.EVERY, weights, inputs, output, Result.STORED, bias)
+
+
+def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
+    """q, k, v = inputs[r]; what `qkv` does with q, k and v, after RMS norms of all q and of all k, times scale"""
+    return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
+
+
 def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:
     """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence"""
     return Phase(name, Operation.ATTENTION, inputs=inputs, output=output)

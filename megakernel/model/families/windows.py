@@ -33,3 +33,17 @@ def read_gguf_window(config: Keys) -> dict[str, Any]:
     """Read the window of GGUF files in which all layers have it."""
     window = config.count("attention.sliding_window", 0)
     return {"window": window} if window > 0 else {}
+
+
+def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[str, Any]:
+    """As `windows`, for a family whose layers with windows have a RoPE of their own, which is not scaled. Its base is
+    `theta` if `rope_parameters` does not say so.
+    """
+    tables = config.get("rope_parameters")
+    local = tables.get("sliding_attention") if isinstance(tables, dict) else None
+    inside = Keys(local if isinstance(local, dict) else {}, f"{config.source}: rope_parameters.sliding_attention")
+    inside.only("rope_type", "default")
+    if config.raw.get("sliding_window", 4096) is None:
+        raise MegakernelError(f"{config.source}: sliding_window is null; it must be at least 1")
+    windowed = windows(config, full)
+    return windowed | {"local_theta": inside.number("rope_theta", theta)} if windowed else {}

@@ -16,6 +16,8 @@ def model_refusal(model: ModelSizes) -> str | None:
         return f"it computes in bf16, not in {Dtype(model.dtype).name.lower()}: use --dtype bf16"
     if model.experts:
         return "its layers have experts, but the interpreter lacks the operations for them: use --backend cpu"
+    if model.whole_norms:
+        return "it normalises q and k over all heads, which the interpreter does not: use --backend cpu"
     if model.quantised_kv:
         return "K and V are quantised, but the interpreter takes them in bf16: use --kv-cache-dtype auto"
     if model.q8_activations:
