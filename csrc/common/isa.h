@@ -76,9 +76,10 @@ enum class Buffer : int32_t {
   POST_ATTN_NORM = 36,  // RMS norm scales of attention's result
   POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
   QKV = 38,  // q, k and v, not normalised yet
+  SINKS = 39,  // a score of each head that no token has
 };
-constexpr int32_t kBuffers = 39;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true, false};
+constexpr int32_t kBuffers = 40;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true, false, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;

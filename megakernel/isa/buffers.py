@@ -59,6 +59,7 @@ class Buffer(IntEnum):
     POST_ATTN_NORM = 36
     POST_MLP_NORM = 37
     QKV = 38
+    SINKS = 39
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -196,6 +197,8 @@ _SPECS: tuple[BufferSpec, ...] = (
     _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
     # -- norms over all heads
     _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
+    # -- attention sinks
+    _weight(_B.SINKS, _F, lambda m, s: (s.rank_heads,), "a score of each head that no token has", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

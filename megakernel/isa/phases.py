@@ -31,8 +31,8 @@ MAX_PHASES = 31  # maximum number of phases of a program, including the control 
 class Phase:
     """One operation with its parameters; the instructions of a phase differ only in their operands.
 
-    `weights`      the matrix or matrices of a matmul, the scale of a norm or None, the table of a gather; for a sum,
-                   the matrix or the matrices of experts whose products it adds
+    `weights`      the matrix or matrices of a matmul, the scale of a norm or None, the table of a gather, the sinks
+                   of attention or None; for a sum, the matrix or the matrices of experts whose products it adds
     `bias`         added to the results; None if the model has none
     `norm`         the scale of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation

@@ -99,6 +99,8 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
             return [_all(split.model.hidden)] * max(split.model.experts, 1)
         case Buffer.W_ROUTER:
             return [_all(split.model.experts)]
+        case Buffer.SINKS:
+            return [Share(split.model.heads, split.first_head, split.rank_heads)]
         case Buffer.LM_HEAD:
             return [Share(split.model.vocab, split.first_vocab, split.rank_vocab)]
         case Buffer.EMBED:
