@@ -33,7 +33,7 @@ constexpr int32_t kMostHeadDim = 496;
 constexpr int32_t kTracePrologue = 65534;
 constexpr int32_t kTraceEpilogue = 65535;
 
-enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q5_0 = 7, Q5_1 = 8, Q4_K = 9, Q5_K = 10, Q6_K = 11 };
+enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q5_0 = 7, Q5_1 = 8, Q4_K = 9, Q5_K = 10, Q6_K = 11, MXFP4 = 12 };
 
 enum class Buffer : int32_t {
   kNone = -1,
@@ -77,9 +77,10 @@ enum class Buffer : int32_t {
   POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
   QKV = 38,  // q, k and v, not normalised yet
   SINKS = 39,  // a score of each head that no token has
+  B_ROUTER = 40,  // bias of W_ROUTER
 };
-constexpr int32_t kBuffers = 40;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true, false, true};
+constexpr int32_t kBuffers = 41;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true, false, true, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
@@ -138,6 +139,7 @@ struct Dims {
   int32_t experts;
   int32_t experts_per_token;
   int32_t normalised_routes;
+  int32_t clipped_gates;
   int32_t window;
   int32_t window_from;
   int32_t full_every;

@@ -246,19 +246,18 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// Computes t = inputs weights^T + bias of the phase for a tile, and passes every output to kResult once. Each
-// call of kResult receives the columns [first, first + columns) of one row. If the phase has several
-// matrices, their panels alternate in memory. A call then receives the columns of one panel of the first
-// matrix, and the results of each further matrix follow kPanel floats later. `weights` has the panels of all
-// columns. The rows of the tile are indices in two lists: `from` has the rows of the inputs, and `to` those
-// that kResult receives.
+// Computes t = inputs weights^T + bias for a tile, and passes every output to kResult once. Each call of
+// kResult receives the columns [first, first + columns) of one row. If the phase has several matrices, their
+// panels alternate in memory. A call then receives the columns of one panel of the first matrix, and the
+// results of each further matrix follow kPanel floats later. `weights` has the panels of all columns. `bias`
+// is null, or has the biases of the matrices, one matrix after another. The rows of the tile are indices in
+// two lists: `from` has the rows of the inputs, and `to` those that kResult receives.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
-inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowList from = {},
-                 RowList to = {}) {
+inline void gemm(const Call& call, const Tile& tile, const Panel* weights, const float* bias,
+                 RowList from = {}, RowList to = {}) {
   const Phase& phase = *call.phase;
   const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
-  const float* const bias = call.bias();
   float* const c = call.scratch->tile;
   float* const x = call.scratch->activations;
   const int row_end = tile.row + tile.rows, col_end = tile.col + tile.cols;
@@ -351,10 +350,10 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
   }
 }
 
-// As above, with all weights of the phase, and with consecutive rows.
+// As above, with all weights and the bias of the phase, and with consecutive rows.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
-  gemm<T, kResult>(call, tile, call.weights<Panel>());
+  gemm<T, kResult>(call, tile, call.weights<Panel>(), call.bias());
 }
 
 }  // namespace mk::MK_SIMD

@@ -60,6 +60,7 @@ class Buffer(IntEnum):
     POST_MLP_NORM = 37
     QKV = 38
     SINKS = 39
+    B_ROUTER = 40
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -136,9 +137,9 @@ _SPECS: tuple[BufferSpec, ...] = (
     _weight(
         _B.W_GATE_UP, None, lambda m, s: (2, s.rank_ffn, m.hidden), "gate projection, then up projection", True, True
     ),
-    _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True),
+    _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True, True),
     _weight(_B.W_DOWN, None, lambda m, s: (m.hidden, s.rank_ffn), "down projection", True, True),
-    _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True),
+    _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True, True),
     _weight(_B.FINAL_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the LM head"),
     _weight(_B.LM_HEAD, None, lambda m, s: (s.rank_vocab, m.hidden), "LM head; rows of EMBED if embeddings are tied"),
     # -- activations
@@ -199,6 +200,7 @@ _SPECS: tuple[BufferSpec, ...] = (
     _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
     # -- attention sinks
     _weight(_B.SINKS, _F, lambda m, s: (s.rank_heads,), "a score of each head that no token has", True),
+    _weight(_B.B_ROUTER, _F, lambda m, s: (m.experts,), "bias of W_ROUTER", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

@@ -95,9 +95,9 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
             return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
             return [Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * (2 * max(split.model.experts, 1))
-        case Buffer.W_DOWN:
+        case Buffer.W_DOWN | Buffer.B_DOWN:
             return [_all(split.model.hidden)] * max(split.model.experts, 1)
-        case Buffer.W_ROUTER:
+        case Buffer.W_ROUTER | Buffer.B_ROUTER:
             return [_all(split.model.experts)]
         case Buffer.SINKS:
             return [Share(split.model.heads, split.first_head, split.rank_heads)]

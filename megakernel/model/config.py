@@ -62,7 +62,8 @@ class Rope:
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model. RoPE does not rotate in the layers `nope_layers`. If a layer has `experts`, `ffn` is the
-    width of one of them, and with `normalised_routes` the weights of a token's experts are divided by their sum.
+    width of one of them, and with `normalised_routes` the weights of a token's experts are divided by their sum. With
+    `clipped_gates`, experts have the gate of gpt-oss.
 
     In all layers except `full_layers`, a row attends to `window` tokens, its own included; 0 means that no layer has a
     sliding window. RoPE has the base `local_theta` in these layers, without any scaling, unless it is 0. With
@@ -94,6 +95,7 @@ class ModelConfig:
     experts: int = 0
     experts_per_token: int = 0
     normalised_routes: bool = False
+    clipped_gates: bool = False
     nope_layers: tuple[int, ...] = ()
     window: int = 0
     full_layers: tuple[int, ...] = ()
@@ -112,7 +114,7 @@ class ModelConfig:
         """The sizes of the model when it computes in `dtype`."""
         names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
         own = {name: getattr(self, name) for name in names}
-        own["normalised_routes"] = int(self.normalised_routes)
+        own |= {"normalised_routes": int(self.normalised_routes), "clipped_gates": int(self.clipped_gates)}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         if self.rounds_embedding:

@@ -276,6 +276,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     keys = Keys(metadata, source, prefix)
     count = keys.count
     rope = _rope(file, keys)
+    # The files do not say whether YaRN rounds the numbers of RoPE pairs.
+    rope = replace(rope, truncate=family.defaults.get("rope_scaling", {}).get("truncate", True))
     longest = rope.longest(count("context_length"))
     hidden, heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden // heads if heads > 0 else 0)

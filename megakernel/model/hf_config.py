@@ -188,7 +188,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
         raise MegakernelError(f"{source}: rope_parameters and rope_scaling are both given and differ")
     key = both[0] if both else "rope_scaling"
-    table = raw.get(key) or {}
+    table = raw.get(key) or family.defaults.get("rope_scaling", {})
     where = f"{source}: {key}"
     if not isinstance(table, dict):
         raise MegakernelError(f"{where} is {short(table)}, not an object")

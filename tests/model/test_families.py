@@ -33,6 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"sliding_window": 9, "query_pre_attn_scalar": 24},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "glm4": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
+    "gpt_oss": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77, "sliding_window": 9}
+    | {"rope": Rope(150000.0, RopeKind.YARN, 32.0, 1.0, 32.0, original_context=64, truncate=False)},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
@@ -56,6 +58,7 @@ GGUF = [
     ("gemma", "gemma", False),
     ("gemma3_text", "gemma3", False),
     ("glm4", "glm4", False),
+    ("gpt_oss", "gpt-oss", False),
     ("granite", "granite", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),
@@ -74,6 +77,10 @@ GGUF = [
 ]
 # More shapes of families whose attention differs from Llama's.
 MORE: dict[str, list[dict[str, Any]]] = {
+    "gpt_oss": [
+        {"layers": 3, "num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 17},
+        {"heads": 7, "kv_heads": 1, "hidden": 72, "ffn": 35, "num_experts_per_tok": 1, "attention_bias": False},
+    ],
     "olmo2": [{"kv_heads": 6, "head_dim": 40}, {"heads": 5, "kv_heads": 1, "hidden": 72, "attention_bias": True}],
     "olmo3": [
         {"layers": 4, "sliding_window": 30, "kv_heads": 2},
@@ -133,6 +140,7 @@ LONG: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma3_text": {"sliding_window": 90},
     "glm4": {},
+    "gpt_oss": {"sliding_window": 90},
     "mistral": {"sliding_window": 100},
     "ministral": {
         "layers": 3,
@@ -159,7 +167,7 @@ def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, t
 
 SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
 # Families that differ only in their weights and config.json are as exact as Llama with any number of ranks.
-OTHERS = ("glm4", "llama", "olmo2", "qwen3")
+OTHERS = ("glm4", "gpt_oss", "llama", "olmo2", "qwen3")
 CASES = [(family, *split) for family in SHAPES for split in (SPLITS if family in OTHERS else SPLITS[:1])]
 
 

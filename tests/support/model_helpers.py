@@ -92,6 +92,9 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
     state = published(model)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(c.intermediate_size)
+        _split_experts(writer, state)
     experts = getattr(c, "num_local_experts", 0)
     if experts:
         writer.add_expert_count(experts)
@@ -111,8 +114,20 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         if architecture.startswith("gemma") and "norm" in name:
             value = value + 1
         if name != "lm_head.weight" or not c.tie_word_embeddings:
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), value)
+            written = names.get_name(name, (".weight", ".bias"))
+            writer.add_tensor(written + ".weight" * name.endswith("sinks"), value)
     _finish(writer)
+
+
+def _split_experts(writer: gguf.GGUFWriter, state: dict[str, torch.Tensor]) -> None:
+    """Write the experts of gpt-oss, and remove them from `state`. Rows of gate and up alternate there, and matrices are
+    transposed."""
+    for name in [name for name in state if ".experts." in name]:
+        tensor, kind, layer = state.pop(name).detach().float(), name.rpartition(".")[2], name.split(".")[2]
+        rows, end = (tensor, "bias") if kind.endswith("_bias") else (tensor.transpose(1, 2), "weight")
+        parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if kind.startswith("gate_up") else {"down": rows}
+        for part, value in parts.items():
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{end}", value.contiguous().numpy())
 
 
 def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWriter:

@@ -68,19 +68,21 @@ def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
 
 
-def route(name: str, inputs: Buffer, router: Buffer, output: Buffer) -> Phase:
-    """output[r] = the experts of row r, which a softmax of inputs[r] router^T chooses; ROUTE_WEIGHTS[r] = its values"""
-    return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output)
+def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r] = the experts of row r, which a softmax of inputs[r] router^T + bias chooses; ROUTE_WEIGHTS[r] = its
+    values
+    """
+    return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output, bias=bias)
 
 
-def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """gate, up = inputs[r] weights[e]^T for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
-    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED)
+def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """gate, up = inputs[r] weights[e]^T + bias[e] for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED, bias)
 
 
-def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """output[r, j] = inputs[r, j] weights[e]^T for the j-th expert e of row r"""
-    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output)
+def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r, j] = inputs[r, j] weights[e]^T + bias[e] for the j-th expert e of row r"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, bias=bias)
 
 
 def add_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
