@@ -43,12 +43,11 @@ void experts(const Call& call, const ExpertTile& op) {
     const Panel* const weights = call.weights<Panel>() + expert * panels;
     const float* const bias =
         biases == nullptr ? nullptr : biases + int64_t{expert} * call.phase->matrices * call.phase->width;
-    if (!gated)
-      gemm<T, store_plain<T>>(call, tile, weights, bias, {results}, {results});
-    else if (d.clipped_gates)
-      gemm<T, store_clipped<T>>(call, tile, weights, bias, {tokens}, {results});
+    if (gated)
+      gemm<T>(call, tile, weights, bias, d.clipped_gates ? store_clipped<T> : store_gated<T, silu_exponent>,
+              {tokens}, {results});
     else
-      gemm<T, store_gated<T, silu_exponent>>(call, tile, weights, bias, {tokens}, {results});
+      gemm<T>(call, tile, weights, bias, store_plain<T>, {results}, {results});
     rows = 0;
   };
   const auto add = [&](int r, int j) {

@@ -108,11 +108,12 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
 
 
 EXPERTS = OperationSpec(
-    "with k experts per row, for each row r and j < k: t = a weights[e]^T + bias[e], where e = ROUTES[r][j]. If the "
-    "result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * (t of the second), or, with "
-    "clipped_gates, gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up between -7 and 7. Otherwise "
-    "a = inputs[k r + j] and output[k r + j] = t, and only rank 0 adds the bias. In a step with more pairs (r, j) than "
-    "experts, an instruction has the pairs whose expert is `place`; in others, those with j = `place`",
+    "multiplies each row r by the matrices of its k experts: t = a weights[e]^T + bias[e] for j < k, where e = "
+    "ROUTES[r][j]. If the phase's result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * "
+    "(t of the second) or, with clipped_gates, gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up "
+    "between -7 and 7; otherwise a = inputs[k r + j] and output[k r + j] = t, to which only rank 0 adds the bias. An "
+    "instruction computes the pairs (r, j) with j = `place` or, in a step with more pairs than experts, those whose "
+    "expert is `place`",
     Cut.PLACES,
     _accesses,
     _cost,
