@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -42,18 +43,19 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        _correct(app.openapi(), service)  # FastAPI makes the schema once and keeps it
         service.engine.start()
         yield
         service.engine.close()
 
-    # FastAPI's interactive pages are off, because they load scripts from other sites.
+    # FastAPI's interactive pages are off, because they load scripts from other sites. Its route of the schema is off,
+    # because it would make the schema on the event loop, which takes half a second.
     app = FastAPI(
         title="megakernel",
         version=version("megakernel"),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         redirect_slashes=False,
         root_path=root_path,
     )
@@ -150,6 +152,18 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     async def own_version() -> bodies.VersionResponse:
         """The server's version."""
         return bodies.VersionResponse(version=version("megakernel"))
+
+    making = asyncio.Lock()
+
+    async def openapi(request: Request) -> JSONResponse:
+        """Return the schema. The first request makes it, in a thread, and FastAPI keeps the corrected object."""
+        async with making:
+            if app.openapi_schema is None:
+                await asyncio.to_thread(lambda: _correct(app.openapi(), service))
+        root = request.scope.get("root_path", "")
+        return JSONResponse(app.openapi() | ({"servers": [{"url": root}]} if root else {}))
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
 
     live_page, chat_page = _page("live.html"), _page("chat.html", timeline_script())
 

@@ -411,8 +411,7 @@ def test_costs_of_machines() -> None:
     assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
 
 
-@pytest.mark.parametrize("cores", [16, 64])
-@pytest.mark.parametrize("model", ["random:llama-3.2-1b", "random:llama-3.1-8b"])
+@pytest.mark.parametrize(("cores", "model"), [(16, "random:llama-3.2-1b"), (64, "random:llama-3.1-8b")])
 def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, model: str) -> None:
     """Reading a decode step's bytes at the full rate of memory would take at least 85 % of the step's time."""
     machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
@@ -465,7 +464,7 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
 
 
 def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100"]
+    model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4"]
     assert main([*model, "--json"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
@@ -496,9 +495,10 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
     therefore reports the memory needed with tied embeddings, which is less than without."""
     shape = "random:llama-3.1-8b"
     config, stem = load_config(shape), tmp_path / "step"
-    assert main(["simulate", "--model", shape, "--machine", "h100", "--save", str(stem), "--json"]) == 0
+    flags = ["--machine", "h100", "--workers", "4", "--json"]
+    assert main(["simulate", "--model", shape, *flags, "--save", str(stem)]) == 0
     untied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
-    assert main(["simulate", f"{stem}.program", "--machine", "h100", "--json"]) == 0
+    assert main(["simulate", f"{stem}.program", *flags]) == 0
     tied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
     assert untied - tied == config.vocab * config.hidden * 2
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from api_support import Live, ids_of
-from model_helpers import byte_model, tiny_gguf
+from model_helpers import tiny_gguf
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from tiny_llama import make_llama
@@ -74,15 +74,8 @@ def test_hidden_states_are_those_of_transformers(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    byte_model(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 
@@ -92,9 +85,9 @@ def unit(vector: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_every_form_of_a_request(live: Live, folder: Path, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_of_a_request(live: Live, model: str, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.service, "description", replace(live.service.description, pooling=pooling))
-    hf = LlamaForCausalLM.from_pretrained(folder)
+    hf = LlamaForCausalLM.from_pretrained(model)
     texts = ["hello", "x", "a longer text, which takes several steps: " + "y" * 60]
     ids = [ids_of(text) for text in texts]
     wanted = [unit(expected(hf, one, pooling)) for one in ids]

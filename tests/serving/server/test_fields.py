@@ -45,11 +45,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-@pytest.fixture
-def client(live: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-
-
 # -- fields that are refused or ignored
 
 

@@ -241,18 +241,11 @@ def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, tem
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("bytes")
-    byte_model(folder)
-    llm = LLM(str(folder), backend="cpu", max_context=3072, max_seqs=8, threads=1)
+def live(model: str) -> Iterator[Live]:
+    llm = LLM(model, backend="cpu", max_context=3072, max_seqs=8, threads=1)
     with llm, serving(llm, names=["m"]) as found:
         yield found
         until(found.at_rest)
-
-
-@pytest.fixture
-def client(live: Live) -> OpenAI:
-    return OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
 def check_calls(calls: list[tuple[str, str]], most: int) -> None:
@@ -490,8 +483,7 @@ def test_numbers_of_any_size_pass(live: Live, number: int) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": number}}}}
     told: dict[str, Any] = {"input": "x", "tools": [{"type": "function", **tool}], "max_output_tokens": 1}
     body = {"messages": MESSAGES, "tools": [{"type": "function", "function": tool}], "max_tokens": 1}
-    for stream, choice in itertools.product((False, True), ("auto", "required")):
-        more = {"stream": stream, "tool_choice": choice}
+    for more in ({"stream": False, "tool_choice": "required"}, {"stream": True, "tool_choice": "auto"}):
         assert live.request("POST", "/v1/chat/completions", {**body, **more})[0] in (200, 400)
         assert live.request("POST", "/v1/responses", {**told, **more})[0] in (200, 400)
     for form in (
@@ -534,7 +526,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema.schema is required"),
     "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
     "broken": ({"guided_regex": "(a"}, "unclosed group"),
-    "hostile": ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "takes more than|needs more than"),
 }
 
 
