@@ -165,8 +165,8 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) ->
     count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
     if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
         raise MegakernelError(
-            f"{checkpoint.name}: {buffer.name} of layer {layer} is not what the program needs: {count} rows of "
-            f"{inner} weights"
+            f"{checkpoint.name}: {buffer.name} of layer {layer} does not have the {count} rows of {inner} weights that "
+            "the program needs"
         )
     return rows
 

@@ -54,7 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction in a certain layer, which has its own block of counters, number `block`."""
+    """An instruction as it runs in one layer. It waits for the counters with this `block`, of which each layer has one."""
 
     rank: int
     worker: int
