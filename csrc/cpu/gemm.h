@@ -13,10 +13,10 @@
 
 namespace mk::MK_SIMD {
 
-// kAccumulators: the number of accumulators that fit in registers beside the weights. kWithScales: the number
-// of accumulators and scales that fit while quantised weights are converted to float32 in registers.
-// kMicroRows: the rows of the largest register block. 16-lane targets have 32 vector registers. A test
-// disassembles every block to check that its registers are not spilled.
+// A register block is a part of C that is accumulated in registers. kMicroRows: its maximum number of rows.
+// kAccumulators: how many vectors of accumulators fit in registers beside the weights. kWithScales: how many
+// vectors of accumulators and scales fit while quantised weights are converted to float32 in registers. A
+// test disassembles every block to check that its registers are not spilled.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -30,7 +30,8 @@ static_assert(kMicroRows <= kMaxMicroRows);
 // The maximum number of rows that one pass over a tile's weights multiplies.
 constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;
 
-// Returns log2 of the number of weight panels that a register block of `rows` rows covers.
+// Returns log2 of the number of weight panels (kPanel columns each) for which the results of `rows` rows can
+// be accumulated in registers together.
 template <class W>
 constexpr int panel_log2(int rows) {
   int log2 = 2;
@@ -60,10 +61,10 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// Computes C = A W^T for R rows and P panels, over the steps [begin, begin + steps) along K of the panels.
-// Both limits of this range are multiples of kUnit. With `resume`, adds the products to C instead. A is
-// stored in chunks of kChunk steps, which are chunk_stride floats apart; within a chunk, rows are
-// kChunkStride floats apart. If the range of steps begins inside a chunk, it also ends in that chunk.
+// Computes C = A W^T for R rows and P panels of weights (kPanel columns each), over the indices (steps)
+// [begin, begin + steps) along K. Both limits are multiples of kUnit. With `resume`, adds the products to C
+// instead. A is stored in chunks of kChunk steps, which are chunk_stride floats apart; within a chunk, rows
+// are kChunkStride floats apart. If the range of steps begins inside a chunk, it also ends in that chunk.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -111,7 +112,7 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin,
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, int64_t, bool);
 
-// micro<rows, 1 << log2, W>.
+// A table of the instances of `micro`: entry[rows][log2] is micro<rows, 1 << log2, W>.
 template <class W>
 struct MicroTable {
   Micro entry[kMicroRows + 1][3] = {};
@@ -139,8 +140,9 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Rows of A to be multiplied with some panels, block_rows rows at a time. `x` has the layout of `a` in
-// `micro`. The results go to `c`.
+// Rows of A that are multiplied with panels of weights, block_rows rows at a time. `x` contains the rows, in
+// chunks of kChunk steps along K as `micro` needs them. The results go to `c`, whose rows are ldc floats
+// apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -177,14 +179,15 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Finds the rows of a buffer that a matmul reads or writes: those of a list, or consecutive rows.
+// Maps row i of a matmul to a row of the buffer that it reads or writes: to rows[i] if there is a list, such
+// as the rows of one expert, and otherwise to row i itself.
 struct RowList {
   const int32_t* rows = nullptr;
   MK_INLINE int operator[](int i) const { return rows == nullptr ? i : rows[i]; }
 };
 
-// Prepares rows of a matmul's inputs for multiplication. The inputs are values of the compute type, or, if
-// the phase applies an RMS norm to them, float32 values.
+// Converts rows of a matmul's inputs to the layout that `micro` reads. The inputs have type T, or float32 if
+// the matmul applies an RMS norm to them first.
 template <class T>
 class Inputs {
  public:
@@ -246,12 +249,12 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// Computes t = inputs weights^T + bias of the phase for a tile, and passes every output to kResult once. Each
-// call of kResult receives the columns [first, first + columns) of one row. If the phase has several
-// matrices, their panels alternate in memory. A call then receives the columns of one panel of the first
-// matrix, and the results of each further matrix follow kPanel floats later. `weights` has the panels of all
-// columns. The rows of the tile are indices in two lists: `from` has the rows of the inputs, and `to` those
-// that kResult receives.
+// Computes t = inputs weights^T + bias for one tile of a matmul's output, and passes every output to kResult
+// once. Each call of kResult receives the columns [first, first + columns) of one row. `weights` lists the
+// panels (kPanel columns each) of all columns. If the matmul has several matrices, such as gate and up, their
+// panels alternate. A call of kResult then receives the columns of one panel of the first matrix, and the
+// results of each further matrix follow kPanel floats later. `from` maps the tile's rows to rows of the
+// inputs, and `to` maps them to the rows that kResult receives.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowList from = {},
                  RowList to = {}) {
@@ -280,7 +283,7 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
     // and the accumulators stay in registers from the first step to the last.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
-    enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // of the inputs of all of K
+    enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // the form of the inputs in `x`
     const auto prepare = [&](int begin, Form form) {
       if (whole_k && held == form) return;
       held = form;
@@ -351,7 +354,8 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
   }
 }
 
-// As above, with all weights of the phase, and with consecutive rows.
+// Computes a tile of a matmul with all weights of the phase and consecutive rows, and passes every output to
+// kResult.
 template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
 inline void gemm(const Call& call, const Tile& tile) {
   gemm<T, kResult>(call, tile, call.weights<Panel>());

@@ -1,5 +1,5 @@
-// The controller reads its worker's instruction stream, claims instructions from queues, and publishes one
-// instruction after another to all SMs of the worker.
+// The controller is the warp that reads its worker's instruction stream, claims instructions from queues that
+// workers share, and hands one instruction after another to the other warps on all SMs of the worker.
 #pragma once
 #include "plan.h"
 
@@ -44,11 +44,11 @@ class Controller {
     return true;
   }
 
-  // Runs a drain instruction: claims instructions from a queue and publishes them, until the queue's first
-  // `op.end` instructions are claimed.
-  // Each claim is made as late as possible, so that a free worker gets the work and the claimed instruction
-  // runs soon. At a claim, at most one earlier instruction has not retired. All loads of that instruction
-  // have been requested, so the counters for which it waits have reached their totals.
+  // Runs a drain instruction: claims instructions from a queue and hands them to the other warps, until
+  // workers have claimed all of the queue's first `op.end` instructions. Each claim is made as late as
+  // possible, so that a free worker gets the work and the claimed instruction runs soon. At a claim, at most
+  // one earlier instruction is unfinished. All its loads have been requested, so the counters for which it
+  // waits have reached their totals.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -67,8 +67,8 @@ class Controller {
     }
   }
 
-  // Waits until fewer than n published instructions have not retired. Returns false if the launch is aborted
-  // during the wait. `where` identifies the next instruction, for the watchdog.
+  // Waits until fewer than n of the instructions handed to the other warps are unfinished. Returns false if
+  // the launch is aborted during the wait. `where` identifies the next instruction, for the watchdog.
   MK_FN bool wait_for_room(uint32_t n, const Where& where) {
     if (!params_.pipelined) n = 1;
     if (published_ < n) return true;
@@ -85,15 +85,15 @@ class Controller {
     const int32_t n = record_phase(record);
     return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
   }
-  // Returns phase number n. But if the worker is one SM, only lane n % kLanes keeps that phase, and the other
-  // lanes return other phases.
+  // Returns the parameters of phase number n. If the worker is one SM, the lanes divide the phases among
+  // their registers, so only the result on lane n % kLanes is phase n.
   MK_FN const Phase& held(int32_t n) const {
     if constexpr (kSms > 1) return phases()[n];
     return phases_[kHeld == 1 ? 0 : n / P::kLanes];
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Publishes a record; a null record marks the end of the stream.
+  // Hands an instruction's record to the other warps of the block; a null record marks the end of the stream.
   MK_FN void publish(const int32_t* record, const Where& where) {
     if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
@@ -132,8 +132,8 @@ class Controller {
     ++published_;
   }
 
-  // Returns word i of the record that SM `sm` of the worker gets. The words for the rows of a tile or run
-  // describe only that SM's part of the rows.
+  // Two SMs of a worker divide the rows of an instruction. Returns word i of the record for SM `sm`. It
+  // differs from `record` only in the two operands that name the first row and the number of rows.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
     const bool rows = operation != Operation::kAttention && operation != Operation::kJoin;

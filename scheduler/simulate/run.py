@@ -19,13 +19,13 @@ from megakernel.scheduler.simulate.work import make_work
 from megakernel.trace import Trace, TraceHeader
 
 _TICK_S = 1e-9
-_INTERVALS_PER_TASK = 8  # a fetch, two page waits, two loads, a counter wait, a compute and a store
+_INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A delay of one instruction by `seconds`. `segment` is an index of SEGMENTS, and `number` is as in a trace."""
+    """Delays one instruction by `seconds`. `segment` is an index of SEGMENTS, and `number` is its number in a trace."""
 
     segment: int
     number: int
@@ -36,8 +36,8 @@ class Stall:
 @dataclass(frozen=True)
 class Simulation:
     """The result of a simulated step. `step_s` is the time from the launch to the last event. Bytes and FLOPs are sums
-    over all ranks, and include what is written back to memory and loaded again. `events` counts the simulation's
-    events.
+    over all ranks. Data that the cache evicts, writes back to memory and loads again count each time. `events` is the
+    number of events that the simulator processed.
     """
 
     step_s: float
@@ -59,10 +59,11 @@ def simulate(
     trace: bool = False,
     stall: Stall | None = None,
 ) -> Simulation:
-    """Simulate one step of `program`, which `table` describes, on `machine`. `costs` defaults to those of the machine.
-    With `trace`, every interval is kept, which takes about 200 bytes per instruction.
+    """Simulate one step of `program` on `machine`. `table` has the step's inputs. `costs` defaults to those of the
+    machine. With `trace`, the begin and end of all work is recorded, which takes about 200 bytes per instruction.
 
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
+
     """
     check(program)
     target_of(program.dims).check(program)
@@ -100,7 +101,7 @@ def simulate(
 
 
 def _launched(program: Program, work: Work) -> int:
-    """Return the number of tasks in one launch."""
+    """Return the number of tasks (instructions or pieces of attention work) in one launch, over all layers."""
     per_record = work.records["end_task"] - work.records["first_task"]
     lists = work.prologue, work.body, work.epilogue, work.queue_records
     first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)

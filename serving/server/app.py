@@ -194,7 +194,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
     )
     if origins := service.access.origins:
-        # The middleware added last runs first. CORS must run before `Gate`, which checks the API key, because a
+        # The middleware that is added last runs first. CORS must run before `Gate`, which checks the API key, because a
         # browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
@@ -207,7 +207,8 @@ def _model(service: Service, name: str) -> bodies.ModelCard:
 
 
 def _page(name: str, *more: str) -> str:
-    """Return an HTML page. Pages that it opens from memory inherit its policy, so it allows the scripts `more` too."""
+    """Return a page of the server. It forbids all scripts but its own and `more`, those of pages that it opens from
+    memory, because such pages inherit its content security policy."""
     folder = files("megakernel.serving.server") / "web"
     template = (folder / name).read_text(encoding="utf-8")
     own = template.partition("<script>")[2].partition("</script>")[0]

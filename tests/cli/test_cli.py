@@ -32,7 +32,7 @@ from megakernel.settings import reference as settings_page
 
 @pytest.fixture
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement of ceilings, which takes seconds. Only `test_doctor` measures them."""
+    """Replace the measurement of the machine's peak rates, which takes seconds. Only `test_doctor` measures them."""
     monkeypatch.setattr(
         ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, "made up", cache_bytes_per_s=1e13)
     )
@@ -298,7 +298,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) ->
     keys = {"text", "token_ids", "tokens_per_s", "read_fraction", "busy", "overlap", "timeline"}
     figures = run_json(capsys, *flags)
     assert keys <= figures.keys()
-    # The peaks are the measured ceilings, not the nominal rates of a core.
+    # The peak rates on the page are measured ones, not the nominal rates of the processor.
     memory = next(r for r in figures["resources"] if r["name"] == "memory")
     assert memory["peak"] == pytest.approx(figures["ceilings"]["read_bytes_per_s"])
     assert f'"peaks":[{figures["ceilings"]["flops"]}' in page.read_text()

@@ -1,5 +1,5 @@
-"""Tests `bench latency --vs` and `bench throughput --vs` against fake peers, which compute nothing and return given
-times."""
+"""Tests `bench latency --vs` and `bench throughput --vs`, which compare megakernel with other engines (peers). The
+peers are fakes, which compute nothing and return given times."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def commands(native: Path) -> list[dict[str, str]]:
 
 
 class Scripted:
-    """A Peer whose times follow from its settings. It keeps the phase and the settings of each call in `asked`."""
+    """A fake peer whose times follow from its settings. `asked` has the phase and the settings of each measurement."""
 
     name = "scripted"
 

@@ -1,5 +1,5 @@
-"""Tests how the measured hardware ceilings are stored: each is measured once, and repeated measurements keep the best.
-Busy machines and damaged files are tested too."""
+"""Tests how measured peak rates of the hardware are stored: each is measured once, and repeated measurements keep the
+best. Busy machines and damaged files are tested too."""
 
 import json
 import os

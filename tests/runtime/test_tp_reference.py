@@ -1,4 +1,4 @@
-"""On several ranks, the reference backend computes the same as on one, in every lowering and execution order."""
+"""Several ranks of the reference backend compute the same as one, however they divide the work and in any order."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -131,8 +131,8 @@ def by_hand(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 
 
 def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
-    """Compile a program with the lowering and the bucket (token rows, logit rows, sequences, context) of `dims`. The
-    scheduler chooses row blocks and buffer capacities."""
+    """Compile a program for the maximum numbers of token rows, logit rows and sequences, the context and the division
+    among ranks that `dims` has. The scheduler chooses row blocks and buffer capacities."""
     o, residual = (
         ("sharded", "dealt", "replicated")[i] for i in (2 * dims.split.replicated_o, 1 + dims.split.replicated_residual)
     )

@@ -1,5 +1,5 @@
 """Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
-The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size."""
+The tests cover one rank and several, every way to divide the work, and shards of equal, unequal and zero size."""
 
 import itertools
 import json
@@ -93,7 +93,7 @@ def test_attention_comes_after_all_qkv_of_its_stream_and_each_worker_has_its_slo
 
 
 def columns_of(program: Program, name: str) -> list[Columns]:
-    """Return, for each worker, the operands of its instructions of a phase."""
+    """Return, for each worker, the operands of the instructions that it runs in a phase."""
     phase = program.forward.by_name[name]
     segment = program.body if phase in program.forward.body else program.epilogue
     streams = map(segment.stream, range(program.workers))

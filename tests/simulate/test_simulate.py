@@ -507,7 +507,7 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
 @pytest.mark.parametrize("model", ["smollm2-135m", "random:llama-3.2-1b"])
 @pytest.mark.usefixtures("smollm2")
 def test_a_step_takes_no_less_than_the_ceilings_allow(model: str, workers: int) -> None:
-    """Predictions lie between the least time that the ceilings allow and twice that time. The cases are decode and
+    """Predictions lie between the least time that the peak rates allow and twice that time. The cases are decode and
     prefill, on a calibrated CPU and on this CPU with nominal rates."""
     for file in (str(SERVERS / "epyc-2.toml"), machines.HOST):
         for case in predictions_host.cases(model, workers, file, measured=False):

@@ -22,8 +22,8 @@ from megakernel.runtime.cuda.params import Ablation
 
 RUNS = int(os.environ.get("PTX_RUNS", 0))
 KINDS = list(BUILDS)
-SEEDS = {"dots": (2, 5, 6, 8), "tensor": (0, 3, 5, 6), "pairs": (0, 3, 10)}  # quick steps, on one and on two GPUs
-# In a usual run, one fault of each sort: what was wrong must match this.
+SEEDS = {"dots": (2, 5, 6, 8), "tensor": (0, 3, 5, 6), "pairs": (0, 3, 10)}
+# The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
     "signals release nothing": "race in global",
     "a consumer does not release a page": "deadlock",
@@ -74,7 +74,7 @@ def test_planted_faults_are_found(kind: str) -> None:
     assert [wrong for name, wrong in said.items() if not re.search(SAMPLE.get(name, ""), wrong)] == []
 
 
-# Of each build that leaves something out: what remains in its PTX, and what does not.
+# For each build that leaves something out: a regular expression that its PTX must match, and one that it must not.
 COPIES, MULTIPLIES = r"cp\.async\.bulk\S*shared::cluster\.global", r"mma\.sync|mma_async|fma\.rn\.f32"
 ABLATED = {"no copies": (MULTIPLIES, COPIES), "no computing": (COPIES, MULTIPLIES)}
 OTHERS = [(name, kind) for name in ("trace", *ABLATED) for kind in KINDS]

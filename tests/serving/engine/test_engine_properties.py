@@ -136,7 +136,7 @@ def test_a_chain_is_known_by_all_that_came_before() -> None:
     assert pool.free == 2
     pool.give(pages)
     assert pool.free == 4
-    pool.take(3)  # takes the two unused pages, then the last page of the chain
+    pool.take(3)  # takes the two unused pages, then the last cached one
     assert pool.find([first, second]) == pages[:1]
 
 

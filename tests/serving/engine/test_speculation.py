@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, 
 
 
 class Known(Reader):
-    """A proposer that knows all `texts` and proposes the next tokens; where `wrong(position)` is true, a wrong one."""
+    """A draft proposer that knows `texts`. It proposes the next tokens, or wrong ones where `wrong(position)` holds."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool]) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def test_lookup_continues_the_longest_suffix(vocab: int) -> None:
         new = tokens[3 : 3 + rng.randrange(6)] if step % 9 == 0 else [rng.randrange(vocab)]
         lookup.read(new)
         tokens += new
-    # Lookup compares only the latest occurrences, so it may miss the longest suffix.
+    # Lookup compares only the latest places where a suffix occurred, so it may miss the longest suffix.
     assert exact >= {2: 80, 4: 115, 30: 120}[vocab]
 
 

@@ -170,14 +170,14 @@ def test_one_thing_is_wanted_and_the_end_is_the_grammars() -> None:
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammars used last are kept, one that is larger than the limit is not, and a failed one leaves nothing."""
+    """The least recently used grammar is dropped first. One above the limit, or a wrong one, is never kept."""
     kept = Grammars(llm.tokenizer, llm.config.vocab, frozenset({257}))
     monkeypatch.setattr(grammars, "MOST_KEPT_BYTES", 100_000)
     monkeypatch.setattr(kept, "_checked", lambda kind, text: (f"start: /{text}/", [], 40_000))
     made = [params(structured_outputs=wants(regex=f"{'ab'[n]}+")) for n in (0, 1)]
     for wanted in made:
         assert kept.get(wanted) is not None
-    assert kept.known(made[0]) and len(kept._known) == 2  # the second was used less recently now
+    assert kept.known(made[0]) and len(kept._known) == 2  # this use makes the second the least recently used
     kept.get(params(structured_outputs=wants(regex="c")))
     assert kept.known(made[0]) and not kept.known(made[1]) and kept._kept_bytes < 100_000
     monkeypatch.setattr(kept, "_checked", lambda kind, text: ("start: nothing", [], 40_000))

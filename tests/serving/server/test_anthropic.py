@@ -30,7 +30,7 @@ def llm(quiet_model: str) -> Iterator[LLM]:
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """Return the data of the events of a stream, each of which must name its type."""
+    """Return the data of a stream's events. Each event must name its type."""
     *events, end = data.decode().split("\n\n")
     assert end == ""
     told = []

@@ -453,12 +453,12 @@ def test_leaving_while_queued(slow: Live, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
-    """The engine stands still after its first step, or after its first token, until the client has left."""
+    """The engine pauses after its first step or token until the client has left. The request must then end."""
     held, left = Event(), Event()
     owners = live.host.loop._job_of
 
     def hold(step: Step, seconds: float) -> None:
-        # An earlier request's last step may be reported after its client has the answer. It has no owner any more.
+        # The last step of an earlier request may be reported after its client has the answer. It does not count.
         if owners and (phase == "prefill" or step.tokens):
             held.set()
             left.wait(60)

@@ -1,4 +1,4 @@
-"""Embeddings are pooled hidden states: those of transformers, whatever the batch, and in every form of the route."""
+"""Tests of embeddings: pooled hidden states equal those of transformers in any batch and any form of request."""
 
 import base64
 import json
@@ -136,7 +136,7 @@ def test_a_pooling_that_is_not_supported_is_named(live: Live, monkeypatch: pytes
 
 
 def mode(name: str) -> dict[str, Any]:
-    """Return the modes of pooling as sentence-transformers writes them, with one of them chosen."""
+    """Return the pooling flags that sentence-transformers writes to a file. Only the flag of `name` is true."""
     names = ("cls_token", "mean_tokens", "max_tokens", "weightedmean_tokens", "lasttoken")
     return {"word_embedding_dimension": 48} | {f"pooling_mode_{other}": other == name for other in names}
 

@@ -170,7 +170,7 @@ def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> 
 @with_ray
 @pytest.mark.parametrize("healthy", [True, False])
 def test_a_server_that_cannot_answer_is_a_lost_replica(healthy: bool) -> None:
-    """A 503 of a server that works is its answer. If the server no longer works, another replica must answer."""
+    """If a healthy server answers 503, the client gets this answer. If it is not healthy, the replica is lost."""
     from megakernel.serving.replicas.cluster import Replica
 
     async def ask(method: str, target: str, headers: Any, body: bytes, replay: Any = None) -> AsyncIterator[Any]:
@@ -325,7 +325,7 @@ def parent(pid: int) -> int:
 
 
 def victims(one: int, other: int) -> list[int]:
-    """What is killed at the same time: the actor of one replica, and the server of the other."""
+    """Return the processes to kill at the same time: the Ray actor of one replica, and the server of the other."""
     return [parent(one), other]
 
 
