@@ -41,6 +41,11 @@ constexpr int panel_log2(int rows) {
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
+// The largest number of rows that are multiplied with weights of type W directly. For more rows, quantised
+// weights are converted to float32 once, into a buffer.
+template <class W>
+constexpr int kDirectRows = kPlain<W> ? kMicroRows : 1;
+
 // How many steps along K a 32-bit word of A contains. A pair of bfloat16 values is two steps, with the first
 // step in the upper half of the word; a float32 value is one step.
 template <class W>
@@ -115,7 +120,7 @@ using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, in
 // A table of the instances of `micro`: entry[rows][log2] is micro<rows, 1 << log2, W>.
 template <class W>
 struct MicroTable {
-  Micro entry[kMicroRows + 1][3] = {};
+  Micro entry[kDirectRows<W> + 1][3] = {};
 
   template <int R, int L>
   constexpr void fill() {
@@ -128,7 +133,7 @@ struct MicroTable {
     fill<R, 2>();
     if constexpr (R > 1) fill_rows<R - 1>();
   }
-  constexpr MicroTable() { fill_rows<kMicroRows>(); }
+  constexpr MicroTable() { fill_rows<kDirectRows<W>>(); }
 };
 
 template <class W>
@@ -160,13 +165,13 @@ struct RowBlocks {
 };
 
 // Computes c = x W^T, or adds to c with `resume`, for 1 << log2 panels of one type, over the steps
-// [begin, begin + steps) along K. If there is only one block of rows, quantised weights are converted to
-// float32 in registers. If there are more, they are converted once, into the buffer `wide`, for all blocks.
+// [begin, begin + steps) along K. For one row, quantised weights are converted to float32 in registers. For
+// more rows, they are converted once, into the buffer `wide`.
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
-  if (kPlain<W> || rows.rows <= rows.block_rows)
-    return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
+  if constexpr (kPlain<W>) return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
+  if (rows.rows == 1) return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
   for (int done = 0, part; done < steps; done += part) {
     part = lower_of(steps - done, kWideSteps);
     Panel widened[kWidePanels];
@@ -249,15 +254,18 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// Computes t = inputs weights^T + bias for one tile of a matmul's output, and passes every output to kResult
-// once. Each call of kResult receives the columns [first, first + columns) of one row. `weights` lists the
-// panels (kPanel columns each) of all columns. If the matmul has several matrices, such as gate and up, their
-// panels alternate. A call of kResult then receives the columns of one panel of the first matrix, and the
-// results of each further matrix follow kPanel floats later. `from` maps the tile's rows to rows of the
-// inputs, and `to` maps them to the rows that kResult receives.
-template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
-inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowList from = {},
-                 RowList to = {}) {
+// Takes a part of a matmul's output: the columns [first, first + columns) of one row, which begin at t. It
+// may change t.
+using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
+
+// Computes t = inputs weights^T + bias for one tile of a matmul's output, and passes every output to `take`
+// once. `weights` lists the panels (kPanel columns each) of all columns. If the matmul has several matrices,
+// such as gate and up, their panels alternate. A call of `take` then receives the columns of one panel of the
+// first matrix, and the results of each further matrix follow kPanel floats later. `from` maps the tile's
+// rows to rows of the inputs, and `to` maps them to the rows that `take` receives.
+template <class T>
+void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult take, RowList from = {},
+          RowList to = {}) {
   const Phase& phase = *call.phase;
   const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
@@ -312,7 +320,7 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
             const Panel* const first = weights + p + q;
             const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
             const auto multiply_block = [&]<class W>() {
-              int log2 = whole_k ? panel_log2<W>(block_rows) : panel_log2<Cached>(block_rows);
+              int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<Cached>(block_rows);
               while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
               multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
               q += 1 << log2;
@@ -347,7 +355,7 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
           for (int m = 0; bias != nullptr && m < matrices; ++m) {
             for (int j = 0; j < n; ++j) t[m * kPanel + j] += bias[m * phase.width + first + j];
           }
-          kResult(call, to[r + i], first, n, t);
+          take(call, to[r + i], first, n, t);
         }
       }
     }
@@ -355,10 +363,10 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
 }
 
 // Computes a tile of a matmul with all weights of the phase and consecutive rows, and passes every output to
-// kResult.
-template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
-inline void gemm(const Call& call, const Tile& tile) {
-  gemm<T, kResult>(call, tile, call.weights<Panel>());
+// `take`.
+template <class T>
+void gemm(const Call& call, const Tile& tile, TakeResult take) {
+  gemm<T>(call, tile, call.weights<Panel>(), take);
 }
 
 }  // namespace mk::MK_SIMD

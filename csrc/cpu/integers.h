@@ -215,8 +215,8 @@ constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<
 
 // The number of weight panels that a single row is multiplied with at once. A core reads memory faster as a
 // few streams at distant addresses than as one stream: on a Zen 3, products with 4-bit weights that were not
-// in caches took a quarter less time.
-constexpr int kStreams = 4;
+// in caches took a quarter less time. Portable code is too slow to gain from it, and takes long to compile.
+constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
 // Computes c = x W^T, or adds to c with `resume`, for `rows` rounded rows and `count` panels, over the steps
 // [begin, begin + steps) along K. For one row, weights are unpacked in registers. More rows need count = 1;

@@ -4,7 +4,8 @@ rules, and says what the simulator leaves out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from megakernel.trace import Trace, TraceHeader
 _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
+_NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,9 @@ def simulate(
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
 
     """
-    check(program)
-    target_of(program.dims).check(program)
-    if program.processors != machine.workers:
-        raise MegakernelError(
-            f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
-            " compile it for this machine"
-        )
-    costs = costs or costs_of(machine)
-    if program.dims.worker.sms == 2:
-        costs = costs.paired()
-    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
-        raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
-    work = make_work(program, table, costs)
+    work, costs = _prepared(program, machine, table, costs or costs_of(machine))
     runs = _launched(program, work)
-    at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)
+    at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
     result, intervals = run(work, costs, at, _INTERVALS_PER_TASK * runs if trace else 0)
     _check(program, work, result)
     kept = None
@@ -98,6 +88,36 @@ def simulate(
         events=result.events,
         trace=kept,
     )
+
+
+def step_seconds(program: Program, machine: Machine, table: StepTable, layers: Sequence[int]) -> list[float]:
+    """Return the seconds of a step of `program` if it ran its body this many times, for each number of `layers`.
+
+    Raises MegakernelError as `simulate` does.
+    """
+    work, costs = _prepared(program, machine, table, costs_of(machine))
+    seconds = []
+    for count in layers:
+        result, _ = run(replace(work, layers=count), costs, _NO_STALL, 0)
+        _check(program, work, result)
+        seconds.append(result.step_s)
+    return seconds
+
+
+def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
+    """Return the simulator's input, and the costs of one worker of the program, which may be two SMs."""
+    check(program)
+    target_of(program.dims).check(program)
+    if program.processors != machine.workers:
+        raise MegakernelError(
+            f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
+            " compile it for this machine"
+        )
+    if program.dims.worker.sms == 2:
+        costs = costs.paired()
+    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
+        raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
+    return make_work(program, table, costs), costs
 
 
 def _launched(program: Program, work: Work) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megakernel.isa import Dims, StepTable
 from megakernel.machine import Machine
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.run import step_seconds
 
 _FEW, _MORE = 1, 3  # layers
 _CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
@@ -18,13 +16,9 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
     """Return the predicted seconds of a typical step of `program`, extrapolated from simulations of one and of three
     layers."""
     layers, table = program.dims.model.layers, usual_step(program.dims)
-
-    def step_s(layers: int) -> float:
-        return simulate(replace(program, dims=program.dims.changed(layers=layers)), machine, table).step_s
-
     if layers <= _MORE:
-        return step_s(layers)
-    few, more = step_s(_FEW), step_s(_MORE)
+        return step_seconds(program, machine, table, [layers])[0]
+    few, more = step_seconds(program, machine, table, [_FEW, _MORE])
     return few + (layers - _FEW) * (more - few) / (_MORE - _FEW)
 
 

@@ -132,7 +132,7 @@ void heads(const Call& call, const Tile& tile) {
   const bool whole = call.phase->head_norm != Buffer::kNone || call.dims->quantised_kv;
   const int most = whole ? kPass / head * head : tile.cols;
   for (int done = 0; done < tile.cols; done += most)
-    gemm<T, store_heads<T>>(call, {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)});
+    gemm<T>(call, {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)}, store_heads<T>);
 }
 
 }  // namespace mk::MK_SIMD
