@@ -163,11 +163,15 @@ def test_latency_against_llama_bench(
     assert "build 1 (abc), llama" in out
 
 
-def test_a_gguf_file_goes_to_both_as_it_is(capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path) -> None:
+def test_both_get_the_gguf_file_and_the_type_of_the_cache(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path
+) -> None:
     flags = ["--model", "smollm2-135m", "--vs", "llama.cpp", "--llama-bench", str(native), "--backend", "null"]
-    flags += ["--context", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
+    flags += ["--context", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1", "--kv-cache-dtype", "q8_0"]
     figures = run_json(capsys, "bench", "latency", *flags)
-    assert {flags["-m"] for flags in commands(native)} == {str(smollm2)}
+    asked = {tuple(flags[name] for name in ("-m", "-ctk", "-ctv", "-fa")) for flags in commands(native)}
+    assert asked == {(str(smollm2), "q8_0", "q8_0", "1")}, "llama.cpp needs flash attention for a quantised V"
+    assert figures["vs"]["llama.cpp"]["settings"]["kv_cache"] == "q8_0"
     assert figures["vs"]["llama.cpp"]["settings"]["weights"] == f"as in {smollm2.name}"
 
 

@@ -80,7 +80,7 @@ def contests(
                 file = Path(stack.enter_context(TemporaryDirectory(prefix="megakernel-"))) / "model.gguf"
                 write_gguf(open_checkpoint(model), file, WEIGHT_TYPES[kind])
         gpu = llm.engine.backend.name == "cuda"
-        quantised_kv = llm.engine.dims.model.quantised_kv
+        quantised_kv = bool(llm.engine.dims.model.quantised_kv)
         task = Task(model, str(file) if file else None, kind, dtype, llm.threads, gpu, work, quantised_kv)
         opened = []
         for one in found:
