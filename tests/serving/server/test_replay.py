@@ -117,9 +117,9 @@ def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tup
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_goes_on_wherever_it_was_cut(name: str, replicas: tuple[Live, Live]) -> None:
-    """Two replicas are lost, one after the other, in the middle of an answer. The first one is cut at a random byte and
-    around up to 6 marks (comments in the stream after each token's events), the second one after four fifths of its
-    answer. The client gets the answer that a replica gives if it is not lost."""
+    """Two replicas are lost, one after the other, in the middle of an answer. The first one is cut all over the answer
+    and around up to 6 marks (comments in the stream after each token's events), the second one after one to four
+    fifths of its answer. The client gets the answer that a replica gives if it is not lost."""
     path, body = REQUESTS[name]
     first, second = (asked(live, path, body) for live in replicas)
     head, whole = first(Replay(0, 0))
