@@ -1,5 +1,6 @@
-// Multiplies rows by the matrices of the experts that `route` has chosen for them, and adds the results.
-// Each row has as many rows of results as it has experts.
+// Mixture-of-experts layers. `experts` multiplies each row of activations by the weights of the experts that
+// the router (`route`) has chosen for the row. This gives one result row for every (row, expert) pair.
+// `combine` then adds up the results of each row, weighted by the router's weights.
 #pragma once
 #include "matmul.h"
 
