@@ -184,8 +184,8 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Maps row i of a matmul to a row of the buffer that it reads or writes: to rows[i] if there is a list, such
-// as the rows of one expert, and otherwise to row i itself.
+// Says which row of a buffer row i of a matmul reads or writes: rows[i] if `rows` is set, for example to the
+// rows that use one expert, and otherwise row i itself.
 struct RowList {
   const int32_t* rows = nullptr;
   MK_INLINE int operator[](int i) const { return rows == nullptr ? i : rows[i]; }
