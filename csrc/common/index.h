@@ -7,9 +7,9 @@
 
 namespace mk {
 
-// Returns an index into K_CACHE, an array [KV page][KV head][row][token]: that of row `row`, at token 0 of
-// the page. K is stored transposed: row i has element i of the keys of all tokens in the page. If K is
-// quantised, call this with row 0 only. The result is then the first byte of the head's data in the page.
+// Returns the index of row `row`, token 0 of a KV page, in the array K_CACHE [KV page][KV head][row][token].
+// K is stored transposed: row i has element i of the keys of all tokens in the page. If K is quantised, call
+// this with row 0 only. The result is then the first byte of the head's data in the page.
 template <class D>
 MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t row) {
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
@@ -19,18 +19,17 @@ MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_
 // head, for all tokens of a KV page. Each token has one scale (kKvScale bytes) and kKvUnit one-byte values.
 MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
 
-// Returns an index into V_CACHE, an array [KV page][KV head][token][element]: that of element 0 of the token.
-// If V is quantised, call this with token 0 only. The result is then the first byte of the head's data in the
-// page.
+// Returns the index of a token's element 0 in the array V_CACHE [KV page][KV head][token][element]. If V is
+// quantised, call this with token 0 only. The result is then the first byte of the head's data in the page.
 template <class D>
 MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
 // For a long context, several attention work items share one set of rows: each item processes some of the KV
-// blocks, and stores its partial results in the buffer PARTIALS. This function returns an index into
-// PARTIALS: that of the result for one row, one KV head and KV block 0. The results for the next KV blocks
-// follow it. `row` and `head` are counted from the item's first row and first KV head.
+// blocks, and stores its partial results in the buffer PARTIALS. This function returns where in PARTIALS the
+// result for one row, one KV head and KV block 0 is stored. The results for the next KV blocks follow it.
+// `row` and `head` are counted from the item's first row and first KV head.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }

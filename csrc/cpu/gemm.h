@@ -184,8 +184,8 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Says which row of a buffer row i of a matmul reads or writes: rows[i] if `rows` is set, for example to the
-// rows that use one expert, and otherwise row i itself.
+// Lists the rows of a buffer that a matmul reads or writes, for example the rows that use one expert. Row i
+// of the matmul is row rows[i] of the buffer or, if `rows` is null, row i.
 struct RowList {
   const int32_t* rows = nullptr;
   MK_INLINE int operator[](int i) const { return rows == nullptr ? i : rows[i]; }

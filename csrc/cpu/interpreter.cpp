@@ -415,8 +415,9 @@ bool Interpreter::ready(Cursor& c) const {
 }
 
 // Returns whether the inputs of the current attention item (some rows and KV heads of one sequence) are
-// complete. Each row block (group of rows) has one counter per group of KV heads, and the function tests
-// those that the item reads. `word`, a wait of the record, names the first counter of this grid.
+// complete. Each row block (group of rows) has one counter per group of KV heads. The function tests the
+// counters of all blocks and groups that the item reads. `word`, a wait of the record, names the first
+// counter of this grid.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);

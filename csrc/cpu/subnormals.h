@@ -1,5 +1,6 @@
 // The CPU backend treats subnormal float32 operands and results as zero. The reason is that all SIMD paths
-// must produce the same bits, and the instruction that multiplies pairs of bfloat16 values always does so.
+// must produce the same bits, and the instruction that multiplies pairs of bfloat16 values always treats
+// subnormals as zero.
 #pragma once
 #include <stdint.h>
 

@@ -68,9 +68,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   p.sync_warp();
 }
 
-// For a matmul that is computed as dot products, returns the address of the weights (of the current layer)
-// or, if `inputs` is set, of the inputs, from which the loader copies pieces of rows. Returns null if it
-// copies none.
+// For a matmul that is computed as dot products, returns the address from which a loader copies pieces of
+// rows: the inputs if `inputs` is set, otherwise the weights of the current layer. Returns null if the loader
+// copies no pieces for this task.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;

@@ -204,8 +204,9 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
 // of weight pages for each piece. With one matrix, one page of the pair has the even columns and the other
 // page the odd ones. With two matrices, each page has the columns of one matrix.
 //
-// The shared-memory ring is filled several times (laps). Each lap loads weight pages and then all input rows,
-// so the inputs are loaded again in every lap. Piece p of input row r has number p * rows + r.
+// The ring of pages is too small for all weights, so it is filled several times, in "laps". Each lap loads
+// weight pages and then all input rows, so the inputs are loaded again in every lap. Piece p of input row r
+// has number p * rows + r.
 //
 // Returns the output columns per unit.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }

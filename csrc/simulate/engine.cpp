@@ -403,7 +403,7 @@ class Engine {
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
 
   // Checks the waits of the task that is being loaded, starting with wait number w.wait. Stops at the first
-  // wait that is not satisfied: the counter will then wake this worker when it is complete.
+  // wait that is not satisfied, and asks its counter to wake this worker when the counter is complete.
   void wait_on(Worker& w) {
     Run& run = w.run(w.loaded);
     for (; w.wait < run.task->end_wait; ++w.wait) {

@@ -37,8 +37,8 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
 template <class P>
 class AttentionTile {
  public:
-  // head_dim is at most kMaxHeadDim and a multiple of 8. The constructor sets everything that start() sets.
-  // The compiler then need not keep the old values in registers while the warp runs other instructions.
+  // `head_dim` is at most kMaxHeadDim and a multiple of 8. The constructor sets every member that start()
+  // sets. This saves registers: the compiler need not keep the members of the previous tile alive.
   __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {

@@ -316,7 +316,7 @@ class Sampler {
 
   // Applies the repetition penalty to every token of the history, then the frequency and presence penalties
   // to the tokens after the prompt. If a token occurs several times, only the first thread that reaches it
-  // changes the logit.
+  // changes its logit, so that each penalty is applied once.
   MK_FN void penalise(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;
