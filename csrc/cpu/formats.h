@@ -138,6 +138,11 @@ MK_INLINE Line line_of(const SuperScale& s, int unit, int half, int at) {
   return {load_half(s.scale + at) * load(s.eight[2 * unit + half] + at), F32{}};
 }
 
+MK_INLINE Line line_of(const Exponent& s, int /*unit*/, int /*half*/, int at) {
+  const U32 exponent = load_bytes(s.exponent + at);
+  return {(F32)(((exponent - 1) << 23) & (U32)(exponent > 1)), F32{}};  // half of the scale, unless subnormal
+}
+
 // Returns the stored integers of steps 4j to 4j + 3 of a unit (32 steps along K) for kLanes columns from `at`
 // on: in each 32-bit lane, four bytes of one column.
 template <int kBits>
@@ -153,6 +158,13 @@ MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
       return low | (load_words(values.high[j % kAbove] + at) >> (j / kAbove * kAbove) & kMask) << 4;
     }
   }
+}
+
+// As above, for a type that is packed as P, with 4-bit floats as integers.
+template <class P>
+MK_INLINE U32 codes(const Values<P::kValueBits>& values, int j, int at) {
+  const U32 words = code_words(values, j, at);
+  return P::kFloats ? doubled_floats(words) : words;
 }
 
 template <class S, int kBits, int kCount>
@@ -181,11 +193,11 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE F32 weight(int s, int v) const {
     const Line& line = lines_[v];
     const Values<kBits>& values = block_->values[unit_];
-    if constexpr (kBits == 4) {
+    if constexpr (kBits == 4 && !P::kFloats) {
       const U32 value = load_words(values.low[run_] + v * kLanes) >> (s % 4 * 8 + s / 4 * 4) & 15;
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     } else {
-      const U32 word = code_words(values, 2 * run_ + s / 4, v * kLanes);
+      const U32 word = codes<P>(values, 2 * run_ + s / 4, v * kLanes);
       const int above = 24 - s % 4 * 8;  // bits of the 32-bit word that are above the byte of step s
       if constexpr (kBits == 8) return __builtin_convertvector((I32)(word << above) >> 24, F32) * line.scale;
       const U32 value = above == 0 ? word >> 24 : word >> (24 - above) & 0xFF;

@@ -262,14 +262,14 @@ using TakeResult = void (*)(const Call& call, int row, int first, int columns, f
 // to the callback `take`. `weights` lists the panels (kPanel columns each) of all columns. If the matmul has
 // several matrices, such as gate and up, their panels alternate. A call of `take` then receives the results
 // of one panel of each matrix, one matrix after the other, kPanel floats apart. `from` says which input row
-// each row of the tile reads, and `to` says which output row is passed to `take`.
+// each row of the tile reads, and `to` says which output row is passed to `take`. `bias` is null, or has the
+// biases of the matrices, one matrix after another.
 template <class T>
-void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult take, RowList from = {},
-          RowList to = {}) {
+void gemm(const Call& call, const Tile& tile, const Panel* weights, const float* bias, TakeResult take,
+          RowList from = {}, RowList to = {}) {
   const Phase& phase = *call.phase;
   const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
-  const float* const bias = call.bias();
   float* const c = call.scratch->tile;
   float* const x = call.scratch->activations;
   const int row_end = tile.row + tile.rows, col_end = tile.col + tile.cols;
@@ -362,11 +362,11 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult t
   }
 }
 
-// Computes a tile of a matmul with all weights of the phase and consecutive rows, and passes every output to
-// `take`.
+// Computes a tile of a matmul with all weights and the bias of the phase and consecutive rows, and passes
+// every output to `take`.
 template <class T>
 void gemm(const Call& call, const Tile& tile, TakeResult take) {
-  gemm<T>(call, tile, call.weights<Panel>(), take);
+  gemm<T>(call, tile, call.weights<Panel>(), call.bias(), take);
 }
 
 }  // namespace mk::MK_SIMD

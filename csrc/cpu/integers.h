@@ -75,7 +75,7 @@ struct Kind {
   static constexpr int kZero = zero_code(kBits, kOffset);
 };
 template <class P>
-using KindOf = Kind<P::kValueBits, P::kGroups, P::kOffset>;
+using KindOf = Kind<P::kCodeBits, P::kGroups, P::kOffset>;
 
 // Reads a unit of packed weights (32 steps along K of a panel) straight from memory.
 template <class P>
@@ -92,7 +92,7 @@ class PackedUnit {
       MK_UNROLL for (int line = 0; line < int{sizeof block_->scales}; line += 64) prefetch(scales + line);
     }
   }
-  MK_INLINE U32 words(int j, int v) const { return code_words(block_->values[unit_], j, v * kLanes); }
+  MK_INLINE U32 words(int j, int v) const { return codes<P>(block_->values[unit_], j, v * kLanes); }
   MK_INLINE Line line(int group, int v) const { return line_of(block_->scales, unit_, group, v * kLanes); }
 
  private:

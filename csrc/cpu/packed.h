@@ -12,6 +12,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "../common/isa.h"
 
 namespace mk {
@@ -84,6 +86,15 @@ struct SuperScale {
   int8_t eight[16][kPanel];
 };
 
+// The scales of MXFP4: a weight is 2^(exponent - 127) times a 4-bit float, which is read as the integer that
+// is twice its value.
+struct Exponent {
+  static constexpr bool kOffset = false;
+  static constexpr int kGroups = 1;
+
+  uint8_t exponent[kPanel];
+};
+
 // Returns which stored integer stands for a weight of 0. Symmetric types of fewer than 8 bits store unsigned
 // integers, so zero is in the middle of their range. 8-bit integers are signed, so it is 0. For types with an
 // offset, no integer stands for 0, and the result is 0 as well.
@@ -96,7 +107,9 @@ struct PackedBlock {
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
   static constexpr int kGroups = S::kGroups;   // groups of steps in a unit, each with its own scales
-  static constexpr int kZero = zero_code(kBits, kOffset);
+  static constexpr bool kFloats = std::is_same_v<S, Exponent>;  // whether values are 4-bit floats
+  static constexpr int kCodeBits = kFloats ? 5 : kBits;         // of values as integers
+  static constexpr int kZero = zero_code(kCodeBits, kOffset);
 
   Scales scales;
   Values<kBits> values[kCount];
@@ -110,6 +123,7 @@ using PackedQ5_1 = PackedBlock<ScaleAndMinimum, 5, 1>;
 using PackedQ4_K = PackedBlock<SuperScaleAndMinimum, 4, 8>;
 using PackedQ5_K = PackedBlock<SuperScaleAndMinimum, 5, 8>;
 using PackedQ6_K = PackedBlock<SuperScale, 6, 8>;
+using PackedMXFP4 = PackedBlock<Exponent, 4, 1>;
 
 // If `type` is quantised, calls f.template operator()<P>(), where P is the packed form of the type
 // (PackedQ8_0 for Q8_0), and returns the result of the call. Otherwise returns `none`.
@@ -132,6 +146,8 @@ R with_packed(Dtype type, R none, const F& f) {
       return f.template operator()<PackedQ5_K>();
     case Dtype::Q6_K:
       return f.template operator()<PackedQ6_K>();
+    case Dtype::MXFP4:
+      return f.template operator()<PackedMXFP4>();
     case Dtype::F32:
     case Dtype::BF16:
     case Dtype::F16:

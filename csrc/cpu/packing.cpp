@@ -168,6 +168,14 @@ struct RowBlock<PackedQ6_K> {
   }
 };
 
+template <>
+struct RowBlock<PackedMXFP4> {
+  uint8_t exponent, nibbles[16];
+
+  void scales(Exponent& out, int c) const { out.exponent[c] = exponent; }
+  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
+};
+
 // Stores 32 successive values of one row in column c of a unit (32 steps along K) of a panel.
 template <int kBits>
 void store_values(const uint8_t* values, int c, Values<kBits>& out) {

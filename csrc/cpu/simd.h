@@ -75,6 +75,20 @@ MK_INLINE F32 load(const int8_t* p) {
 #endif
 }
 
+// Loads unsigned bytes.
+MK_INLINE U32 load_bytes(const uint8_t* p) {
+  typedef uint8_t U8 __attribute__((vector_size(MK_LANES)));
+  U8 v;
+  memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+  return (U32)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)v);
+#elif defined(__AVX2__)
+  return (U32)_mm256_cvtepu8_epi32(__m128i{(long long)v, 0});
+#else
+  return __builtin_convertvector(v, U32);
+#endif
+}
+
 MK_INLINE void store(float* p, F32 v) { memcpy(p, &v, sizeof v); }
 
 // Rounds to bfloat16, to nearest, ties to even. Every NaN becomes the same quiet NaN.
@@ -263,6 +277,25 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
     const I8 bytes = __builtin_convertvector(v[i], I8);
     memcpy(reinterpret_cast<char*>(out) + i * kLanes, &bytes, sizeof bytes);
   }
+#endif
+}
+
+// Turns bytes with 4-bit floats (a sign, two bits of exponent, one of mantissa) into twice their values,
+// plus 16.
+MK_INLINE U32 doubled_floats(U32 v) {
+#if defined(__AVX2__)
+  const __m128i table = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
+#endif
+#if defined(__AVX512F__)
+  return (U32)_mm512_maskz_shuffle_epi8(~0ull, _mm512_maskz_broadcast_i32x4(0xFFFF, table), (__m512i)v);
+#elif defined(__AVX2__)
+  return (U32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)v);
+#else
+  constexpr uint32_t kOnes = 0x01010101;
+  const U32 low = v & 7 * kOnes,
+            more = low & (v >> 2 & kOnes) * 3;  // 0, or the low two bits of codes from 4 on
+  const U32 size = low + more + (more & more >> 1 & kOnes) * 2;
+  return 16 * kOnes + size - (size * 2 & (v >> 3 & kOnes) * 255);
 #endif
 }
 

@@ -160,6 +160,14 @@ __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, 
   }
 }
 
+// Adds a head's sink, if the phase has sinks, to its softmax state. A sink is a score without a value, so it
+// is merged as one more KV block, whose o is zero.
+inline void merge_sink(const Call& call, int head, float& m, float& l, float* o) {
+  static constexpr float kNothing[kMostHeadDim] = {};
+  if (call.phase->weights == Buffer::kNone) return;
+  merge_block(m, l, o, call.weights<float>()[head], 1.0f, kNothing, call.dims->head_dim);
+}
+
 // The query heads [first, end) of this rank that attend to one KV head.
 struct QueryHeads {
   int first, end;
@@ -328,8 +336,11 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   if (s.item_split[item] >= 0) return;
   T* out = reinterpret_cast<T*>(scratch.block_out);
   for (int i = 0; i < rows; ++i) {
-    for (int g = 0, j = i * group; g < group; ++g, ++j)
-      divide(out + g * d.head_dim, scratch.merged_out + int64_t{j} * padded, l[j], d.head_dim);
+    for (int g = 0, j = i * group; g < group; ++g, ++j) {
+      float* o = scratch.merged_out + int64_t{j} * padded;
+      merge_sink(call, heads.first + g, m[j], l[j], o);
+      divide(out + g * d.head_dim, o, l[j], d.head_dim);
+    }
     store_output(call, row + i, heads, out);
   }
 }
@@ -382,6 +393,7 @@ void attention_merge(const Call& call, const int32_t*) {
           partial += int64_t{d.group_size()} * stride;
           merge_block(m, l, o, partial[0], partial[1], partial + 2, d.head_dim);
         }
+        merge_sink(call, heads.first + g, m, l, o);
         divide(out + g * d.head_dim, o, l, d.head_dim);
       }
       store_output(call, row, heads, out);
