@@ -1,7 +1,7 @@
-// Reads a packed panel, 16 columns of weights (packed.h), step by step along K, as vectors of float32. A
-// quantised weight is the product of its scales and a stored integer. The product has at most 24 significant
-// bits, so float32 represents it exactly. In types with a minimum, the weight is the sum of the product and
-// the minimum. This sum is rounded once.
+// Reads a packed panel (16 columns of weights, packed.h) as vectors of float32, one index along K after
+// another. A quantised weight is the product of its scales and a stored integer. The product has at most 24
+// significant bits, so float32 represents it exactly. In types with a minimum (an offset), the minimum is
+// then added, and the sum is rounded once.
 #pragma once
 #include <type_traits>
 
@@ -22,19 +22,19 @@ constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 struct Half {};    // float16
 struct Cached {};  // quantised weights that have been converted to float32, in a buffer that fits the cache
 
-// Whether weights of type W are always multiplied straight from memory. If there are many rows, weights of
-// other (quantised) types are first converted to float32, in a small buffer, so that all rows share the
-// conversion.
+// Whether a matmul always reads weights of type W straight from memory. The other types are quantised. With
+// many rows, quantised weights are first converted to float32 in a small buffer, so that the conversion is
+// done once for all rows.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
                         std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads weights of type W from a panel, which has kPanel columns of a weight matrix. A unit is kUnit
-// successive indices along K (steps) and is divided into kRuns runs of kRunSteps steps each. Call `open` with
-// the first step of a unit, a multiple of kUnit. Then, for each run, call `turn_to` and read the weights of
-// the run's steps.
+// Reads weights of type W from a panel (kPanel columns of a weight matrix). The K dimension is divided into
+// units of kUnit indices, called steps, and each unit into kRuns runs of kRunSteps steps. To use a Reader,
+// call `open` with the first step of a unit, a multiple of kUnit. Then, for each run of the unit, call
+// `turn_to` and read the weights of the run's steps.
 template <class W>
 class Reader;
 
@@ -110,9 +110,9 @@ struct Line {
   F32 scale, offset;
 };
 
-// Returns the factors and offsets that convert stored integers to weights, for unit number `unit` (32 steps
-// along K) of a quantisation block and for kLanes columns from `at` on. For types whose scales cover only 16
-// steps, `half` (0 or 1) selects the half of the unit.
+// Returns the factors and offsets that convert stored integers to weights, for kLanes columns from column
+// `at` on. `unit` selects 32 steps along K within a quantisation block. For types with a scale per 16 steps,
+// `half` (0 or 1) selects one half of these 32 steps.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -209,8 +209,9 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void set_lines(int half) {
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
-      // Symmetric types store each integer plus kZero, which this offset subtracts again. The offset is exact
-      // because kZero is a power of two, and the product of a scale and a value is exact too.
+      // Symmetric types store each integer plus kZero, and this offset subtracts kZero again. No rounding
+      // occurs: kZero is a power of two, so scale * kZero is exact, and the product of a scale and a value is
+      // exact too.
       if (P::kZero != 0) line.offset = line.scale * -float{P::kZero};
     }
   }

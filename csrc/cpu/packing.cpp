@@ -21,8 +21,8 @@ struct Columns {
   int64_t count, k;
 };
 
-// Packs weights that are not quantised. kPair successive elements of a column are stored side by side in
-// reverse order: the first of two bfloat16 elements then is the upper half of a 32-bit word.
+// Packs weights that are not quantised. kPair successive elements of a column are stored side by side, in
+// reverse order. So the first of two bfloat16 elements becomes the upper half of a 32-bit word.
 template <class T, int kPair>
 void pack_plain(const Columns& columns, char* packed) {
   const int64_t k = columns.k;

@@ -1,5 +1,6 @@
-// Multiplies rows by the matrices of the experts that `route` has chosen for them, and adds the results.
-// Each row has as many rows of results as it has experts.
+// Mixture-of-experts layers. `experts` multiplies each row of activations by the weights of the experts that
+// the router (`route`) has chosen for the row. This gives one result row for every (row, expert) pair.
+// `combine` then adds up the results of each row, weighted by the router's weights.
 #pragma once
 #include "matmul.h"
 
@@ -12,9 +13,8 @@ inline void store_plain(const Call& call, int r, int first, int n, float* t) {
   for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
 }
 
-// Stores output[r] = gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up lies between -7
-// and
-// 7. Both are in `t`, kPanel floats apart.
+// Stores output[r] = gate * sigmoid(1.702 gate) * (up + 1), where gate is clipped to at most 7 and up to
+// [-7, 7]. Both are in `t`, kPanel floats apart.
 template <class T>
 inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;

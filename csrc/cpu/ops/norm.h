@@ -6,8 +6,8 @@
 
 namespace mk::MK_SIMD {
 
-// Calls row(to, from) for each row that this rank normalises, where `to` is its index in the output and
-// `from` its index in the inputs. `from` is -1 if the output row is padding.
+// Calls row(to, from) for each row that this rank normalises. `from` is the row's index in the inputs, and
+// `to` its index in the output. If the output row is padding, `from` is negative.
 template <class F>
 inline void each_norm(const Call& call, const Run& op, const F& row) {
   const bool logit = call.phase->rows == Rows::kLogit;
