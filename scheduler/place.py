@@ -28,14 +28,14 @@ class Placed:
 def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
     """Place the tasks of one segment: the prologue, one layer or the epilogue.
 
-    Matmul and attention phases are called stages, and usually run one after another. Inside a stage, panels (groups
-    of row blocks) run in order. Inside a panel, the tasks run column by column, so that a weight tile read from
-    memory serves the whole panel. If arithmetic limits one of two neighbouring matmul stages, and links or memory
-    the other, their panels alternate, so that both resources are busy. Norms, reductions and sampling between two
-    stages are placed well after the producers of their inputs and well before their consumers, so that neither they
-    nor the consumers wait.
+    Matmul and attention phases are called stages, and usually run one after another. Inside a stage, panels (groups of
+    row blocks) run in order. Inside a panel, the tasks run column by column, so that a weight tile read from memory
+    serves the whole panel. If arithmetic limits one of two neighbouring matmul stages, and links or memory limit the
+    other, their panels alternate, so that both resources are busy. Norms, reductions and sampling between two stages
+    are placed well after the producers of their inputs and well before their consumers, so that neither they nor the
+    consumers wait.
 
-    Panels alternate only with both `options.interleave` and `options.overlap_ranks`. Without the latter, a task
+    Panels alternate only with both `options.interleave` and `options.overlap_ranks`. Without `overlap_ranks`, a task
     waits for a whole phase of the other ranks, so it must come after that phase in every stream."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)

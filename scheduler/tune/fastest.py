@@ -81,8 +81,8 @@ class Fastest:
         )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
-        predictions by options, and by the hash of the program, which is the same for some options."""
+        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` caches
+        predictions by options and by the program's hash, because different options may give the same program."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
