@@ -192,8 +192,8 @@ class Batch:
 
     def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Give a running sequence KV pages for the proposed `tokens`, which follow its last known token. Returns as
-        many of `tokens`, from the first on, as the free pages allow. Penalties read a sequence's tokens from the device
-        buffer HISTORY, so for a sequence with penalties the host will write the tokens there."""
+        many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the launch reads
+        its tokens from the device buffer HISTORY, so the host will write the granted tokens there."""
         slots, slot = self.slots, sequence.slot
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held

@@ -76,8 +76,8 @@ def calls_grammar(
 ) -> str:
     """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
     is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead.
-    `functions` maps names to JSON schemas of parameters. `grammar_worker.py` reads `x-root`, which makes a schema the
-    root for its references, and `title`, which errors show."""
+    `functions` maps names to JSON schemas of parameters. Two keys in the schemas are for `grammar_worker.py`: `x-root`
+    makes a schema the root for the references in it, and `title` is its name in errors."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
