@@ -30,7 +30,8 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 # at the same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The same limit on targets with `any_split`, where every attention slot may divide one row by KV range.
+# The maximum number of partial results on targets with `any_split`, where every attention slot may divide one row by KV
+# range.
 _MAX_SLOT_PARTIALS = 65536
 # The step table has room for _BIAS_PER_ROW logit biases per row, and for at most _MAX_BIAS in total. The OpenAI API
 # allows 300 per request.
@@ -41,8 +42,8 @@ MOST_MASKS = 256
 # With a queue, workers claim attention instructions at run time. There are this many instructions per worker, and a
 # step's attention is divided equally among them where possible, so that a worker that finishes early can claim more.
 _CLAIMS = 4
-# The maximum number of row blocks (groups of token rows that share counters) of a program, over all ranks. It keeps
-# compilation under a minute, and counter indices small enough for the bits that an encoded instruction has for them.
+# The maximum number of row blocks (groups of token rows that share counters) of a program, over all ranks. This limit
+# keeps compilation under a minute, and makes counter indices fit into an encoded instruction.
 _MAX_BLOCKS = 4096
 _DEFAULT = Options()
 

@@ -135,9 +135,9 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
 
 
 def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """Add the reads of the rows that get logits to `out`. An instruction with an indexed wait waits for the counters of
-    exactly those row blocks from which the step's inputs select rows. So it reads a row after the counter of the row's
-    block. An instruction without an indexed wait reads all its rows after its other waits."""
+    """Add the reads of the rows that get logits to `out`. With an indexed wait, an instruction waits for the counter of
+    each row block from which the step's inputs select rows. Each row is then read after the counter of its row block.
+    Without an indexed wait, all rows are read after the instruction's ordinary waits."""
     d = use.dims
     blocks = row_blocks(d, d.split.rank)
     row, row_end = _block_rows(d, blocks)
