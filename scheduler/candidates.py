@@ -225,10 +225,10 @@ def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residua
 
 
 def _normed(own: Candidate) -> Candidate:
-    """Return `own`, which computes each norm where the model has it, or a faster candidate. If each row of the residual
-    is stored on one rank, its owner, a norm sends its rows to all ranks. If there are enough row blocks, the norm then
-    runs at the end of the previous layer, where it overlaps that layer's last matmul. If every rank has all rows, a
-    matmul with few rows may normalise its inputs itself."""
+    """Return `own`, which computes norms where the model has them, or a faster candidate. If each row of the residual
+    is stored on one rank only, this rank normalises the row and sends the result to all ranks. With enough row blocks,
+    the attention norm then runs at the end of the previous layer, where it overlaps that layer's last matmul. If every
+    rank stores all rows, a matmul with few rows may normalise its own inputs."""
     dims, options = own.dims, own.options
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     inside = not sends and target_of(dims).norm_fits(

@@ -1,16 +1,16 @@
 """Third stage of the verifier: the events, what each event waits for, and what has certainly happened before it.
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
-reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. Its events begin
-in order and end in order, but an event may begin before the previous event of the stream ends.
+reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. The events of a
+stream begin in order and end in order, but an event may begin before the previous one ends.
 
-The inputs of a step, the step table, decide which instruction does which part of attention, so a proof for all steps
-cannot know it. Two kinds of virtual events represent such work:
+The inputs of a step, the step table, decide which instruction does which part of attention. A proof for all steps
+cannot know this. Two kinds of virtual events represent such work:
 
 item    the attention of one row block and KV-head group, in one layer and on one rank. It begins after the counters
-        that the indexed wait of the attention instructions names. When it ends, it signals the row block's counter,
-        which proves nothing about other items. If several work items divide the KV blocks of a row, only the item that
-        ends last signals, for all of them.
+        that attention instructions name in their indexed wait. When it ends, it signals the counter of its row block,
+        but this signal proves nothing about other items. If several work items divide the KV blocks of a row, only the
+        one that ends last signals, for all of them.
 read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
         counter.
 

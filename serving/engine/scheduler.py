@@ -283,9 +283,10 @@ class Batch:
     def _admit(self) -> None:
         """Admit waiting sequences in turn while there are a free slot and enough KV pages for the next one's tokens.
 
-        One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
-        because a step has room for so many token masks. A sequence that was just preempted is not admitted before the
-        running launch has sampled its token, because the launch stores that token in the sequence's old slot."""
+        One free page is reserved for each running sequence whose pages cannot hold its longest possible output. At most
+        MOST_MASKS constrained sequences run, because a step has room for so many token masks. A sequence that was just
+        preempted is not admitted before the running launch has sampled its token, because the launch stores that token
+        in the sequence's old slot."""
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order

@@ -268,7 +268,8 @@ class _Object:
         name: str | None,
     ) -> None:
         """`keys` are the possible names of the member with the arguments, and `marks` end an object early. `before` is
-        text of the object that was read already. If `name` is given, the object is the arguments of that function."""
+        the beginning of the object, which was read already. If `name` is given, the object is the arguments of that
+        function."""
         self.bare, self.name, self.text = bare, name, [before]
         self.arguments: list[str] = []
         self.told, self.begun, self.done, self.closed = 0, False, False, False
@@ -287,8 +288,8 @@ class _Object:
 
     def add(self, text: str, last: bool) -> int:
         """Read `text` up to the object's end, or up to a mark that may end it. Returns the number of characters read.
-        The caller must pass the rest again with more text; after the `last` text, the rest is a mark that was cut
-        off."""
+        The characters after them may begin a mark, so the caller must pass them again, followed by more text. If `text`
+        is the `last`, they are a mark that was cut off."""
         for at, character in enumerate(text):
             if self.done:
                 return at
