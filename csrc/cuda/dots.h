@@ -250,12 +250,12 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
         store_dots(p, sums, ToPartial(c), m, col);
         break;
       case Result::kGated:
+      case Result::kGeluGated:
         store_dots(p, sums, ToGated(c), m, col);
         break;
       case Result::kLogits:
         store_dots(p, sums, ToLogits(c), m, col);
         break;
-      case Result::kGeluGated:
       case Result::kNone:
         break;
     }

@@ -127,12 +127,12 @@ MK_FN bool by_pages(Result result) {
     case Result::kResidual:
     case Result::kPartial:
     case Result::kGated:
+    case Result::kGeluGated:
     case Result::kStored:
       return true;
     case Result::kNone:
     case Result::kHeads:
     case Result::kLogits:
-    case Result::kGeluGated:
       break;
   }
   return false;

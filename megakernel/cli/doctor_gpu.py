@@ -101,7 +101,7 @@ class Case:
 def cases() -> list[Case]:
     """Return small cases with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile."""
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
-    grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True)
+    grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True, family="gemma")
     odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
     normed = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, family="qwen3", qkv_bias=True)
     return [

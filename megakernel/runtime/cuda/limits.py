@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Phase, Result, Units
+from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Phase, Units
 from ...isa.record import Records
 from .pages import CHUNK, PIECES, norm_fits
 from .params import PAGES
@@ -45,8 +45,6 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
     """The reason why records of a phase cannot run on a GPU, in a few words, or None if they can."""
     if phase.weight_bits is not None:
         return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
-    if phase.result is Result.GELU_GATED:
-        return "has a gate with GELU, which the interpreter does not compute"
     if phase.norm is not None:
         rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims.split)
         if not norm_fits(rows, inner, dims):

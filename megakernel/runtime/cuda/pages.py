@@ -67,7 +67,7 @@ Ints = NDArray[np.int64]
 
 # Matmuls on tensor cores store these results through pages, tile by tile. All other results of
 # matmuls are stored by the consumers, directly from registers.
-BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.STORED)
+BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.GELU_GATED, Result.STORED)
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:
