@@ -19,7 +19,7 @@
 //
 // Instruction j of a block uses slot j % kSlots; the slot's barriers complete one phase per instruction:
 //
-//   fetched  the controller has written the slot's task
+//   fetched  the controller has written the slot's task, for experts after it has waited for the counters
 //   inputs   the input loader has seen that the instruction's inputs are written
 //   loaded   both loaders have requested all of the instruction's loads
 //   outputs  the consumer warps have issued and fenced all of their stores

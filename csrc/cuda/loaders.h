@@ -41,7 +41,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   };
   if (use.whole) {
     if (p.lane() == 0) {
-      if (uses_dots(block.dims) && use.pieces) {
+      if (use.pieces) {
         // Two pages form a pair (members 0 and 1) and are loaded for the same range of columns. If there are
         // two matrices, each page has this range of one matrix. If there is one matrix, each page has every
         // second column of the range.
@@ -58,7 +58,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
     }
   } else if (use.pieces) {
     use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) {
-      const int64_t element = static_cast<int64_t>(box.y) * use.inner + box.x;
+      int64_t row = box.y;
+      if (is_experts(task) && use.fill == Fill::kInputs) row = Routes(params, block.dims).input(task, box.y);
+      const int64_t element = row * use.inner + box.x;
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
@@ -68,15 +70,17 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
 }
 
 // For a matmul that is computed as dot products: returns the address of the matrix whose rows a loader
-// copies, in pieces of at most kPiece elements. The address is the start of a buffer or of the instruction's
-// layer in that buffer. Returns null if the loader copies no such pieces.
+// copies, in pieces of at most kPiece elements. The address is the start of a buffer, or of the instruction's
+// weights in that buffer. Returns null if the loader copies no such pieces.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
-  if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
+  if (!is_experts(task) && !(uses_dots(block.dims) && task.is(Operation::kMatmul))) return nullptr;
   if (inputs && matmul_of(task).normed()) return nullptr;
-  const int32_t layer = inputs ? 0 : first_matrix(block.dims, task, 1);
-  return static_cast<const char*>(
-      params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
+  const Phase& phase = task.phase;
+  const auto* start =
+      static_cast<const char*>(params.at(block.rank, inputs ? phase.inputs : phase.weights, 0));
+  if (inputs) return start;
+  return start + int64_t{first_matrix(block.dims, task, 1)} * phase.matrices * phase.width * phase.inner * 2;
 }
 
 // Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has arrived at the `full`
@@ -168,7 +172,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              ++page;
              return true;
            });
-    if (waits) p.arrive(slot.inputs);  // aborted
+    if (waits) p.arrive(slot.inputs);  // aborted, or there are no rows
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive_at(0, slot.loaded);
     p.arrive_at(0, slot.retired);

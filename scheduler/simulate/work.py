@@ -235,6 +235,7 @@ def _plain(
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.worker.ring_pages:
         weights, read = np.zeros(len(task)), read + weights  # the consumers load all data, not the loader
+        matrix_s = work.matrix_flops / costs.vector_flops  # of routers and experts, which are dot products
         if costs.issue and phase.operation is Operation.SAMPLE:
             # While consumers process one group of logits, they load the next group of the same size.
             steps = sample_steps(dims, costs.issue)

@@ -103,4 +103,5 @@ EXPERTS = OperationSpec(
     _buffers,
     _experts,
     results=(Result.GATED, Result.NONE),
+    paged=True,
 )
