@@ -1,16 +1,16 @@
-"""Compiles a language model's forward pass into one program of instruction streams, and interprets that program."""
+"""Compiles a model's forward pass into a program (a list of instructions for each SM or CPU core), and runs it."""
 
 from __future__ import annotations
 
 import os.path
 
-# In an installed package, scheduler and serving are inside this folder. In a checkout, they are next to this folder.
-# (Python imports the checkout if it is the current folder.) Importing `pathlib` or `typing` would take longer, and
-# `__main__` handles Ctrl-C only after this module.
+# The folders `scheduler` and `serving` are inside this folder in an installed package, and next to it in a checkout.
+# Therefore their place is added to the import path. This file imports neither `pathlib` nor `typing`, because they load
+# slowly and Ctrl-C is handled only after this file has run.
 if not os.path.exists(os.path.join(__path__[0], "scheduler")):  # noqa: PTH110, PTH118
     __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 
-TYPE_CHECKING = False  # type checkers take it for true
+TYPE_CHECKING = False  # type checkers treat this name as true
 if TYPE_CHECKING:
     from typing import Any
 
@@ -40,7 +40,7 @@ _HOMES = dict.fromkeys(__all__, ".serving") | {"MegakernelError": ".errors"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that importing the instruction table, for example, loads no engine."""
+    """Import a public name on first use, so that importing a small module does not load the inference engine."""
     if name == "__version__":
         from importlib.metadata import version
 

@@ -14,8 +14,8 @@ def _end(*_: object) -> None:
 
 
 def main() -> int:
-    """Run the command line of this process, and return the exit status. While packages are imported and while Python
-    ends, there is nothing to clean up, so Ctrl-C ends the process at once."""
+    """Run the command line of this process, and return the exit status. Ctrl-C ends the process at once while packages
+    are being imported and while Python exits, because there is nothing to clean up at these times."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     from .cli import main as run

@@ -48,8 +48,8 @@ from .runtime.cuda import pages, params
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
 
-# The constants to generate in C++, grouped by the Python module that defines them. `cpp=python` gives the C++ name and
-# the Python name of a constant if they differ.
+# The constants to generate in C++, grouped by the Python module that defines them. An entry `cpp=python` gives a
+# constant another name in C++ than in Python.
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
     (record, _WORDS),
@@ -77,8 +77,8 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
     return lines
 
 
-# Methods of these records are translated from Python to C++, so that both compute the same sizes. C++ computes those in
-# _DERIVED once per program, and those in _FUNCTIONS, which have arguments, at each call.
+# Methods of these records are translated to C++, so that Python and C++ compute the same sizes. C++ computes the sizes
+# in _DERIVED once per program. Those in _FUNCTIONS have arguments, so C++ computes them at each call.
 _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
@@ -97,24 +97,25 @@ _SIGNS: dict[type[ast.operator | ast.cmpop], str] = {
 
 
 def _c(node: ast.expr) -> str:
-    """Translate a Python expression over non-negative integers to C++. Each case shows a Python example."""
+    """Translate a Python expression over non-negative integers to C++. Each case has an example in Python."""
     match node:
         case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):  # a + b, a < b
             return f"({_c(left)} {_SIGNS[type(op)]} {_c(right)})"
         case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), a), ast.FloorDiv(), b)):
-            # -(-a // b) rounds up, because Python's // rounds down. C++ rounds towards zero.
+            # -(-a // b) is a / b rounded up, because Python's // rounds towards minus infinity. C++'s / rounds towards
+            # zero.
             return f"(({_c(a)} + {_c(b)} - 1) / {_c(b)})"
-        case ast.IfExp(test, yes, no):  # yes if test else no
+        case ast.IfExp(test, yes, no):  # example: yes if test else no
             return f"({_c(test)} ? {_c(yes)} : {_c(no)})"
         case ast.Call(ast.Name(name), arguments):  # min(a, b), ceil_div(a, b)
             names = {"min": "lower_of", "max": "higher_of"}
             return f"{names.get(name, name)}({', '.join(map(_c, arguments))})"
         case ast.Attribute(ast.Name("self") | ast.Attribute(ast.Name("self"), _), name):
-            # self.split.tp, a field; self.bucket.row_blocks, a property
+            # examples: self.split.tp, a field; self.bucket.row_blocks, a property
             return name if name in dict(DIM_FIELDS) else f"{name}()"
         case ast.Call(ast.Attribute(ast.Name("self"), name), arguments):  # self.owner(row)
             return f"{name}({', '.join(map(_c, arguments))})"
-        case ast.Name(name):  # SHARD_UNIT, a constant; row, a parameter
+        case ast.Name(name):  # examples: SHARD_UNIT, a constant; row, a parameter
             return f"k{_camel(name.lower())}" if name.isupper() else name
         case ast.Constant(int(value)):  # 2
             return str(value)
@@ -122,7 +123,8 @@ def _c(node: ast.expr) -> str:
 
 
 def _function(source: Callable[..., Any]) -> tuple[str, str]:
-    """Translate a function of only `return` statements, each with or without an `if`, to C++: (parameters, body)."""
+    """Translate a Python function to C++, and return the C++ parameters and body. The function may contain only
+    `return` statements, each with or without an `if`."""
     definition = ast.parse(textwrap.dedent(inspect.getsource(source))).body[0]
     assert isinstance(definition, ast.FunctionDef)
     parameters = ", ".join(f"int32_t {a.arg}" for a in definition.args.args if a.arg != "self")
@@ -147,7 +149,8 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Return the C++ lines of `Sizes`: Dims with fields for its derived sizes, and with methods that return them."""
+    """Return the lines of the C++ struct `Sizes`. It extends Dims by a field for each derived size, computed once, and
+    by a method that returns it."""
     return [
         "// Dims and all sizes derived from it. The derived sizes need integer divisions, so they are computed once.",
         "struct Sizes : Dims {",
@@ -325,22 +328,23 @@ def reference() -> str:
     out = [
         "# Instructions",
         "",
-        "These operations and buffers appear in a disassembly, in a timeline, and in what `verify` reports. The fields",
-        "of the step table, which hold what differs between steps, are in `megakernel/isa/step.py`. This page is",
-        "generated from `megakernel/isa` by `python -m megakernel.codegen`.",
+        "A disassembly, a timeline and the errors of `verify` name the operations and buffers that this page lists.",
+        "Inputs that differ between steps, such as positions and KV pages, are in the step table, whose fields are in",
+        "`megakernel/isa/step.py`. This page is generated from `megakernel/isa` by `python -m megakernel.codegen`.",
         "",
-        "A phase is an operation with its parameters (`megakernel/isa/phases.py`). `megakernel/model/families` lists"
-        " the phases of each model. An instruction's record contains the number of its phase.",
+        "A phase is an operation with its weights and parameters, such as a layer's QKV projection",
+        "(`megakernel/isa/phases.py`). `megakernel/model/families` lists the phases of each model. An instruction",
+        "computes a part of a phase's result.",
         "",
-        *_columns("number | operation | family | operands | meaning"),
+        *_columns("number | operation | operands | meaning (`inputs`, `output`: the phase's buffers; r: a row)"),
     ]
     for operation, spec in OPERATIONS.items():
-        operands, family = ", ".join(operation.layout.operands) or "—", operation.family.name.lower()
+        operands = ", ".join(operation.layout.operands) or "—"
         meaning = spec.meaning.replace("|", "\\|")
-        out.append(f"| {operation.value} | {operation.name.lower()} | {family} | {operands} | {meaning} |")
-    out += ["", "## Results of a matmul", "", *_columns("result | meaning; t = product + bias")]
+        out.append(f"| {operation.value} | {operation.name.lower()} | {operands} | {meaning} |")
+    out += ["", "## Results of a matmul", "", *_columns("result | where row r of t = product + bias is stored")]
     out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
-    out += ["", "## Buffers", "", *_columns("name | space | type | per layer | contents")]
+    out += ["", "## Buffers", "", *_columns("name | kind | type (compute: f32 or bf16) | one per layer | contents")]
     for b, buffer in BUFFERS.items():
         dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
         layered = "yes" if buffer.layered else "no"

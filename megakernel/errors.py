@@ -1,4 +1,4 @@
-"""Declares the one exception that users see. Its text is a sentence that says what failed, where, and the remedy."""
+"""The exception for all errors that users see. Its text says what failed, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from stat import S_ISREG
 
 
 class MegakernelError(Exception):
-    """Raised for bad input or a failed operation. The command line prints its text as one line and exits with 1.
+    """Raised for invalid input or a failed operation. The command line prints its text as one line and exits with
+    status 1.
 
-    Names in an error may come from a file, so characters that would control a terminal are shown as their codes.
+    A text may contain names from files, so characters that would control a terminal are replaced by their codes.
     """
 
     def __str__(self) -> str:
@@ -23,7 +24,7 @@ class MegakernelError(Exception):
 
 @contextmanager
 def file_errors(task: str) -> Iterator[None]:
-    """Turn an OSError in the block into a MegakernelError: "cannot `task`", with the system's message."""
+    """Turn an OSError in the block into a MegakernelError that says "cannot `task`" and adds the system's message."""
     try:
         yield
     except OSError as e:
@@ -31,9 +32,8 @@ def file_errors(task: str) -> Iterator[None]:
 
 
 def regular(path: Path) -> Path:
-    """Return `path` if it is a regular file or a link to one. Raises OSError otherwise: a FIFO could make its reader
-    wait forever, and a device may never end.
-    """
+    """Return `path` if it is a regular file or a link to one, otherwise raise OSError. Reading a FIFO could wait
+    forever, and reading a device may never end."""
     if not S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return path
@@ -41,10 +41,12 @@ def regular(path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[Path]:
-    """Yield a file to write, which replaces `path` when the block ends, so that a reader never sees a partial file.
+    """Yield the path of a temporary file, which replaces `path` when the block ends, so that nobody reads a partial
+    file.
 
-    If the disk is full, the old file stays and nothing else is left behind. Several processes may write `path` at once.
-    A device is written directly. Raises MegakernelError: "cannot write `what`", with the system's message.
+    If the disk is full, the old file stays and the temporary file is removed. Several processes may write `path` at
+    once. A device is written directly. Raises MegakernelError, which says "cannot write `what`" and adds the system's
+    message.
     """
     part = (
         path

@@ -1,5 +1,5 @@
-"""Defines every setting that more than one verb (subcommand of `megakernel`) uses: flag, environment variable, default.
-Flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS."""
+"""Defines every setting that more than one verb (subcommand of `megakernel`) uses: its flag, environment variable and
+default. The flags and their help, `docs/settings.md` and `megakernel doctor` are generated from SETTINGS."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from .errors import MegakernelError
 
-# A line begins with a flag and its other names, an environment variable or both. Then come the type of the value, the
-# default and the meaning. A default in parentheses says in words what happens without a value. Indented lines continue
-# a line.
+# Each line begins with a flag and its other names, an environment variable, or both. Then come the type, the default
+# and the meaning of the value. A default in parentheses says in words what happens without a value. Indented lines
+# continue a line.
 _TABLE = """
 --model | text | smollm2-135m | smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or
     random:NAME (model NAME with random weights)
@@ -138,7 +138,7 @@ def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a function that accepts only these texts."""
+    """Return a function that accepts only the texts `choices`."""
 
     def read(text: str) -> str:
         if text not in choices:
@@ -188,10 +188,10 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the command line. The flag `flag` overrides the environment variable `env`, which overrides
-    `default`. A setting without a flag has "" and one without a variable None. `default` is written as a user would
+    """A setting of the command line. The flag `flag` takes precedence over the environment variable `env`, which takes
+    precedence over `default`. `flag` is "" and `env` is None if there is none. `default` is written as a user would
     type it, or, with `described`, says in words what happens without a value. `read` parses a value, and raises
-    ArgumentTypeError for an invalid one. With `several`, the flag takes a list. `aliases` are its other names."""
+    ArgumentTypeError if it is invalid. With `several`, the flag takes a list. `aliases` are other names of the flag."""
 
     flag: str
     aliases: tuple[str, ...]
@@ -204,7 +204,7 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """The text of the environment variable, or of the default."""
+        """The text of the environment variable if it is set, otherwise of the default."""
         return (self.env and os.environ.get(self.env)) or self.default
 
     @property
@@ -212,8 +212,8 @@ class Setting:
         return self.env is not None and self.env.endswith(("_KEY", "_TOKEN"))
 
     def value(self) -> Any:
-        """The parsed value of the environment variable or of the default; None if the default is only described. Raises
-        MegakernelError if the environment variable has an invalid value."""
+        """The parsed value of the environment variable or of the default; None if the default is only described in
+        words. Raises MegakernelError if the environment variable has an invalid value."""
         if self.described and self.text == self.default:
             return None
         try:
@@ -224,7 +224,7 @@ class Setting:
 
 
 def _setting(line: str) -> tuple[str, Setting]:
-    """Return the name and the setting of a line of _TABLE. The name is that of the flag, in words."""
+    """Return the name and the setting in a line of _TABLE. The name is the flag's, with spaces for hyphens."""
     names, kind, default, what = line.split(" | ")
     flag, *aliases = [name for name in names.split() if name.startswith("--")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)
@@ -239,14 +239,15 @@ SETTINGS: dict[str, Setting] = dict(map(_setting, _TABLE.strip().replace("\n    
 
 
 def reference() -> str:
-    """Text of docs/settings.md."""
+    """Return the text of docs/settings.md."""
     out = [
         "# Settings",
         "",
-        "`megakernel serve --help` lists the flags of `serve` with their defaults, and so on for each command. This",
-        "page lists the environment variables, which suit containers and services, and whose values `megakernel",
-        "doctor` shows. A flag overrides its variable; with `serve`, a file of flags (`--config FILE`) comes between",
-        "the two. This page is generated from `megakernel/settings.py` by `python -m megakernel.codegen`.",
+        "`megakernel serve --help` lists the flags of `serve` with their defaults, as `--help` does for each command.",
+        "This page lists the environment variables, which suit containers and services; `megakernel doctor` shows",
+        "their values. A flag overrides its variable. With `serve`, a file of flags (`--config FILE`) overrides",
+        "variables, and flags on the command line override the file. `python -m megakernel.codegen` generates this",
+        "page from `megakernel/settings.py`.",
         "",
         "| environment variable | default | meaning |",
         "| --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""Declares the format of a trace: one 32-byte record per interval. `megakernel.codegen` writes the C++ struct."""
+"""Defines the format of a trace: one 32-byte record per interval. `megakernel.codegen` writes the C++ struct."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .errors import MegakernelError, file_errors, regular, whole_file
 
 
 class Role(IntEnum):
-    """The part of a worker that an interval belongs to. A CPU thread has all roles and reports WORKER. LOADER loads
-    weights and waits only for pages; INPUT_LOADER waits for counters and then loads activations.
-    """
+    """Which part of a worker executed an interval. A CPU thread does everything, as WORKER. The others are kinds of
+    warps: LOADER loads weights and waits only for free pages of shared memory; INPUT_LOADER waits for counters and then
+    loads activations."""
 
     WORKER = 0
     CONTROLLER = 1
@@ -52,19 +52,18 @@ DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 Intervals = NDArray[np.void]
 
-# Limits of the times in a header, in seconds: no clock ticks faster, or takes longer to read.
+# Limits of times in a header, in seconds: no clock ticks faster than the first, or takes longer to read.
 _LEAST_TICK_S, _MOST_S = 1e-15, 1.0
-_MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention slot, so that sums of them stay finite
+_MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention instruction, so that sums stay finite
 
 _MAGIC = b"MKTRACE1"
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """`program` is the hash of the traced program. Reading the clock takes `read_s`. `clock_error_s` bounds the offset
-    between the clocks of ranks after alignment (0 if they share one). `dropped` is the number of intervals that did not
-    fit the buffer. `source` is reference, cpu, cuda, protocol or simulator.
-    """
+    """Facts about a whole trace. `program` is the hash of the traced program. Reading the clock takes `read_s` seconds.
+    `clock_error_s` is the largest possible offset between the clocks of ranks (0 if they share one). `dropped` is the
+    number of intervals for which there was no room. `source` is reference, cpu, cuda, protocol or simulator."""
 
     program: str
     source: str
@@ -90,10 +89,9 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace. `attention`, [launches, ranks, slots, 2] or None if it was not recorded, has the FLOPs and the bytes of
-    K and V of each attention instruction (slot) in a layer. It depends on the step's sequences, so the program does not
-    contain it. In a file, the array follows the header, which gives its shape.
-    """
+    """A trace: intervals in which workers computed, loaded, stored or waited. `attention` [launches, ranks, slots, 2]
+    has the FLOPs and the bytes of K and V of each attention instruction (slot) in a layer, or is None if not recorded.
+    The program does not contain this work, because it depends on the step's sequences."""
 
     header: TraceHeader
     intervals: Intervals  # an array of DTYPE, sorted by (rank, worker, begin)

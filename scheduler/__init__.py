@@ -1,4 +1,5 @@
-"""Compiles a model's forward pass into programs: which instruction runs on which worker, and in which order."""
+"""The compiler. It turns a model's forward pass into a program: the instructions of a step, the worker (an SM or a CPU
+core) that runs each of them, and their order."""
 
 from megakernel.scheduler.candidates import MOST_MASKS, with_matmul
 from megakernel.scheduler.compile import compile_program

@@ -1,4 +1,5 @@
-"""Chooses how to compute a step on a machine: its tiles, how ranks share the work, and where norms are computed."""
+"""Chooses how to compute a step on a machine: the sizes of matmul tiles, how ranks share the work, and whether norms
+are computed in the same layer, in the previous one or inside matmuls."""
 
 from __future__ import annotations
 
@@ -22,34 +23,35 @@ from megakernel.scheduler.options import Options
 from megakernel.scheduler.place import LAST_NORM_LAG
 from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
-# Limits of attention in the step table. An item is a part of the work, and the items of one instruction form a slot.
-# The table can hold one item per row and _ITEMS_PER_SLOT more per slot, so that a step with few rows can divide each
-# row's attention by KV head and KV block. At most _SPLIT_ROWS rows with long contexts may be split by KV block at the
-# same time, into at most _MAX_PARTIALS partial results.
+# How much attention work fits into the step table, the array with the inputs of one step. An attention item is a piece
+# of the work: some rows and KV heads of a sequence, and a range of its KV cache. One instruction computes the items of
+# one attention slot. The table has room for one item per row and _ITEMS_PER_SLOT more per slot, so that a step with few
+# rows can divide each row's attention by KV head and by KV range. At most _SPLIT_ROWS rows may be divided by KV range
+# at the same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The limit of partial results on targets with `any_split`, where as many rows as there are slots may be split.
+# The same limit on targets with `any_split`, where every attention slot may divide one row by KV range.
 _MAX_SLOT_PARTIALS = 65536
-# The table has room for _BIAS_PER_ROW logit-bias pairs per row, and for at most _MAX_BIAS in total. The OpenAI API
+# The step table has room for _BIAS_PER_ROW logit biases per row, and for at most _MAX_BIAS in total. The OpenAI API
 # allows 300 per request.
 _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
 # The largest number of logit rows that may have a token mask. A mask has one bit per token of the vocabulary, so 256
 # masks take 4 MB for a vocabulary of 128,000 tokens.
 MOST_MASKS = 256
-# If workers claim attention from a queue, the number of attention instructions per worker, among which the attention of
-# a step is divided equally where possible.
+# With a queue, workers claim attention instructions at run time. There are this many instructions per worker, and a
+# step's attention is divided equally among them where possible, so that a worker that finishes early can claim more.
 _CLAIMS = 4
-# The maximum number of row blocks of all ranks of a program. It keeps the time to compile under a minute, and counter
-# numbers small enough for a record.
+# The maximum number of row blocks (groups of token rows that share counters) of a program, over all ranks. It keeps
+# compilation under a minute, and counter indices small enough for the bits that an encoded instruction has for them.
 _MAX_BLOCKS = 4096
 _DEFAULT = Options()
 
 
 def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: int, tokens: int) -> Options:
-    """Return `options` with `matmul` decided, for an engine whose largest bucket has `tokens` rows. All programs of an
-    engine must use the same matmul units, because the units determine the bits of the results. With few rows, dot
-    products read weights faster than matrix units do, but dot products must hold all rows of a tile in shared memory.
-    So `auto` chooses dot products if one tile holds the whole bucket."""
+    """Return `options` with `matmul` decided: whether matmuls run as dot products on CUDA cores or on matrix units. All
+    programs of an engine must use the same units, because the units determine the bits of the results. With few rows,
+    dot products read weights faster, but all rows of a tile must fit in shared memory. So `auto` chooses dot products
+    if one tile can hold `tokens` rows, the rows of the engine's largest program."""
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
         return options
@@ -58,9 +60,9 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
-    """Return the machine as the scheduler sees it, and its matmul units. With `options.pairs`, a worker is two SMs, so
-    there are half as many, and tiles may have twice the rows. Tiles of dot products have few rows, and their widths are
-    multiples of a different column unit."""
+    """Return the machine with the workers and tile sizes of this compilation, and its matmul units. With
+    `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may have twice the rows.
+    Tiles of dot products have fewer rows, and their widths are multiples of another number of columns."""
     target = TARGETS[machine.target]
     units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
     sms = 2 if options.pairs == "on" else 1
@@ -75,7 +77,7 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
     rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
-            f"cannot compile matmuls as dot products: a row of this model takes more than {DOT_INPUT_PAGES} "
+            f"cannot compile matmuls as dot products: the inputs of one token take more than {DOT_INPUT_PAGES} "
             "pages of shared memory; use --matmul tensor"
         )
     unit = target.col_unit[units] or machine.col_unit
@@ -83,14 +85,14 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
 
 
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> int:
-    """Return the largest number of rows that every matmul tile of a rank can have, with the O projection either sharded
-    or replicated."""
+    """Return the largest number of rows that fits every matmul tile of a rank, whether the O projection is sharded or
+    replicated."""
     split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1)
     return TARGETS[machine.target].tile_rows(units, max(config.hidden, split.o_cols, split.rank_ffn))
 
 
 def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
-    """Return the largest number of rows of a tile that is computed with dot products."""
+    """Return the largest number of rows of a matmul tile that is computed with dot products on CUDA cores."""
     return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
 
 
@@ -109,9 +111,9 @@ def fastest(
     quantised_kv: bool = False,
     q8_activations: bool = False,
 ) -> Tasks:
-    """Return the tasks of the candidate that is predicted to be fastest, among those that `options` leaves open. The
-    arguments are those of `compile_program`. The capacity of the step table depends only on the bucket and the number
-    of workers."""
+    """Return the tile tasks of a step, computed in the way that the cost model predicts to be fastest among those that
+    `options` leaves open. The arguments are those of `compile_program`. The limits on attention, logit biases and masks
+    depend only on the sizes and on the number of workers, so all these ways accept the same steps."""
     machine, units = resolved(config, machine, options, tp=tp, tokens=tokens)
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
@@ -143,8 +145,8 @@ def fastest(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step of `model`, which is the forward pass of one device. A rank's layer is lowered when it
-    is first needed, and only once."""
+    """One way to compute a step of `model`, the forward pass as a single device would run it. Cutting a rank's layer
+    into tile tasks takes time, so it happens when the layer is first needed, and only once."""
 
     model: Forward
     weight_bits: Mapping[Buffer, float] | None
@@ -168,9 +170,10 @@ class Candidate:
 
     @cached_property
     def layer_seconds(self) -> float:
-        """The predicted seconds of a layer whose phases run one after another. For attention, only its stores to other
-        ranks are counted. A phase lasts as long as it does on the slower of ranks 0 and 1. These two ranks suffice: no
-        shard is larger than rank 0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does."""
+        """The predicted seconds of a layer whose phases (operations such as the QKV projection) run one after another.
+        Only the slower of ranks 0 and 1 counts for each phase. These two ranks suffice: no shard is larger than rank
+        0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does. The step decides how much
+        attention there is, so of attention only its stores to other ranks are counted."""
         slowest: dict[int, float] = {}
         for rank in range(min(self.dims.split.tp, 2)):
             for tasks in self._layer(rank):
@@ -198,9 +201,9 @@ def _best(candidates: list[Candidate]) -> Candidate:
 
 def _shared(one: Candidate) -> Candidate:
     """Return the candidate with the fastest way to share the O projection and the residual among ranks. Whether the O
-    projection is sharded or replicated must not depend on the bucket, because it determines the bits of the results.
-    This choice is therefore made for the number of rows at which the machine's arithmetic takes as long as reading the
-    weights."""
+    projection is sharded or replicated determines the bits of the results, so all programs of an engine must agree on
+    it, whatever their number of rows. It is therefore chosen for one number of rows only: the one at which the
+    machine's arithmetic takes as long as reading the weights."""
     dims, machine, options = one.dims, one.machine, one.options
     replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.split.tp > 1 else [0]
     residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.split.tp > 1 else [0]
@@ -212,10 +215,10 @@ def _shared(one: Candidate) -> Candidate:
 
 
 def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residual: int) -> Dims:
-    """Return `dims` with the O projection and the residual either replicated (1) or divided among ranks (0). If the
-    rows of the residual are divided, row blocks are so short that each rank owns one, provided that there are enough
-    rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that no
-    store extends into the next block."""
+    """Return the sizes `dims` with the O projection and the residual either replicated (1) or divided among ranks (0).
+    If the rows of the residual are divided, row blocks are so short that each rank owns one, provided that there are
+    enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that
+    no store extends into the next block."""
     rows = dims.bucket.tokens if replicated_residual else ceil_div(dims.bucket.tokens, dims.split.tp)
     unit = target_of(dims).row_unit[Units(dims.worker.units)]
     block = min(machine.tile_rows, ceil_div(rows, unit) * unit, dims.bucket.tokens)
@@ -223,10 +226,10 @@ def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residua
 
 
 def _normed(own: Candidate) -> Candidate:
-    """Return `own`, or the candidate that computes the norms of a layer elsewhere if that is faster. If rows of the
-    residual have owners, a norm sends its rows to all ranks. It then runs during the last stage of the previous layer,
-    provided that there are enough row blocks to overlap the norm with that stage. If every rank has all rows, a matmul
-    with few rows may normalise its inputs itself."""
+    """Return `own`, which computes each norm where the model has it, or a faster candidate. If each row of the residual
+    is stored on one rank, its owner, a norm sends its rows to all ranks. If there are enough row blocks, the norm then
+    runs at the end of the previous layer, where it overlaps that layer's last matmul. If every rank has all rows, a
+    matmul with few rows may normalise its inputs itself."""
     dims, options = own.dims, own.options
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     inside = not sends and target_of(dims).norm_fits(

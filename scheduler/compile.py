@@ -1,4 +1,5 @@
-"""Compiles a program for a model, a machine and a bucket, in steps: phases, tasks, counters, placement, records."""
+"""Compiles a program for a model, a machine and a maximum step size: lists the phases (operations), cuts them into tile
+tasks, lets tasks wait for each other by counters, assigns tasks to workers, and encodes them."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ def compile_program(
     quantised_kv: bool = False,
     q8_activations: bool = False,
 ) -> Program:
-    """Compile one bucket of `tokens` token rows, of which `logit_rows` rows get logits, for `tp` ranks.
+    """Compile a program for steps of up to `tokens` token rows, of which `logit_rows` get logits, on `tp` ranks.
 
     `max_seqs` and `max_context` (tokens) are the engine's limits. The backend that launches the program must have the
-    same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles any
-    bucket. `weight_bits` gives the bits per element of weight matrices that are not stored in `dtype`. With
+    same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles its
+    first program. `weight_bits` gives the bits per element of weight matrices that are not stored in `dtype`. With
     `quantised_kv`, K and V are stored in Q8_0. With `q8_activations`, the inputs of quantised weights are rounded to 8
     bits. The backend must do the same. The result depends only on the arguments. Raises MegakernelError for arguments
     out of range."""
@@ -64,7 +65,7 @@ def compile_program(
 
 
 def build_program(tasks: Tasks, options: Options = _DEFAULT) -> Program:
-    """Synchronise, place and encode the tasks."""
+    """Turn tile tasks into a program: add counters for synchronisation, assign tasks to workers, and encode them."""
     sync = synchronise(tasks, derive(tasks), overlap_ranks=options.overlap_ranks)
     placed = [place(segment, tasks.dims, tasks.machine, options) for segment in tasks.segments]
     return encode(tasks, sync, placed, options.claimed)

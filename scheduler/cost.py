@@ -15,19 +15,20 @@ from megakernel.runtime.cuda.pages import tile_work
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
-    """Return the predicted seconds of each instruction of a phase on one worker: [n]. A worker gets an equal share of
-    the machine's rates. Loads overlap arithmetic inside a worker, so only the longer of the two counts. The work of
-    attention is in the step table; so here attention costs only its dispatch."""
+    """Return the predicted seconds of each instruction of a phase (an operation, such as the QKV projection) on one
+    worker, with shape [n]. `columns` has the instructions' operands. A worker gets an equal share of the machine's
+    rates. Loads overlap arithmetic inside a worker, so only the longer of the two counts. How much attention there is
+    depends on the step, which the compiler does not know, so an attention instruction costs only its dispatch here."""
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
     return np.maximum(_arithmetic(phase, columns, dims, machine), memory) + machine.dispatch_s
 
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
-    """Return the predicted seconds in which a rank executes all its instructions of one phase, if its workers have no
-    other work. Arithmetic, memory and links overlap. Memory time is that of the whole rank at full bandwidth: if only
-    few workers read, each gets more than an equal share. The latency of one signal is added, or of two signals if the
-    phase stores to other ranks."""
+    """Return the predicted seconds in which a rank executes all its instructions of one phase (an operation, such as
+    the QKV projection), if its workers have no other work. Arithmetic, memory and links overlap. Memory time is that of
+    the whole rank at full bandwidth: if only few workers read, each gets more than an equal share. The latency of one
+    signal is added, or of two signals if the phase stores to other ranks."""
     arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
     _, memory, link = unit_seconds(phase, columns, dims, machine)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
@@ -35,8 +36,8 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 
 def step_seconds(program: Program, machine: Machine) -> float:
-    """Return the predicted seconds of a step of `program`: the sum over rank 0's phases, which run one after another.
-    Attention costs only its dispatch, because its work is in the step table."""
+    """Return the predicted seconds of a step of `program`: the sum over rank 0's phases (operations), which run one
+    after another. How much attention there is depends on the step, so attention costs only its dispatch here."""
     total = 0.0
     for index, runs in enumerate((1, program.dims.model.layers, 1)):
         for segment in program.phases(index):
@@ -48,8 +49,8 @@ def step_seconds(program: Program, machine: Machine) -> float:
 
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
-    """Return three times: the seconds for which a rank's instructions of a phase would fully occupy the rank's
-    arithmetic units, its memory and its link."""
+    """Return three times in seconds: for how long a rank's instructions of one phase would fully occupy its arithmetic
+    units, its memory and its link."""
     arithmetic = float(_arithmetic(phase, columns, dims, machine).sum()) / machine.workers
     memory = float(cost(phase, columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
     link = float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
@@ -83,7 +84,7 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
 
 
 def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
-    """Return the number of row blocks in a panel. The row blocks of a panel share one pass over the weights, and the
-    panel is so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is. If all row
+    """Return the number of row blocks in a panel, a group of row blocks that share one pass over the weights. The panel
+    is made so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is. If all row
     blocks are already in one panel, a larger number changes nothing."""
     return panel or min(math.ceil(balanced_rows(dims, machine) / dims.bucket.row_block), dims.bucket.row_blocks)

@@ -1,14 +1,16 @@
-"""Derives which tasks must precede which, from the regions that phases declare.
+"""Derives which tasks (tiles of work) must precede which, from the regions of buffers that each operation declares to
+read and write.
 
-Tasks are handled in groups: a group has the tasks of one phase in one row block. The analysis covers the prologue, two
-runs of the body and the epilogue; two runs suffice to find the edges between neighbouring layers. Two groups conflict
-if they touch a common part of the same rank's copy of a buffer and at least one of them writes it. There is then an
-edge: all tasks of the group that is earlier in program order must precede all tasks of the later group. An edge that
-other edges imply is left out.
+Tasks are handled in groups: a group has the tasks of one phase (operation) in one row block (range of token rows). The
+analysis covers the prologue, two runs of the body, which is one layer, and the epilogue; two runs suffice to find the
+edges between neighbouring layers. Two groups conflict if they touch a common part of the same rank's copy of a buffer
+and at least one of them writes it. There is then an edge: all tasks of the group that is earlier in program order must
+precede all tasks of the later group. An edge that other edges imply is left out.
 
-Some tasks touch rows that only the step table selects. For these tasks, each row block has a virtual group, which means
-"every task that touches rows of this block". An edge to a virtual group becomes an INDEXED wait, and an edge from a
-virtual group becomes an INDEXED signal."""
+Some tasks touch rows that are known only when a step's inputs, the step table, are known. For these tasks, each row
+block has a virtual group, which means "every task that touches rows of this block". An edge to a virtual group becomes
+an INDEXED wait, and an edge from a virtual group becomes an INDEXED signal: the step table says which counter it uses.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,10 @@ class Touch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A group of tasks: those of one phase in one row block. `index` is NONE for a real group. For a virtual group,
-    which has no tasks, `index` says how the step table selects the rows that the group touches. `tasks` is the index of
-    the group's PhaseTasks in the segment. `ordinal` numbers the segment's phases in program order and is the same on
-    every rank."""
+    """The tasks of one phase (operation) in one row block (range of token rows). `index` is NONE for a real group. A
+    virtual group has no tasks; its `index` says how the step's inputs select the rows that the group touches. `tasks`
+    is the index of the group's PhaseTasks in the segment (prologue, layer or epilogue). `ordinal` numbers the segment's
+    phases in program order and is the same on every rank."""
 
     segment: int
     tasks: int
@@ -52,7 +54,7 @@ class Group:
     rank: int
     block: int
     index: Index
-    members: NDArray[np.int64]  # indices of the group's tasks; empty for a virtual group
+    members: NDArray[np.int64]  # indices of the group's tasks in its PhaseTasks; empty for a virtual group
     touches: tuple[Touch, ...]
 
     @property
@@ -61,19 +63,20 @@ class Group:
 
 
 class TaskGroup(NamedTuple):
-    """One run of a group. `group` is its index in Dependencies.groups; `copy` says in which run of its segment."""
+    """One execution of a group of tasks. `group` is its index in Dependencies.groups. `copy` says which execution it
+    is: 0 is the prologue's, then come up to two layers, then the epilogue."""
 
     group: int
     copy: int
 
 
-Edge = tuple[int, int]  # producer, consumer: indices into Dependencies.groups
+Edge = tuple[int, int]  # < (producer, consumer): the consumer waits; indices into Dependencies.groups
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The kept edges between groups: `within` one run of a segment, `onward` from a run of the body into the next run
-    or the epilogue, and `entering` from the prologue into the body."""
+    """The edges (producer, consumer) between groups of tasks: `within` one run of a segment, `onward` from one layer
+    into the next layer or the epilogue, and `entering` from the prologue into a layer."""
 
     groups: list[Group]
     within: set[Edge] = field(default_factory=set)
@@ -82,7 +85,8 @@ class Dependencies:
 
 
 def derive(tasks: Tasks) -> Dependencies:
-    """Return the edges between conflicting groups, without those that other edges imply (the transitive reduction)."""
+    """Return the edges between groups of tasks that conflict: both touch the same data, and at least one writes it.
+    Edges that other edges imply are left out (the transitive reduction)."""
     groups = [
         group
         for segment, parts in enumerate(tasks.segments)
@@ -97,15 +101,16 @@ def derive(tasks: Tasks) -> Dependencies:
     found = Dependencies(groups)
     for b, producers in enumerate(_candidates(groups, nodes)):
         items = groups[nodes[b].group].index is Index.ITEM
-        waited: list[int] = []  # the producers that `b` waits for, as far as they are in its own copy
-        # Visit the latest producer first. If other edges already imply the edge from `a` to `b`, they do so through a
-        # producer of `b` that comes after `a`.
+        # The producers that `b` waits for and that belong to the same run of a layer as `b`.
+        waited: list[int] = []
+        # Leave out edges that other edges imply. If the edge from `a` to `b` is implied, it is implied by way of a
+        # producer of `b` that comes after `a`, so visit the latest producer first.
         for a in reversed(producers):
             if before[b] >> a & 1:
                 continue
             if items and nodes[a].copy != nodes[b].copy:
-                # Attention items wait only for counters of their own layer. So the producers that they wait for must
-                # wait for the earlier layer.
+                # An attention item can wait only for counters of its own layer. So it cannot wait for `a`, which
+                # belongs to the previous layer. Instead, the producers that the item does wait for must wait for `a`.
                 consumers = [p for p in waited if not before[p] >> a & 1]
             else:
                 waited.append(a)
@@ -113,14 +118,15 @@ def derive(tasks: Tasks) -> Dependencies:
             for consumer in consumers:
                 _keep(found, copies, nodes[a], nodes[consumer])
             for node in {b, *consumers}:
-                # A LOGIT_ROW consumer waits for different rows in each step, so an edge to it must not imply an
-                # edge between other groups. It never does, because nothing depends on a LOGIT_ROW consumer.
+                # A LOGIT_ROW consumer waits for the rows that each step selects. An edge to it must therefore not imply
+                # an edge between other groups. It never does, because nothing depends on a LOGIT_ROW consumer.
                 before[node] |= before[a] | 1 << a
     return found
 
 
 def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) -> Iterator[Group]:
-    """Yield the groups of a phase's tasks: first the real groups, then the virtual ones, each sorted by row block."""
+    """Yield the groups of one phase's tasks on one rank. The real groups, one for each row block in which the phase has
+    tasks, come first. Then come the virtual groups, one for each row block that only the step's inputs can select."""
     touched_by = accesses(part.phase, part.columns, d)
     order = np.argsort(part.block, kind="stable")
     starts = np.flatnonzero(np.diff(part.block[order], prepend=-1))
@@ -149,7 +155,7 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    # The declared box covers every row that the step table may select. Take its part in this block.
+                    # A step may select any of the declared rows. Take those in the row block of this group.
                     (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
@@ -158,15 +164,15 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
-    """Return the ranks that `rank` stands for. `rank` is a field of an access: EVERY means all ranks, OWN means the
-    rank of `d`, and a number means that rank."""
+    """Return the ranks that `rank`, the field of an access to a buffer, stands for. EVERY means all ranks, OWN means
+    the rank of `d`, and a number means that rank."""
     assert rank is not None
     return tuple(range(d.split.tp)) if rank == EVERY else (d.split.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[int]]:
-    """Yield, for each node in order, the list of earlier nodes that may conflict with it. Two nodes may conflict if
-    their bounding boxes in some buffer overlap and at least one of the two nodes writes the buffer."""
+    """Yield, for each node (one run of a group of tasks) in order, the earlier nodes that may conflict with it: their
+    bounding boxes in some buffer overlap, and at least one of the two nodes writes the buffer."""
     touched: dict[tuple[Buffer, int, int], list[tuple[int, int, int, int, int, int]]] = defaultdict(list)
     for n, node in enumerate(nodes):
         for t in groups[node.group].touches:
@@ -187,9 +193,9 @@ def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[in
 
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the pairs of nodes whose boxes overlap, where at least one of the two nodes writes: [2, pairs]. Each row
-    of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted. A box covers few rows of its
-    buffer, so all boxes that may overlap it lie in a short range of the sorted boxes."""
+    """Return the pairs of nodes (runs of groups of tasks) whose boxes overlap, where at least one of the two writes: an
+    array [2, pairs]. Each row of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted. A
+    box covers few rows of its buffer, so all boxes that may overlap it lie in a short range of the sorted boxes."""
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")
     count = np.searchsorted(row, row_end) - first

@@ -1,4 +1,4 @@
-"""Summarises a program in numbers: what it contains and how tightly its phases are coupled."""
+"""Summarises a program in numbers: instructions, counters, waits, barriers and traffic between ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megakernel.program import Program
 
 
 def describe(program: Program) -> dict[str, Any]:
-    """Counts for one launch, ready for JSON.
+    """Return counts for one launch, that is, one execution of the program, ready for JSON.
 
-    instructions            of all ranks, with the body counted once per layer
-    by_opcode               the same instructions, counted by phase name
-    per_layer               the instructions of one layer, counted by phase name
-    workers, ranks, layers, counters (of all blocks), bytes (of the file)
+    instructions            of all ranks, with those of a layer counted once per layer
+    by_opcode               the same instructions, counted by the name of their phase (operation)
+    per_layer               the instructions of one layer, counted by the name of their phase
+    workers, ranks, layers, counters (over all layers), bytes (size of the program file)
     sms                     SMs per worker
     all_to_all_per_layer    counters of a layer that act as a barrier between two phases with several instructions
                             each: all instructions of one signal the counter, and all of the other wait for it
-    waits_per_instruction   {number of waits: instructions}, with the body counted once per layer
-    matmul                  dots or tensor; None for a CPU
-    lowering                see the function `lowering`
+    waits_per_instruction   {number of waits: instructions}, with those of a layer counted once per layer
+    matmul                  dots (dot products on CUDA cores) or tensor (matrix units); None for a CPU
+    lowering                where norms are computed and what ranks share, see the function `lowering`
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
-    link_bytes              bytes that the instructions of one launch declare to store on other ranks"""
+    link_bytes              bytes that the instructions of one launch store on other ranks"""
     dims, layers = program.dims, program.dims.model.layers
     segments = ((program.prologue, 1), (program.body, layers), (program.queues, layers), (program.epilogue, 1))
     layer, ends = _link(program, 1), _link(program, 0) + _link(program, 2)
@@ -60,7 +60,7 @@ def describe(program: Program) -> dict[str, Any]:
 
 
 def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
-    """Where a layer's norms are computed, and how several ranks share the O projection and the residual."""
+    """Return where a layer's norms are computed, and how several ranks share the O projection and the residual."""
     inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
     ranks = {
         "o": "replicated" if dims.split.replicated_o else "sharded",
@@ -70,7 +70,7 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
 
 
 def _link(program: Program, segment: int) -> NDArray[np.int64]:
-    """Return the bytes that one execution of a segment stores on other ranks: [from rank, to rank]."""
+    """Return the bytes that one run of a prologue, layer or epilogue stores on other ranks: [from rank, to rank]."""
     out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
     for phase, dims, _, columns in program.by_phase(segment):
         out[dims.split.rank] += link_bytes(phase, columns, dims)
@@ -83,10 +83,10 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 
 
 def _all_to_all(program: Program) -> int:
-    """Return the number of counters for which this holds: all instructions of one phase, on all ranks, signal the
-    counter, and all instructions of another phase on the counter's rank wait for it. The number is that of the rank
-    with the most such counters. Signals to the same layer and to the next layer are not distinguished: no counter of
-    the body gets both kinds."""
+    """Return the number of counters that act as a barrier between two phases: all instructions of one phase, on all
+    ranks, signal the counter, and all instructions of the other phase on the counter's rank wait for it. The result is
+    for the rank with the most such counters. Signals to a counter of the same layer and of the next layer are not
+    distinguished, because no counter of a layer gets both kinds."""
     body, owners = program.numbered(1)
     ranks = [body[owners == rank] for rank in range(program.ranks)]
     sizes = [np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1)[:, None] for records in ranks]
@@ -100,9 +100,10 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """Return, as [phase, counter], how many instructions of the phase name the counter. `named` has the wait words or
-    the signal words of `records`. A word that names a grid of counters counts for each counter of the grid. A signal
-    word also names a rank; only signals to the rank `to` are counted."""
+    """Return an array [phase, counter]: how many instructions of the phase wait for the counter, or signal it. `named`
+    has the wait words or the signal words of `records`; each word names a counter. A word that names a grid of
+    counters counts for each of them. A signal word also names a rank; if `to` is given, only signals to that rank are
+    counted."""
     dims = program.dims
     used = named != 0
     if to is not None:

@@ -1,4 +1,4 @@
-"""Encodes placed tasks and counters into the records of a program."""
+"""Encodes tasks, their workers and their counters into a program, which has a 128-byte record per instruction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 
 def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -> Program:
-    """Build the program of `tasks`. `claimed` says what workers claim at run time (see Options)."""
+    """Build the program of `tasks`. `sync` has the counters that tasks wait for and signal, and `placed` their workers
+    and positions. `claimed` says which instructions workers claim from queues at run time (see Options)."""
     ranks, workers = tasks.dims.split.tp, tasks.machine.workers
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
@@ -58,13 +59,14 @@ def _records(tasks: PhaseTasks, waits: Words, signals: Words) -> Records:
 
 
 def _join(waits: Words, signals: Words) -> Records:
-    """Return the record of one `join` instruction: [1, WORDS]."""
+    """Return the encoding of one `join`, an instruction that only waits for counters and signals others: [1, WORDS]."""
     return rec.encode(JOIN.number, (), waits, signals)[None]
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """The records of a segment. Each record has a stream and a position in the common order of all streams."""
+    """The encoded instructions (records) of the prologue, of a layer or of the epilogue. Each record belongs to the
+    stream of one worker, and `order` is its position in one topological order of all records."""
 
     records: Records
     stream: NDArray[np.int64]  # rank * workers + worker
@@ -79,8 +81,8 @@ def _encode(
     joins: list[Join],
     workers: int,
 ) -> _Placed:
-    """Encode the records of a segment. A `join` instruction, which only waits and signals, runs in the stream of the
-    first of the tasks that wait for it."""
+    """Encode the instructions of the prologue, a layer or the epilogue. If tasks wait for more counters than a record
+    can name, a `join` waits in their place. It runs just before the first of these tasks, in the same stream."""
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
@@ -93,7 +95,7 @@ def _encode(
 
 
 def _streams(placed: _Placed, count: int) -> Segment:
-    """Return a segment with the records sorted by stream, and in each stream by position."""
+    """Return the records sorted by stream, and in each stream by position. `count` is the number of streams."""
     sorting = np.lexsort((placed.order, placed.stream))
     offsets = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(np.bincount(placed.stream, minlength=count), out=offsets[1:])
@@ -101,12 +103,13 @@ def _streams(placed: _Placed, count: int) -> Segment:
 
 
 def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | None) -> tuple[_Placed, Segment]:
-    """Move the instructions of `phases` (None: of all phases) from the workers' streams into one queue per rank.
-    Return the streams and the queues.
+    """Move the instructions of `phases` (None: of all phases) from the workers' streams into one queue per rank, from
+    which any worker of the rank may claim them. Return the streams and the queues.
 
-    Each stream gets a drain, which claims instructions from the queue, in the place of the queue's first record. The
-    common order of all streams has everything that attention may wait for before all attention instructions, and
-    everything that waits for attention after them. So one drain may claim all attention instructions."""
+    In each stream, a `drain` instruction takes the place of the queue's first record. It claims and runs instructions
+    until the queue has no more. One drain may claim all attention instructions, because the streams follow one
+    topological order in which everything that attention waits for comes before all attention instructions, and
+    everything that waits for attention comes after them."""
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
     queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)

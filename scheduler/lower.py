@@ -1,4 +1,5 @@
-"""Cuts phases into tile tasks: the instructions of a step, before anything decides where and when they run."""
+"""Cuts the operations of a step (phases) into tile tasks. Each task becomes one instruction; later parts of the
+compiler decide on which worker and when it runs."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from megakernel.scheduler.tasks import PhaseTasks
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A selection of row blocks. `total` rows are divided into blocks of `length` rows, and `numbers` lists the
-    selected blocks."""
+    """Some of the row blocks into which a step's rows are divided. `total` rows form blocks of `length` rows each, the
+    last one possibly shorter. `numbers` lists the selected blocks."""
 
     total: int
     length: int
@@ -34,7 +35,8 @@ class _Blocks:
 
 
 def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) -> list[PhaseTasks]:
-    """Return the tasks of a segment on the rank `d.rank`, in the order of its phases. A phase without work has none."""
+    """Return the tasks of some phases (operations) on the rank `d.rank`, in order. A phase without work there is left
+    out. `panel` is the number of row blocks that share one pass over the weights (0: the cost model chooses)."""
     out: list[PhaseTasks] = []
     for phase in phases:
         tasks = _tasks(phase, d, machine, panel, out)
@@ -44,10 +46,11 @@ def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) ->
 
 
 def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[PhaseTasks]) -> PhaseTasks:
-    """Return the tasks of one phase on the rank `d.rank`. `before` has the tasks of the earlier phases."""
+    """Return the tasks of one phase (operation) on the rank `d.rank`. `before` has the tasks of the earlier phases,
+    because attention depends on how the QKV projection was cut."""
     match OPERATIONS[phase.operation].cut:
         case Cut.RUNS if phase.result is Result.PARTIAL and not phase.inner(d.split):
-            none = np.zeros(0, dtype=np.int32)  # the rank has no part of the weights, so it adds nothing
+            none = np.zeros(0, dtype=np.int32)  # the rank has no part of the weights, so it has nothing to add
             return PhaseTasks(phase, dict.fromkeys(phase.operands, none), none, d.split.rank)
         case Cut.RUNS:
             return _runs(phase, d, machine)
@@ -73,7 +76,7 @@ def _logit_block(d: Dims, machine: Machine) -> int:
 
 
 def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
-    """Return the row blocks that the rank `d.rank` computes in a phase."""
+    """Return the row blocks (groups of consecutive rows) that the rank `d.rank` computes in a phase (operation)."""
     if phase.rows in (Rows.LOGIT, Rows.SAMPLED):
         length = _logit_block(d, machine)
         return _Blocks(d.bucket.logit_rows, length, np.arange(ceil_div(d.bucket.logit_rows, length), dtype=np.int32))
@@ -84,8 +87,8 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
-    """Divide the rows into enough runs of whole rows for all workers. Runs have nearly equal lengths and lie inside one
-    row block."""
+    """Cut an operation on whole rows, such as a norm: each task gets some consecutive rows. There are enough tasks for
+    all workers. They have nearly equal numbers of rows, and each lies inside one row block."""
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -101,7 +104,8 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
 
 
 def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
-    """Divide each row block into column tiles of nearly equal width that start at multiples of the column unit."""
+    """Cut a matmul: each row block is divided into column tiles of nearly equal width. Tiles start at multiples of the
+    number of columns that the hardware computes at once, and of a head's width if heads must not be cut."""
     rows, cols = _blocks(phase, d, machine), phase.width(d.split)
     blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
     unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
@@ -122,8 +126,9 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 
 
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
-    """Divide the results of experts into column tiles of each place. With places for a token's own experts, a tile has
-    one row; with places for all experts, it has all rows."""
+    """Cut the matmuls of a mixture of experts. An expert's results are stored in a place, and each place is divided
+    into column tiles. If there is a place for each expert that a token selects, a tile has that token's row only. If
+    there is a place for each expert of the model, a tile has all rows."""
     tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.col_unit
     length, starts = (tokens, 1) if d.by_expert else (1, tokens)
     units, count = ceil_div(cols, unit), 0
@@ -148,9 +153,10 @@ def _column_tiles(
     machine: Machine,
     panel: int,
 ) -> int:
-    """Return the number of column tiles that minimises the time of the phase. This time is the number of waves × the
-    seconds of the widest tile. In a wave, each worker computes one tile. Each of `blocks` blocks, with about `rows`
-    rows, is divided into so many tiles. `start` has the other operands of a tile of the first block.
+    """Return the number of column tiles per row block that minimises the time of a phase: the number of waves × the
+    seconds of the widest tile. In a wave, each worker computes one tile. There are `blocks` row blocks of about `rows`
+    rows and `cols` columns. Widths are multiples of `unit`. `start` has the other operands of a tile of the first
+    block.
 
     A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (see
@@ -172,9 +178,10 @@ def _column_tiles(
 
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
-    """Return the attention tasks of a rank: one instruction per attention slot. `heads` are the tasks that compute q, k
-    and v. KV heads are divided into groups, and a task of `heads` signals every group to which it contributes. The
-    groups are as small as possible, but large enough that these signals fit into the record of the task."""
+    """Return the attention tasks of a rank: one instruction per attention slot, the list of work that the step's inputs
+    assign to it. `heads` are the tasks that compute q, k and v. Attention waits for them by group of KV heads, and a
+    task of `heads` signals every group to which it contributes. The groups are as small as possible, but so large that
+    the signals of a task fit into its record, the encoded instruction."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:

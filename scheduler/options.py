@@ -1,4 +1,4 @@
-"""The options of the compiler."""
+"""The options of the compiler: their names, their possible values and their defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a compilation. For `auto`, the compiler chooses the value that it predicts to be fastest. Only `o` and
+    """How to compile a program. For `auto`, the compiler chooses the value that it predicts to be fastest. Only `o` and
     `matmul` affect the bits of the results.
 
     o              O projection: W_O sharded by head, or replicated on every rank
@@ -30,11 +30,12 @@ class Options:
                    `compile_program` treats auto as none
     pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
                    `compile_program` treats auto as off
-    interleave     whether a worker may alternate between memory-bound and compute-bound work of neighbouring phases; if
-                   off, phases run one after another
-    matmul         dot products (for few rows) or matrix units; `with_matmul` resolves auto. It has no effect on a CPU
-    overlap_ranks  if off, instructions wait for whole phases of other ranks instead of row blocks
-    panel          the number of row blocks that share one pass over the weights, which form a panel; 0: the cost model
+    interleave     whether a worker may alternate between memory-bound and compute-bound work of neighbouring
+                   operations; if off, operations run one after another
+    matmul         dot products on CUDA cores (for few rows) or matrix units; `with_matmul` resolves auto. It has no
+                   effect on a CPU
+    overlap_ranks  if off, instructions wait until other ranks have finished a whole operation, instead of some rows
+    panel          the number of row blocks (tiles of rows) that share one pass over the weights; 0: the cost model
                    chooses"""
 
     o: str = "auto"
@@ -49,7 +50,7 @@ class Options:
 
     @property
     def claimed(self) -> str:
-        """Return what workers claim from queues at run time: "attention", "body" (whole layers) or "" for nothing."""
+        """What workers claim from queues at run time: "attention", "body" (whole layers) or "" for nothing."""
         return "" if self.queue in ("auto", "none") else self.queue
 
     def __post_init__(self) -> None:

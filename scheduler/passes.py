@@ -1,5 +1,5 @@
-"""The passes of the compiler. Each turns a forward pass into another one with the same results. A family's forward pass
-says what one device computes. The passes decide where norms are computed and how ranks share the work."""
+"""The passes of the compiler. A model family's forward pass says what a single device computes. Each pass returns
+another one with the same results, in which norms are computed elsewhere or ranks share the work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megakernel.isa import Buffer, Forward, Operation, Phase, Result, Rows, Spli
 def apply(
     forward: Forward, part: Split, norm: str = "own", weight_bits: Mapping[Buffer, float] | None = None
 ) -> Forward:
-    """Apply all passes to a family's forward pass. The ranks share the work as `part` says, and norms are computed
-    where `norm` says (see `Options`). `weight_bits` gives the bits per weight of each buffer that is not stored in the
-    compute type."""
+    """Apply all passes to a family's forward pass. `part` says how ranks share the work, and `norm` where norms are
+    computed (see `Options`). `weight_bits` gives the bits per weight of each buffer that is not stored in the compute
+    type."""
     return _stored(split(_NORMS[norm](forward), part), weight_bits or {})
 
 
 def norms_next(forward: Forward) -> Forward:
-    """End each layer with the first norm of the next layer. The prologue computes the first norm of layer 0."""
+    """Move the first norm of each layer to the end of the previous layer; that of layer 0 moves to the prologue."""
     norm, *layer = forward.body
     return Forward.of(
         [*forward.prologue, replace(norm, name="first_norm")],
@@ -30,9 +30,9 @@ def norms_next(forward: Forward) -> Forward:
 
 
 def norms_inside(forward: Forward) -> Forward:
-    """Let each matmul of a layer normalise its own inputs. The residual must not change between a norm and the matmuls
-    that read its result. Norms of what experts read stay as they are."""
-    norms: dict[Buffer | None, Phase] = {}  # the norm that computed what a buffer holds
+    """Let each matmul of a layer normalise its own inputs, so that no separate norm is needed. The residual must not
+    change between the norm and the matmuls that read its result. Norms before a mixture of experts remain."""
+    norms: dict[Buffer | None, Phase] = {}  # buffer -> the norm that wrote its present contents
     body = []
     for phase, after in zip_longest(forward.body, forward.body[1:]):
         if phase.operation is Operation.NORM and after and after.operation is Operation.ROUTE:
@@ -50,12 +50,12 @@ def norms_inside(forward: Forward) -> Forward:
 _NORMS: dict[str, Callable[[Forward], Forward]] = {"own": lambda f: f, "next": norms_next, "inside": norms_inside}
 
 
-_SUMMED = (Result.RESIDUAL, Result.STORED)  # of matmuls and experts whose inputs the ranks share
+_SUMMED = (Result.RESIDUAL, Result.STORED)  # results that ranks must sum if each has a part of the inputs
 
 
 def split(forward: Forward, part: Split) -> Forward:
-    """Divide the phases among `part.tp` ranks. What becomes a part of the residual is first summed over the ranks,
-    unless every rank has all the weights."""
+    """Divide the phases (operations) among `part.tp` ranks. If ranks share the weights of a matmul whose result is
+    added to the residual, each rank computes a partial sum, and a reduction over the ranks is inserted."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:
@@ -77,8 +77,8 @@ def split(forward: Forward, part: Split) -> Forward:
 
 
 def _rows(phase: Phase) -> Rows:
-    """Return the rows that a rank computes in a phase. A rank has all rows of what it multiplies by its own share of
-    the weights."""
+    """Return which rows a rank computes in a phase: all rows if the rank multiplies them by its own share of the
+    weights, otherwise the rows that the phase declares."""
     if phase.operation is Operation.SAMPLE:
         return Rows.SAMPLED
     shared = phase.operation in (Operation.ROPE, Operation.ROUTE, Operation.EXPERTS)
@@ -87,7 +87,7 @@ def _rows(phase: Phase) -> Rows:
 
 
 def _stored(forward: Forward, weight_bits: Mapping[Buffer, float]) -> Forward:
-    """Note the bits per weight of each phase that reads a weight matrix."""
+    """Record in each phase that reads a weight matrix how many bits a weight takes in memory, for the cost model."""
 
     def stored(phase: Phase) -> Phase:
         bits = weight_bits.get(phase.weights) if phase.reads_weights and phase.weights is not None else None

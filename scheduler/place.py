@@ -19,7 +19,7 @@ from megakernel.scheduler.tasks import PhaseTasks, ordinals
 
 @dataclass(frozen=True)
 class Placed:
-    """The place of each task: the worker that runs it, and its position in the common order of all ranks."""
+    """The worker that runs each task, and the task's position in the topological order that all workers follow."""
 
     worker: NDArray[np.int64]
     order: NDArray[np.int64]
@@ -62,38 +62,38 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
 
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
-# If a layer ends with a reduction and the next layer's norm, each runs this many panels after the layer's last matmul.
-# By then, the partial sums of all ranks have arrived.
+# If a layer ends with a reduction over ranks and the next layer's norm, they run panel by panel (a panel is a group of
+# row blocks), and this many panels after the layer's last matmul. By then, all ranks' partial sums have arrived.
 _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
-# A phase between two stages runs a panel in the gap between the panel's end in the first stage and its start in the
-# second. _LEFT is the fraction of the gap that is left when the phase runs. The fraction is less than one half, because
-# at the middle of the gap another panel may begin in the second stage, and that is more urgent.
+# A norm or reduction between two matmuls handles a panel (group of row blocks) after the first matmul has finished it
+# and before the second one needs it. _LEFT is the fraction of this gap that is left when it runs. It is less than one
+# half, because at the middle of the gap another, more urgent panel may begin in the second matmul.
 _LEFT = 7 / 16
 
 
 def _turns(
     segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
 ) -> list[tuple[float, float]]:
-    """Return (key of the first panel, difference between the keys of successive panels) for each phase. Tasks run in
-    the order of these keys.
+    """Return, for each phase, the key of its first panel (group of row blocks) and the difference between the keys of
+    successive panels. Keys are times without a unit: tasks run in the order of their keys.
 
-    The n-th stage, counted from 1, has the keys from n to n + 1. Two alternating stages share an interval of length 2
-    instead: the second stage lags behind the first by one panel, and by one more panel for each phase between them. In
-    any other phase between two stages, a panel's key lies about midway between the panel's end in the first stage and
-    its start in the second. If a layer ends with a reduction and the next layer's norm, no stage follows in this
-    segment. So both phases follow the last stage panel by panel."""
+    Matmul and attention phases are called stages. The n-th stage, counted from 1, has the keys from n to n + 1. Two
+    alternating stages share an interval of length 2 instead: the second lags behind the first by one panel, and by one
+    more panel for each phase between them. In any other phase between two stages, a panel's key lies about midway
+    between the panel's end in the first stage and its start in the second. If a layer ends with a reduction and the
+    next layer's norm, no stage follows in this segment. So both phases follow the last stage panel by panel."""
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
     alone = 1 / panels
     turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
     for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):
         lag = following - stage
-        taken = turns[stage][1] != alone  # the stage already alternates with the one before it
+        taken = turns[stage][1] != alone  # `stage` already alternates with its predecessor
         if not taken and panels > 2 * lag and _complementary(of_kind[stage], of_kind[following], dims, machine):
             step = 2 / (panels + lag)
             turns |= {stage: (number, step), following: (number + lag * step, step)}
-            # The first phase between the two stages begins 4/3 panels after `stage`, and each further phase begins
-            # one panel later.
+            # The first phase between the two stages begins 4/3 panels after `stage`, and each further phase begins one
+            # panel later, so that its inputs are ready.
             turns |= {k: (number + (k - stage + 1 / 3) * step, step) for k in range(stage + 1, following)}
     if stages and kind[-1] == stages[-1] + 2:
         start, step = turns[stages[-1]]
@@ -106,7 +106,7 @@ def _turns(
 
 
 def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:
-    """Whether one of the two stages is limited by arithmetic and the other one by memory or links."""
+    """Whether arithmetic limits one of two matmul phases and memory or links the other, so that overlap saves time."""
     bound = []
     for stage in (first, second):
         if not stage[0].phase.is_matmul:
@@ -124,10 +124,10 @@ def _workers(
     *,
     pipelined: bool,
 ) -> list[NDArray[np.int64]]:
-    """Return the worker of each task. Tasks are assigned in the order of their keys, each one to the worker that is
-    free first. Attention tasks go to the workers in turn. `parts` has the tasks of one rank, with the panel and the key
-    of each task. If `pipelined`, a phase begins while workers still finish the previous phase, so each worker's load
-    from that phase counts. Otherwise a phase starts when the previous phase has ended, so all workers are free."""
+    """Return the worker of each task of one rank. Tasks are assigned in the order of their keys, each one to the worker
+    that is free first. Attention tasks go to the workers in turn. `parts` has the tasks of each phase, with the panel
+    (group of row blocks) and the key of each task. If `pipelined`, a phase begins while workers still finish the
+    previous phase, so each worker's load from that phase counts. Otherwise all workers are free when a phase starts."""
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
     costs = [seconds(tasks.phase, tasks.columns, dims, machine) for tasks, _, _ in parts]
@@ -146,8 +146,8 @@ def _workers(
 
 
 def _first_free(tasks: int, cost: float, load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the worker of each of `tasks` equal tasks. Each task in turn goes to the worker with the least load so
-    far."""
+    """Return the worker of each of `tasks` tasks, which take `cost` seconds each. `load` has the seconds of work that
+    each worker has already. Each task in turn goes to the worker with the least work so far."""
     depth = min(tasks, tasks // len(load) + 2 + int((load.max() - load.min()) / cost))
     start = load[:, None] + cost * np.arange(depth)
     return np.argsort(start.T.ravel(), kind="stable")[:tasks] % len(load)

@@ -1,4 +1,4 @@
-"""Functions on boxes, which are ranges of rows and columns of a buffer, and on row blocks and groups of KV heads."""
+"""Functions on boxes (ranges of rows and columns), on row blocks (ranges of token rows) and on groups of KV heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nonempty(b: Boxes) -> NDArray[np.bool_]:
 
 def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
     """Divide `b` into groups of consecutive boxes, and return the smallest box around each group: [len(starts), 4].
-    `starts` has the first index of each group. The box around a group of empty boxes is empty."""
+    `starts` has the first index of each group. The box around empty boxes is empty."""
     none = np.iinfo(np.int32).max
     filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
     low = np.minimum.reduceat(filled[:, ::2], starts)
@@ -32,13 +32,13 @@ def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
 
 
 def block_rows(dims: Dims, block: int) -> tuple[int, int]:
-    """Return the first token row of a row block, and the row after its last one."""
+    """Return the first row of a row block (a group of consecutive token rows), and the row after its last one."""
     return block * dims.bucket.row_block, min((block + 1) * dims.bucket.row_block, dims.bucket.tokens)
 
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
-    """Return a mask [tasks, head groups]: whether attention for a head group may read what a task of `producer` writes.
-    A head group is `group_heads` consecutive KV heads. The mask compares columns only, as if the rows were the same."""
+    """Return a mask [tasks, head groups]: whether attention on a head group (`group_heads` consecutive KV heads) may
+    read what a task of `producer` writes. Only columns are compared, as if both had the same rows."""
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)
     read = {a.buffer for a in found if a.index is Index.ITEM and a.kind is Kind.READ}

@@ -1,11 +1,12 @@
-"""Turns dependencies into counters: the wait and signal words of every task.
+"""Turns dependencies between groups of tasks into counters, the integers in device memory by which instructions wait
+for each other. An encoded instruction names them in its wait words and signal words.
 
-A counter means "these groups of tasks are done". Its total is the number of arrivals that its signals add. Groups with
-the same successors share a counter, so a task signals few counters and most consumers wait for one counter.
+A counter means "these groups of tasks are done". Its total is the number of signals that it gets. Groups with the same
+successors share a counter, so a task signals few counters and most consumers wait for one counter.
 
-Which counters attention items and norms of logit rows use depends on the step table. Such counters form three grids:
-[row block][KV-head group] for the inputs of attention items, [row block] for the outputs of attention items, and
-[row block] for the final rows, which are the residual rows after the last layer."""
+Which rows attention and the norm of logit rows read depends on the step's inputs (the step table), and so does the
+choice of their counters. Such counters form three grids: [row block][KV-head group] for the inputs of attention, [row
+block] for its outputs, and [row block] for the final rows, which are the residual rows after the last layer."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 Words = NDArray[np.int32]
 Totals = NDArray[np.int32]  # [ranks, counters]
 
-# Counters are first numbered in order of creation. At the end of `synchronise`, a counter gets its final number, which
-# depends on its home: the only rank that uses the counter, or SHARED.
-SHARED = -1  # the home of a counter that must have the same index on all ranks
+# Counters are first numbered in the order in which they are created. At the end, `synchronise` gives each counter its
+# final number. This depends on the counter's home: the only rank that uses the counter, or SHARED.
+SHARED = -1  # home of a counter that is signalled on all ranks at once, and so has the same number on each
 
 
 @dataclass(frozen=True, order=True)
@@ -45,8 +46,9 @@ class Counter:
 
 @dataclass(frozen=True)
 class Join:
-    """A `join` instruction, which only waits and signals. It waits on behalf of tasks that have more waits than their
-    records hold. `tasks` is the index of these tasks' PhaseTasks in the segment, and `members` are their indices in it.
+    """A `join`, an instruction that only waits for counters and then signals one. Tasks that need more counters than a
+    record can name wait for the join instead. `tasks` is the index of their PhaseTasks in the segment, and `members`
+    are their indices in it.
     """
 
     segment: int
@@ -58,9 +60,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Sync:
-    """The result of `synchronise`. `waits` and `signals` have the wait and signal words of each phase of each segment,
-    [n, 8]. The totals are those of a counter block (see Program). `barrier` has the two counters of the barrier at the
-    end of a launch: one that the workers of a rank signal, and one that the ranks signal."""
+    """The counters of a program. `waits` and `signals` have, for each segment and phase, the words [n, 8] by which n
+    tasks name counters. `barrier` has the two counters of the barrier at the end of a launch on several ranks. The
+    totals say how many signals each counter gets in the first layer, in a middle layer and in the epilogue."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -72,10 +74,10 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool = True) -> Sync:
-    """Return the counters of all tasks. If `overlap_ranks` is true, tasks wait for row blocks of other ranks' data,
-    otherwise for whole phases of other ranks."""
+    """Return the counters by which tasks wait for each other. If `overlap_ranks` is true, a task waits for those row
+    blocks of other ranks' data that it reads, otherwise until the other ranks have finished the whole phase."""
     build = _Builder(tasks, dependencies, overlap_ranks)
-    # The step table selects counters of a grid by index, so a grid's counters are made together, before all others.
+    # The inputs of a step select a counter of a grid by its index, so a grid's counters need consecutive numbers.
     build.attention_grids()
     build.final_row_grid()
     onward = build.groups_done()
@@ -108,20 +110,20 @@ class _Builder:
             self.siblings[self._kind(g)].append(g)
         self.within = {p: self._targets(p, s) for p, s in _successors(dependencies.within - self.to_items).items()}
         self.onward = {p: self._targets(p, s) for p, s in _successors(dependencies.onward).items()}
-        # (run, rank, successors) -> the counter that all groups with these successors share
+        # Groups of tasks with the same successors share a counter: (run, rank, successors) -> this counter.
         self.shared: dict[tuple[str, int, frozenset[int]], Counter] = {}
 
     def _kind(self, g: int) -> tuple[int, ...]:
-        """Return what a group has in common with its siblings on other ranks: the phase and, with `by_blocks`, the row
-        block. If siblings receive data from several ranks or send data to several ranks, they share one counter."""
+        """Return the key that a group of tasks shares with its siblings, the same tasks on other ranks: the phase and,
+        with `by_blocks`, the row block. Siblings that exchange data with several ranks share one counter."""
         group = self.groups[g]
         phase = (group.segment, group.ordinal, int(group.virtual))
         return (*phase, group.block) if self.by_blocks else phase
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Return pairs of a rank to signal and the successors on that rank. If siblings among the successors are on
-        several ranks, all ranks are signalled: the pair of ALL_RANKS then has all siblings. Without `by_blocks`, one
-        successor on another rank than the producer's suffices."""
+        """Return which ranks a group of tasks must signal, each with its successors there. If siblings (corresponding
+        groups) on several ranks are successors, ALL_RANKS is signalled, for all siblings. Without `by_blocks`, tasks
+        wait for whole phases of other ranks, so one successor on another rank suffices for that."""
         by_kind: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_kind[self._kind(g)].append(g)
@@ -135,15 +137,15 @@ class _Builder:
         return [(rank, frozenset(groups)) for rank, groups in sorted(out.items())]
 
     def attention_grids(self) -> None:
-        """Create the two counter grids of attention. The tasks that produce the items' inputs signal the first grid,
-        and the items signal the second grid. The first grid is on the rank that runs the items. The second grid is on
-        the rank that receives the attention output of the rows."""
+        """Create the two grids of counters for attention. The tasks that compute q, k and v signal the first grid,
+        which is on the rank that runs the attention. Attention signals the second grid, which is on the rank that
+        receives the attention output of the rows."""
         items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         if not items:
             return
         dims = self.tasks.dims
         done = self._new(SHARED, dims.bucket.row_blocks)
-        # rank -> the first counter of its grid of inputs, and the number of head groups
+        # rank -> (the first counter of the grid for the items' inputs on this rank, the number of KV-head groups)
         ready: dict[int, tuple[int, int]] = {}
         for g in items:
             group = self.groups[g]
@@ -154,7 +156,7 @@ class _Builder:
             waits, signals = (words[group.segment][group.tasks] for words in (self.waits, self.signals))
             waits[:, 0] = rec.counter_word(ready[group.rank][0], indexed=True)
             signals[:, 0] = rec.counter_word(done, rank=self._output_rank(group.rank), indexed=True)
-        # index of a PhaseTasks -> the result of `head_groups` for it: [tasks, head groups]
+        # index of a PhaseTasks -> which of its tasks compute inputs of which KV-head group: [tasks, head groups]
         feeds: dict[int, NDArray[np.bool_]] = {}
         for producer, consumer in sorted(self.to_items):
             group, item = self.groups[producer], self.groups[consumer]
@@ -178,8 +180,8 @@ class _Builder:
         self._attention_done(items, done)
 
     def _attention_done(self, items: list[int], done: int) -> None:
-        """Add the arrivals at the grid of attention outputs, which starts at counter `done`, and the waits of the
-        groups that read these outputs."""
+        """Count the signals that attention adds to the grid for its outputs, which starts at counter `done`, and let
+        the groups of tasks that read these outputs wait for them. `items` are the attention groups."""
         dims = self.tasks.dims
         for g in items:
             group = self.groups[g]
@@ -198,7 +200,7 @@ class _Builder:
         return self.tasks.segments[self.groups[g].segment][self.groups[g].tasks]
 
     def _output_rank(self, rank: int) -> int:
-        """Return the rank that attention on `rank` names in its signal word."""
+        """Return whose counters attention on `rank` signals: those of the rank, of all ranks, or of the rows' owner."""
         dims = self.tasks.dims
         if not dims.split.replicated_o:
             return rank
@@ -206,7 +208,7 @@ class _Builder:
 
     def final_row_grid(self) -> None:
         """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer).
-        `groups_done` then finds these counters in `shared`."""
+        Entering the counters into `shared` makes `groups_done` use them."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -223,8 +225,8 @@ class _Builder:
             self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
     def groups_done(self) -> dict[int, set[Counter]]:
-        """Assign the signals of each group, and find the counters that each of its successors must wait for. Return,
-        for each group that the previous layer signals, the counters by which it does."""
+        """Let each group of tasks signal the counters of its successors, which wait for them. Return, for each group
+        that waits for the previous layer, the counters that the previous layer signals for it."""
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -248,25 +250,26 @@ class _Builder:
         return self.shared[key]
 
     def prologue_done(self, onward: dict[int, set[Counter]]) -> None:
-        """Let the prologue signal the counters of layer 0 that a previous layer signals in all later layers. `onward`
-        is the result of `groups_done`. The totals of layer 0 therefore differ from those of later layers."""
+        """Let the prologue stand in for the layer before layer 0: it signals the counters that a layer signals for
+        the next one, so all layers have the same waits, but not the same totals. `onward` is the result of
+        `groups_done`."""
 
         @cache
         def gate(consumer: int) -> int | None:
-            """Return the group that makes `consumer` wait for the previous layer: `consumer` itself, or a group that it
+            """Return the group by which `consumer` waits for the previous layer: `consumer` itself, or a group that it
             waits for, directly or through other groups. Return None if there is none."""
             if consumer in onward:
                 return consumer
             gates = map(gate, self.producers.get(consumer, ()))
             return next((g for g in gates if g is not None), None)
 
-        signallers: dict[Counter, set[int]] = defaultdict(set)  # counter -> the prologue groups that signal it
+        signallers: dict[Counter, set[int]] = defaultdict(set)  # counter -> the groups of prologue tasks that signal it
         for producer, consumers in self.entering.items():
             gates = {consumer: gate(consumer) for consumer in consumers}
             for g in gates.values():
                 if g is not None:
                     signallers[min(onward[g])].add(producer)
-            # Nothing in later layers makes the other consumers wait, so they get a counter for layer 0.
+            # The remaining consumers wait for no previous layer, so they wait for the prologue in layer 0 only.
             for rank, alone in self._targets(producer, (c for c, g in gates.items() if g is None)):
                 counter = self._counter("entering", rank, alone)
                 signallers[counter].add(producer)
@@ -279,8 +282,8 @@ class _Builder:
                 _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
 
     def _signal_the_rest(self, onward: dict[int, set[Counter]], signallers: dict[Counter, set[int]]) -> None:
-        """Choose a prologue group for each counter that gets signals from a previous layer but none from the prologue,
-        so that it gets arrivals in layer 0 too. The group has the same rows and, of those, the fewest signals."""
+        """Choose prologue tasks for each counter that a layer signals for the next one but the prologue does not.
+        Otherwise its wait in layer 0 would never end. Tasks with the same rows and few signals are preferred."""
         by_block: dict[int, list[int]] = defaultdict(list)
         for g, group in enumerate(self.groups):
             if group.segment == PROLOGUE:
@@ -295,8 +298,8 @@ class _Builder:
                 load[chosen] += 1
 
     def wait_for_groups(self) -> None:
-        """Assign the waits of each group. If a group waits for more counters than a record has wait words, `join`
-        instructions wait for some of them."""
+        """Write the waits of each group of tasks into its wait words. If a group waits for more counters than there are
+        words, `join` instructions wait for some of them."""
         for consumer in sorted(self.waited):
             group = self.groups[consumer]
             if group.virtual:
@@ -339,8 +342,8 @@ class _Builder:
         return len(self.homes) - count
 
     def _numbers(self) -> NDArray[np.int32]:
-        """Return the final number of each counter: its index in its rank's block. Shared counters come first. The
-        counters of a single rank come after them and begin at the same index on every rank."""
+        """Return the final number of each counter: its index among the counters of its rank. Shared counters come first
+        and have the same number on all ranks. Then come those that only one rank uses."""
         homes = np.array(self.homes, dtype=np.int32)
         out = np.zeros(len(homes), dtype=np.int32)
         start = int((homes == SHARED).sum())
@@ -350,8 +353,8 @@ class _Builder:
         return out
 
     def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
-        """Return two arrays [ranks, counters] with the arrivals that a segment causes: those at counters of its own
-        block, and those at counters of the next block."""
+        """Return how many signals a segment (prologue, layer or epilogue) adds to each counter, as two arrays [ranks,
+        counters]: one for the counters of its own layer, and one for those of the next layer."""
         tp = self.tasks.dims.split.tp
         words = np.concatenate(
             [w.ravel() for w in self.signals[segment]] + [j.signal for j in self.joins if j.segment == segment]
@@ -367,13 +370,13 @@ class _Builder:
 
 
 def _renumber(words: Words, numbers: NDArray[np.int32]) -> None:
-    """Replace the counter in each word by its final number, in place."""
+    """Replace the counter number in each wait or signal word by its final number, in place."""
     named = words[words != 0]
     words[words != 0] = named & ~rec.COUNTER_MASK | numbers[rec.word_counter(named)] + 1
 
 
 def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return the consumers of each producer. The producers are in order."""
+    """Return the consumers of each producer, from edges (producer, consumer). Both are in ascending order."""
     out: dict[int, list[int]] = defaultdict(list)
     for producer, consumer in sorted(edges):
         out[producer].append(consumer)
@@ -381,7 +384,8 @@ def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def _append(words: Words, tasks: NDArray[np.int64], word: int) -> None:
-    """Put a word into the first free column of each task's row."""
+    """Write `word` into the first free column of `words` for each of `tasks`. Raises AssertionError if there is
+    none."""
     column = np.count_nonzero(words[tasks], axis=1)
     if column.max(initial=-1) >= words.shape[1]:
         raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")

@@ -1,4 +1,4 @@
-"""The data that one part of the compiler hands to the next: the instructions of a step before they are placed."""
+"""The data that the parts of the compiler exchange: the instructions of a step, before workers are assigned to them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megakernel.machine import Machine
 
 @dataclass(frozen=True)
 class PhaseTasks:
-    """All instructions of one phase on one rank, as operand columns of equal length. `block` is the row block that
-    contains a task's rows; tasks of one block have the same dependencies. Blocks divide the token rows or, in the
-    epilogue, the logit rows."""
+    """All instructions of one phase (operation) on one rank, as operand columns of equal length. `block` is the row
+    block that contains a task's rows; tasks of the same row block have the same dependencies. Blocks divide the token
+    rows or, in the epilogue, the rows that get logits."""
 
     phase: Phase
     columns: dict[str, Column]
@@ -27,9 +27,9 @@ class PhaseTasks:
 
 @dataclass(frozen=True)
 class Tasks:
-    """All instructions of a step, in three segments. Each segment lists its phases in program order, and for each phase
-    the tasks of all ranks. `machine` is the machine as the scheduler sees it: with the workers and the tiles of this
-    program."""
+    """All instructions of a step, in three segments: prologue, layer and epilogue. Each segment lists its phases
+    (operations) in program order, and for each phase the tasks of all ranks. `machine` has the number of workers and
+    the tile sizes of this program."""
 
     dims: Dims
     forward: Forward
@@ -38,7 +38,7 @@ class Tasks:
 
     @cached_property
     def rank_dims(self) -> list[Dims]:
-        """Return one copy of the sizes for each rank, with that rank's number in `rank`."""
+        """The sizes of the program as each rank sees them: one copy per rank, which has the rank's number."""
         return [self.dims.on(rank) for rank in range(self.dims.split.tp)]
 
 

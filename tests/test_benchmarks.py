@@ -28,8 +28,8 @@ SPEED = BENCHMARKS / "speed"
 
 @pytest.fixture
 def measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the commands of a script in this process. Its servers are processes, whose steps are so small that they need
-    few programs."""
+    """Make a script run its commands in this process. The servers that it starts are still separate processes, but with
+    such small steps that they compile only a few programs."""
     monkeypatch.setattr("servers.measured", partial(run_json, capsys))
     monkeypatch.setattr("servers.megakernel", lambda *words: megakernel(*words, *SMALL[:4]))
 

@@ -49,7 +49,6 @@ NOT_RUN = {
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"serve --replicas": "needs Ray; tests/serving/test_replicas.py runs it",
     r"speed/replicas\.py": "needs Ray, and takes minutes",
-    r"machine_code\.py": "needs nvdisasm; tests/cuda/test_machine_code.py runs its parts",
     r"doctor --calibrate": "takes a minute; tests/roofline/test_kept.py runs it for an instant",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",

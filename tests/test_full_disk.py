@@ -23,7 +23,6 @@ from megakernel.timeline.resolve import Resolved
 
 
 def step() -> Resolved:
-    """Return a step of a valid program."""
     good = good_programs()[0]
     return resolve(good.program, good.trace)
 

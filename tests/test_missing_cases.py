@@ -23,8 +23,8 @@ COMPILED = {
 
 
 def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
-    """Return, for each enumeration, the names of the files in which the compiler reports an unhandled case, if every
-    enumeration has one case more."""
+    """Add a case to each enumeration and compile. Return, for each enumeration, the files in which the compiler reports
+    that the new case is not handled."""
     source, flags = COMPILED[interpreter]
 
     def make(target: Path) -> None:
@@ -50,7 +50,7 @@ def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
 
 
 CASES: dict[str, dict[str, set[str]]] = {
-    # PagedOperation has the operations with pages.
+    # For each enumeration, the files with a switch over it. PagedOperation: operations that use shared-memory pages.
     "cuda": {"Operation": {"bodies.h"}, "PagedOperation": {"plan.h"}, "Result": {"dots.h", "gemm.h", "plan.h"}},
     "cpu": {"Operation": {"kernels.cpp"}, "Result": {"matmul.h"}},
 }

@@ -129,7 +129,7 @@ def test_an_expression_that_has_no_translation_is_refused() -> None:
 
 
 def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
-    """Every method of the four records and of Dims is translated to C++, except those listed in this test."""
+    """Every method of Dims, and of the four classes that it combines, has a C++ version, except those listed here."""
     records = (ModelSizes, Split, Bucket, Worker, Dims)
     own = {name for record in records for name in vars(record) if not name.startswith("_")} - set(dict(DIM_FIELDS))
     alone = {"spans", "query_heads", "owners", "on", "ranks", "model", "flat", "of", "changed", "stack"}

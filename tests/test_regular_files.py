@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_helpers import byte_model
 
 from megakernel import machine as machines
 from megakernel.cli.roofline import _achieved
@@ -73,19 +72,12 @@ def no_hang() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    byte_model(folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_no_file_is_refused(tmp_path: Path, source: Path, name: str, kind: str) -> None:
+def test_what_is_no_file_is_refused(tmp_path: Path, model: str, name: str, kind: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in source.iterdir():
+    for file in Path(model).iterdir():
         if file.name != name and not (file.name == "model.safetensors" and "index" in name):
             (folder / file.name).symlink_to(file)  # links to regular files are read
     MAKERS[kind](folder / name)

@@ -1,10 +1,10 @@
-"""Compares the compiler's default with the fastest of all variants, according to the simulator.
+"""Compares the compiler's default options with the fastest of all combinations, according to the simulator.
 
     python benchmarks/calibration/defaults.py -o benchmarks/results/defaults.json
 
 For each model, machine, number of ranks and number of rows, the script predicts three steps: one with the default
-options, which `Fastest` chooses; one with static streams and otherwise the cost model's choices; and one with the
-fastest combination of options. Nothing is measured.
+options, which `Fastest` chooses; one without queues, in which the worker of each instruction is fixed at compile time;
+and one with the fastest combination of options. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from megakernel.scheduler.tune import Fastest
 
 MODELS = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _CONTEXT = 128
-# With more than _MOST_DOTS rows, dots (matmuls as dot products) are not tried, because they are many times slower. With
-# more than _MOST_REPLICATED rows, a residual on every rank is not tried. With fewer than _LEAST_PANELS rows, variants
-# without interleaving are not tried.
+# Variants that are too slow to matter are left out: matmuls as dot products on CUDA cores with more than _MOST_DOTS
+# rows, the whole residual on every rank with more than _MOST_REPLICATED rows, and no interleaving of operations with
+# fewer than _LEAST_PANELS rows.
 _MOST_DOTS, _MOST_REPLICATED, _LEAST_PANELS = 32, 1024, 512
 
 
 def variants(tp: int, rows: int) -> list[Options]:
-    """Return all combinations of option values, including those that do not work together."""
+    """Return all combinations of compiler options to compare, including those that do not work together."""
     names = ["queue", "norm"] + ["o"] * (tp > 1) + ["residual"] * (tp > 1 and rows <= _MOST_REPLICATED)
     names += ["matmul"] * (rows <= _MOST_DOTS)
     values = [[value for value in CHOICES[name] if value != "auto"] for name in names]

@@ -1,12 +1,12 @@
-"""Reads from the CUDA interpreter's machine code how fast each role's hot paths can run, and what rates this allows for
-some programs.
+"""Reads from the CUDA interpreter's machine code how fast its hot loops can run, and what rates this allows for some
+programs. Different warps of an SM have different roles: they load data, compute, or store results.
 
     python benchmarks/calibration/machine_code.py
 
-For each path, the script adds up a warp's instructions and their stall counts, in cycles, along the shortest way. The
-sum is a lower bound: waits for memory and barriers come on top. The roles of a worker work at the same time, so the
-slowest role limits the worker's rate. The simulator reads these figures from the table [issue] of the machine files,
-and tests compare that table with the figures of this script.
+For each hot path, the script adds up a warp's instructions and their stall counts, in cycles, along the shortest way.
+The sum is a lower bound: waits for memory and barriers come on top. The roles of an SM work at the same time, so the
+slowest role limits its rate. The simulator reads these figures from the table [issue] of the machine files, and tests
+compare that table with the figures of this script.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 
 CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
-SCHEDULERS = 4  # per SM; each issues one instruction per cycle
+SCHEDULERS = 4  # schedulers per SM; each issues one instruction per cycle
 CONSUMERS = WARPS - len(SERVICE_WARPS)
 LANES = THREADS // WARPS
-VECTORS = DOT_PIECE // 8 // LANES  # number of vectors of 8 elements that each lane multiplies per piece of a row
-PRODUCTS = 16  # number of multiply-adds for one such vector and two columns
-AHEAD = 2  # groups of logits whose loads a thread has in flight while it processes an earlier group
+VECTORS = DOT_PIECE // 8 // LANES  # vectors of 8 elements of an input row that a lane multiplies per page
+PRODUCTS = 16  # multiply-adds for one such vector (in VECTORS) and two weight columns
+AHEAD = 2  # number of groups of logits that a thread loads in advance
 _WAIT = "SYNCS.PHASECHK"
 
 
 class Paths:
-    """The hot paths of a cubin, found by their source lines. Methods raise MegakernelError if a path is not found."""
+    """The hot paths of a compiled kernel, found by their source lines. Methods raise MegakernelError if one is not
+    found."""
 
     def __init__(self, code: Code, units: Units) -> None:
         self._code, self._units = code, units
@@ -59,7 +60,7 @@ class Paths:
         }
 
     def _at(self, file: str, text: str, opcode: str = "") -> set[int]:
-        """Return the instructions of the source lines that contain `text`, and of the code that is inlined there."""
+        """Return the indices of the instructions compiled from source lines that contain `text`, or inlined there."""
         places = {(file, n) for n, line in enumerate(self._text[file], 1) if text in line}
         if not places:
             raise MegakernelError(f"{file} has no line with {text!r}, by which a hot path is found: update this script")
@@ -84,24 +85,26 @@ class Paths:
             "dot_unit": self.unit(),
         }
 
-    # -- loaders: from the wait for one page to the wait for the next
+    # The next paths are of loader warps, which fill pages of shared memory, from the wait for one page to the next
+    # wait.
 
     def passing(self) -> Floor:
-        """Return the cycles in which a loader skips a page of a matmul that the other loader fills."""
+        """Return the cycles in which one of two loader warps skips a page that the other one fills."""
         waits, here = self._walk()
         return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.full[at.slot])"))
 
     def tiles(self) -> Floor:
-        """Return the cycles in which a loader fills a page of a matmul on tensor cores."""
+        """Return the cycles in which a loader warp fills a page of shared memory for a matmul on tensor cores."""
         return self._filled("load_tile(page, use.x, use.y)", "x += kTileInner")
 
     def columns(self) -> Floor:
-        """Return the cycles in which a loader fills a weight page for dot products and prefetches another one."""
+        """Return the cycles in which a loader warp fills a page with weights for dot products and prefetches one
+        more."""
         ahead = self._at("loaders.h", "p.prefetch_columns(", "UTMAPF")
         return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
 
     def _walk(self) -> tuple[set[int], set[int]]:
-        """Return two sets of instructions of a loader's loop over a matmul's pages.
+        """Return two sets of instructions of the loop in which a loader warp fills the pages of a matmul.
 
         The first set has the waits for a free page, and the second set has all instructions of the loop.
         """
@@ -109,7 +112,7 @@ class Paths:
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
     def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
-        """Return the cycles in which a loader fills a page with `copies` copies.
+        """Return the cycles in which a loader warp fills a page with `copies` asynchronous copies.
 
         `copy` occurs in the source line that starts a copy, and `text` in the line that advances to the next page of
         the same kind. The path also passes through an instruction of each of `visits`.
@@ -117,13 +120,14 @@ class Paths:
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, here & copying, *visits, here & self._at("plan.h", text))
-        # The lanes of the warp start one copy each, in turn. So each further copy costs one pass through this loop.
+        # The lanes of the warp start one copy each, in turn, so each further copy costs one pass of this loop.
         return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 
-    # -- consumer warps
+    # The next paths are of consumer warps, which compute on the pages that loader warps have filled.
 
     def pair(self, rows: int) -> Floor:
-        """Return the cycles in which a consumer warp multiplies one piece of `rows` rows by a pair of weight pages."""
+        """Return the cycles in which a consumer warp multiplies DOT_PIECE elements of `rows` rows by two pages of
+        weights."""
         if rows == 1:
             last, products = self._whole_piece()
             return self._floor("a pair of pages", last, *products)
@@ -133,7 +137,7 @@ class Paths:
         return self._floor("a pair of pages", self._pairs(), *vector) + inner * (VECTORS - 1)
 
     def unit(self) -> Floor:
-        """Return the cycles for one row and a unit of 8 or 16 output columns, beyond those that `pair` counts."""
+        """Return the cycles in which the lanes of a warp add up their sums, for one row and 8 or 16 output columns."""
         shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
         last, products = self._whole_piece()
         return self._floor("a unit of columns", last, shuffles, *products) - self.pair(1)
@@ -142,7 +146,7 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """Return the multiply-adds by which a path for one whole piece of a row is found.
+        """Return the multiply-add instructions that compute a whole piece of one input row, DOT_PIECE elements.
 
         The first value is a set with the last multiply-add. The second value has, for each earlier multiply-add, the
         set of instructions that may be it. All of them are unrolled, so none is in a loop.
@@ -151,18 +155,18 @@ class Paths:
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
     def step(self) -> Floor:
-        """Return the cycles of one k step of a whole chunk of columns on the tensor cores."""
+        """Return the cycles in which tensor cores advance by one tile of the inner dimension K, for 256 columns."""
         wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
         last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
         return self._floor("a k step", last)
 
     def sample(self) -> Floor:
-        """Return the cycles to process as many logits as a thread has in flight at once."""
+        """Return the cycles in which a thread that samples processes the logits that it loads in advance."""
         loads = self._logits()
         return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
     def sample_entries(self) -> int:
-        """Return how many logits of a row all consumer warps together have in flight at once."""
+        """Return how many logits of a row all threads that sample together load in advance."""
         words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
         return AHEAD * words * CONSUMERS * LANES
 
@@ -171,12 +175,14 @@ class Paths:
         whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
         return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
-    # -- all roles, one after another
+    # The last path passes through several kinds of warps.
 
     def handoff(self) -> Floor:
-        """Return the cycles from the end of an instruction's arithmetic to the first page of a dependent instruction.
+        """Return the cycles from the end of an instruction's arithmetic to the begin of that of a dependent
+        instruction.
 
-        The sum covers all roles that take part in the hand-off, one after another.
+        The path goes through warps that compute, store, load, and compute again, and their cycles are added up.
+
         """
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
         fence = self._at("consumer.h", "p.fence_async()")
@@ -197,17 +203,17 @@ class Paths:
 
 
 def cycles(name: str, floor: Floor) -> int:
-    """Return the cycles of the path `name` when all warps of its role execute it.
+    """Return the cycles of the path `name` if all warps with its role execute it.
 
-    There are several consumer warps per scheduler, which issues their instructions in turn. So the number of
-    instructions can be the limit instead of the stalls.
+    Several warps that compute share a scheduler, which issues their instructions in turn. So the number of instructions
+    can be the limit instead of the stalls.
     """
     together = CONSUMERS // SCHEDULERS if name in CONSUMING else 1
     return max(floor.stalls, together * floor.instructions)
 
 
 def issue_of(codes: dict[Units, Code]) -> Issue:
-    """Return the figures that the machine files should have.
+    """Return the cycles of all hot paths, as the machine files should list them.
 
     They are read from two cubins, one with dot products and one for tensor cores. If the cubins differ, the larger
     number of cycles and the smaller number of logits in flight count.
@@ -221,14 +227,16 @@ def issue_of(codes: dict[Units, Code]) -> Issue:
 
 
 def compile_codes() -> dict[Units, Code]:
-    """Compile the untraced cubins for dot products and tensor cores. Raises MegakernelError if a tool is missing."""
+    """Compile the kernels (cubins) without tracing, for dot products and for tensor cores, and return their
+    disassembled code. Raises MegakernelError if a tool is missing."""
     return {units: compile_code(units) for units in (Units.DOTS, Units.TENSOR)}
 
 
 def compile_code(units: Units, sms: int = 1) -> Code:
-    """Compile an untraced cubin for workers of `sms` SMs each, and return its disassembled code.
+    """Compile the kernel without tracing, and return its disassembled code. `sms` is 2 for pairs of SMs.
 
     Raises MegakernelError if a tool is missing.
+
     """
     tool = disassembler()
     if tool is None:
@@ -257,10 +265,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class Load:
-    """The seconds that an average worker needs for the matmuls of a step.
+    """The seconds that the matmuls of a step take on an average worker (an SM).
 
-    The first three fields are the times of the worker's roles, `memory` is the time of the memory traffic, and `matrix`
-    the time of the matrix units.
+    The first three fields are the times of its loader and consumer warps, `memory` is the time of the memory traffic,
+    and `matrix` the time of the matrix units.
     """
 
     weight_loader: float
@@ -275,7 +283,7 @@ class Load:
 
 
 def load(program: Program, machine: Machine, issue: Issue) -> Load:
-    """Return the load of a step of `program`. The times in `issue` must be in seconds.
+    """Return how long a step of `program` occupies each part of `machine`. The times in `issue` must be in seconds.
 
     Each weight is read from memory once, at the achievable rate. The matrix units run at the datasheet's rate.
     """

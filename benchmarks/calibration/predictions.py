@@ -31,7 +31,8 @@ from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.timeline import resolve, summarise
 
 CONTEXT = 128
-# Tokens/s on eight H100s: HazyResearch's megakernel (September 2025); two other sources quote the losses.
+# Tokens/s on eight H100s with HazyResearch's megakernel (September 2025). Two other sources quote the fraction that is
+# lost without each optimisation.
 PUBLISHED_70B = {
     "all on": {"tokens_per_s": 31516},
     "no pipelining": {"tokens_per_s": 29607, "loss": 0.061},
@@ -40,7 +41,7 @@ PUBLISHED_70B = {
     "sharded O": {},
     "own norm": {},
 }
-# Microseconds per token of HazyResearch's kernel. The figures for H100 and H200 were measured by
+# Microseconds per token, by GPU, of HazyResearch's megakernel. The figures for H100 and H200 were measured by
 # msaroufim/megakernels-vs-cuda-graphs, and the figure for B200 by HazyResearch.
 PUBLISHED_1B = {"h100": 972.78, "h200": 759.83, "b200": 680.0}
 
@@ -75,7 +76,7 @@ VARIANTS_H200 = {
 
 
 def mixed_step(dims: Dims) -> StepTable:
-    """Return the table of a step with two prompts of 512 tokens, and 64 sequences that each add their 1,024th token."""
+    """Return the inputs of a step with two prompts of 512 tokens, and 64 sequences that add their 1,024th token."""
     prompts = [Chunk(i, 0, [0] * 512, range(dims.bucket.pages_per_seq), [SampleRow(511)]) for i in range(2)]
     rows = [Chunk(2 + i, 1023, [0], range(dims.bucket.pages_per_seq), [SampleRow(0)]) for i in range(64)]
     return build_step(dims, [*prompts, *rows])

@@ -159,7 +159,7 @@ class Cases:
                 raise AssertionError(f"the server did not refuse the request {given}")
 
     def vllm_example(self) -> None:
-        """Test vLLM's example of structured outputs, with the present and the former names of the request fields."""
+        """Test the example of structured outputs in vLLM's documentation, with the present and former field names."""
         schema = Person.model_json_schema()
         mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
         forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}
@@ -203,7 +203,7 @@ class Cases:
         assert call["name"] == "weather" and set(call["args"]) == {"city", "unit"}
 
     def langgraph_cut_call(self) -> None:
-        """Test that a tool call that max_tokens cut is told as such, and that its message can be sent back."""
+        """Test that a tool call that max_tokens cuts off is reported as cut off and can be sent back."""
         from langchain_openai import ChatOpenAI
         from langgraph.checkpoint.memory import MemorySaver
         from langgraph.graph import START, MessagesState, StateGraph
@@ -222,7 +222,8 @@ class Cases:
         assert call["name"] == "weather"
 
     def openai_agents(self) -> None:
-        """Test both APIs: a call, its result and the next turn; then a tool together with an output type."""
+        """Test both of OpenAI's APIs: a tool call, its result and the next turn; then a tool together with an output
+        type."""
         import agents
 
         agents.set_tracing_disabled(True)
@@ -279,12 +280,12 @@ class Cases:
         ran("java", PROGRAMS / "Upgrade.java", self.url, self.model)
 
     def anthropic_messages(self) -> None:
-        """Test text, streams, tools with their results, and counts with Anthropic's package."""
+        """Test text, streams, tools with their results, and token counts with Anthropic's own client package."""
         import anthropic
 
         client = anthropic.Anthropic(base_url=self.url.removesuffix("/v1"), api_key="none", max_retries=0)
         told: dict[str, Any] = {"model": self.model, "messages": MESSAGES, "max_tokens": 200, "system": "Be brief."}
-        told["extra_body"] = {"temperature": 0}  # Version 2.14 has no such argument.
+        told["extra_body"] = {"temperature": 0}  # version 2.14 of the package has no argument `temperature`
         whole = client.messages.create(**told)
         with client.messages.stream(**told) as stream:
             assert "".join(stream.text_stream) == whole.content[0].text

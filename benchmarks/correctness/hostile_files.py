@@ -33,7 +33,8 @@ KINDS = hostile_models.KINDS | hostile_files.KINDS
 
 
 def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -> list[tuple[int, str, str]]:
-    """Return the smallest set of changes found with which a reader still fails. `stages` tells which readers failed."""
+    """Return the smallest set of changes found with which one of the readers that failed (see `stages`) still fails. A
+    change is (offset, byte before, byte after)."""
 
     def fails(data: bytes) -> bool:
         found = try_data(kind, replace(mutant, data=data), folder)
@@ -43,7 +44,8 @@ def smallest(kind: Kind, mutant: Mutant, stages: dict[str, str], folder: Path) -
 
 
 def sanitized() -> int:
-    """Run this script again, with the sanitized library. Return 0 if the run succeeds without a sanitizer's report."""
+    """Run this script again with the native library that has sanitizers. Return 0 if it succeeds without their
+    reports."""
     with tempfile.TemporaryDirectory() as name:
         environment = os.environ | build(Path(name), "address,undefined")
         command = [sys.executable, *(a for a in sys.argv if a != "--sanitized")]
@@ -92,7 +94,7 @@ def main() -> int:
                 "readers": found,
                 "failures": failures,
             }
-            write(args.output, figures)  # save the results of the kinds tested so far
+            write(args.output, figures)  # after each kind of file, so that an interrupted run keeps its results
     return 1 if failures else 0
 
 

@@ -52,8 +52,8 @@ from source_mutants import SourceMutant, of_cpp, of_python
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "benchmarks" / "support"
 FOLDERS = ("megakernel", "scheduler", "serving")
-# The tests chosen for a mutant need at most this many seconds of CPU time on the unchanged package. On the mutant they
-# may take three times as long.
+# The tests chosen for a mutant (a copy with one small change) need at most this many seconds of CPU time on the
+# unchanged package. On the mutant they may take three times as long.
 SECONDS = 10.0
 # For each folder of csrc/, the tests that run its C++.
 NATIVE_TESTS = {
@@ -65,12 +65,12 @@ NATIVE_TESTS = {
 # Only one SIMD path is compiled, at -O1, because this is quick and all paths compute the same results.
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=fast", "-DMK_SIMD=portable", "-DMK_LANES=4"]
 FLAGS += [f"-D{width}_kernels=portable_kernels" for width in ("avx2", "avx512", "avx512bf16")]
-# A child counts as hanging if it is idle while its parent waits for it this many times, 20 ms each (half a minute).
+# A child process counts as hanging if it was idle during this many waits of 20 ms by its parent (half a minute).
 IDLE_TURNS = 1500
-# The outcome and exit status for a mutant that cannot be patched into loaded functions, and so needs a new process.
+# Usually a changed function is replaced in a running process. This outcome and exit status mean that it cannot be.
 ANOTHER_WAY, OTHER_STATUS = "in a new process", 77
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist")
-# Tests import these modules and no mutant changes them. The main process imports them once, before it forks any child.
+# Modules that tests import and no mutant changes. The main process imports them once, before it forks any child.
 HEAVY = (
     "pytest",
     "numpy",
@@ -86,8 +86,8 @@ HEAVY = (
 
 
 REASONS = Path(__file__).with_name("unnoticed.json")
-Key = tuple[str, str, int, str]  # file, source line, column, the text that the mutant puts there
-Drawn = tuple[str, SourceMutant, list["Test"]]  # file, mutant, tests that reach it
+Key = tuple[str, str, int, str]  # identifies a change: file, source line, column, the new text
+Drawn = tuple[str, SourceMutant, list["Test"]]  # file, one small change of it, tests that execute the changed line
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Test:
 
 
 def tests_of(file: Path, which: list[str]) -> list[Test]:
-    """Return the tests that pass, with the lines that each reaches, from the record in `file`.
+    """Return the tests that pass, with the lines that each executes, from the record in `file`.
 
     If `file` does not exist, the tests `which` (default: all) run first and write it.
     """
@@ -111,7 +111,7 @@ def tests_of(file: Path, which: list[str]) -> list[Test]:
 
 
 class Copy:
-    """A copy of the package, into which one mutant at a time is put. Child processes run the tests on this copy."""
+    """A copy of the package, into which one mutant (small change) at a time is put. Child processes test this copy."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -137,7 +137,7 @@ class Copy:
             place.write_text(good)
 
     def collect(self, files: list[str]) -> None:
-        """Import the tests once, so that a mutant of a function costs no more than a fork and the tests' own time."""
+        """Import the tests once, so that testing a change of a function takes only a fork and the tests' own time."""
         self._collected = Collected(self, files)
 
     def outcome_of_native(self, library: Path, rounds: list[list[Test]]) -> str:
@@ -161,7 +161,7 @@ class Copy:
         return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
 
     def outcome(self, rounds: list[list[Test]]) -> str:
-        """Run rounds of tests until one of them fails, and return how that went.
+        """Run rounds of tests until a test fails, and return the outcome.
 
         The result is "survived" if no test fails, "no end" if the tests do not end, otherwise the first test that fails
         or how the process died.
@@ -236,7 +236,7 @@ def ended(run: Callable[[], int]) -> str:
     status, turns, spent = 0, 0, 0.0
     while not (done := os.waitpid(child, os.WNOHANG))[0]:
         time.sleep(0.02)
-        turns += 1  # counted instead of wall time, which goes on while this process is suspended
+        turns += 1  # count waits instead of time, because time also passes while this process is suspended
         if turns % IDLE_TURNS == 0:
             before, spent = spent, seconds_of(child)
             if spent - before < 0.2:  # the child is idle, so it waits for something that never happens
@@ -255,7 +255,7 @@ def ended(run: Callable[[], int]) -> str:
 
 
 class Collected:
-    """A child process in which pytest has collected the tests. It forks once per mutant to run tests on this mutant."""
+    """A child process in which pytest has imported the tests. It forks once per mutant to run tests on this mutant."""
 
     def __init__(self, copy: Copy, files: list[str]) -> None:
         self._log = copy.log_of("collected")
@@ -330,10 +330,11 @@ class Collected:
 
 
 def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
-    """Choose the tests to run for a mutant of `file`: the cheapest tests, which together take at most SECONDS.
+    """Choose the tests to run for a mutant of `file`: the cheapest of `tests`, which together take at most SECONDS.
 
     At least one test is chosen, even if it takes longer. The first round has the tests in the folder of tests/ that is
     named like the file's package, and the second round has the others.
+
     """
     ordered = sorted(tests, key=lambda test: test.seconds)
     sums = itertools.accumulate(test.seconds for test in ordered)
@@ -370,7 +371,8 @@ def python_mutants(
 
 
 class Native:
-    """The native library as object files. For a mutant, only the sources that include its file are compiled again."""
+    """The native library as object files, to build the library of a mutant (one small change of a C++ file). Only the
+    sources that include the changed file are compiled again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -390,7 +392,7 @@ class Native:
         return {Path(word).resolve() for word in words[1:]}
 
     def built(self, file: str, mutant: SourceMutant, target: Path) -> Path | str:
-        """Return the path of the mutant's library, or the reason why the change is not a mutant."""
+        """Return the path of the library built with a changed source, or the reason why the change cannot be tested."""
         place = (self._folder / file).resolve()
         good = place.read_text()
         place.write_text(mutant.applied(good))
@@ -447,7 +449,7 @@ def _text(file: str) -> str:
 
 
 def _key(file: str, mutant: SourceMutant) -> Key:
-    """Return the key of a mutant, which is the same in all runs.
+    """Return a key that identifies a mutant in all runs.
 
     It has the text of the mutant's line instead of the line's number, so the line may move between runs.
     """
@@ -461,22 +463,21 @@ def _key_of(row: dict[str, Any]) -> Key:
 
 
 class Rows:
-    """The outcomes of the mutants of this run so far, and those of an earlier run.
+    """The outcomes of the mutants that this run and an earlier run have tried.
 
-    The outcomes of the earlier run count only for mutants that still exist.
+    The outcomes of the earlier run count only for mutants that can still be made from the present source.
     """
 
     def __init__(self, earlier: list[dict[str, Any]]) -> None:
         self._earlier = {_key_of(row): row for row in earlier}
         self._found: dict[Key, dict[str, Any]] = {}
-        self.none = Counter[str]()  # how many drawn changes were not mutants, by reason (e.g. "does not compile")
+        self.none = Counter[str]()  # reason (e.g. "does not compile") -> number of changes that could not be tested
         reasons = json.loads(REASONS.read_text()) if REASONS.exists() else []
         self._reasons = {_key_of(row): row["why"] for row in reasons}
 
     def chosen(self, drawn: list[Drawn], count: int, rng: random.Random) -> Iterator[Drawn]:
-        """Yield new mutants until there are `count`, including those of the earlier run. Then yield the survivors of
-        the earlier run that unnoticed.json does not explain.
-        """
+        """Yield new mutants until there are `count`, including those of the earlier run. Then yield the mutants that no
+        test noticed in the earlier run, except those that unnoticed.json explains."""
         known = {key: each for each in drawn if (key := _key(*each[:2])) in self._earlier}
         self._found |= {key: self._earlier[key] for key in known}
         rng.shuffle(drawn)
@@ -545,7 +546,7 @@ def main() -> int:
         for row in found:
             rows.add(row)
             write(args.output, rows.figures())
-        # A test that fails without any mutant cannot kill one.
+        # A test that fails even on the unchanged package says nothing about a mutant (a small change).
         killers = {row["outcome"].split(" ", 1)[1] for row in rows.all() if " " in row["outcome"]}
         for test in Copy(folder / "clean").failing(sorted(killers - {"end"})):
             print(f"{test} fails without any mutant, so leave it out with --without")

@@ -32,7 +32,8 @@ ITEM = re.compile(r"\s*([*-]|\d+\.) ")
 
 @dataclass(frozen=True)
 class Passage:
-    """`kind` is a key of FEWEST_WORDS; `context` is the heading, or lines of code."""
+    """A passage. `kind` is a key of FEWEST_WORDS, `place` is file and line, `context` is the heading or lines of
+    code."""
 
     kind: str
     place: str
@@ -64,7 +65,7 @@ def paragraphs(path: str, text: str) -> Iterator[Passage]:
 
 
 def comments(path: str, text: str) -> Iterator[Passage]:
-    """Comments, each with the line that it ends, or with the five lines that follow it."""
+    """Yield the comments of a file, each with the line of code that it ends, or with the five lines that follow it."""
     lines = text.splitlines()
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline)) if path.endswith(".py") else []
     starts = {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}

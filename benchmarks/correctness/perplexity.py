@@ -31,8 +31,8 @@ from megakernel.settings import positive
 
 TEXT = Path(__file__).with_name("constitution.txt")
 CHUNK = 512
-MOST_DIFFERENCE = 1e-3  # maximum relative change of the perplexity if weights are widened to float32
-MOST_ROUNDING = 5e-3  # and if activations are rounded to 8 bits; a few tokens vary by about 0.2 %
+MOST_DIFFERENCE = 1e-3  # maximum relative change of the perplexity if quantised weights are widened to float32
+MOST_ROUNDING = 5e-3  # the same limit if activations are rounded to 8 bits; a few tokens vary by about 0.2 %
 
 
 def main() -> int:
@@ -74,7 +74,8 @@ def main() -> int:
 def scores(
     model: str, weights: str, activations: str, chunks: int | None
 ) -> tuple[NDArray[np.float64], dict[str, str | int]]:
-    """Return the log-probabilities of the scored tokens, one row per chunk, and a description of the engine."""
+    """Return the log-probabilities of the scored tokens, one row per chunk of the text, and a description of the
+    engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with LLM(model, weights=weights, activations=activations, max_context=CHUNK + 1, prefix_cache=False) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")

@@ -44,7 +44,7 @@ SAMPLES = 720  # number of samples of the server's resources in the whole run
 
 @dataclass
 class Target:
-    """A server, and the answers and faults that clients saw.
+    """The server under test, and the answers and faults that clients saw.
 
     While `ending` is true, the server may refuse and close connections.
     """
@@ -76,7 +76,7 @@ class Target:
         return reader, writer
 
     async def ask(self, path: str, body: bytes | None, headers: str = "") -> tuple[int, bytes]:
-        """Send one request and return the answer's status and body. Complain about a fault of the server."""
+        """Send one request and return the answer's status and body. Record a fault if the answer shows one."""
         reader, writer = await self.send(path, body, headers)
         try:
             async with asyncio.timeout(HANG):
@@ -95,7 +95,7 @@ class Target:
         return status, content
 
     def check_error(self, status: int, content: bytes) -> None:
-        """Complain if an error is not in the documented format, or if its status is 500 or higher, except 503."""
+        """Record a fault if an error is not in the documented format, or if its status is 500 or higher, except 503."""
         try:
             error = json.loads(content)["error"]
             fine = isinstance(error["message"], str) and isinstance(error["type"], str) and error["code"] == status
@@ -131,7 +131,7 @@ class Traffic:
         self.target, self.random = target, random.Random(seed)
         self.context: int = facts["max_model_len"]
         self.vocab = 256
-        self.same: Counter[bytes] = Counter()  # how often `asks_again` got each answer
+        self.same: Counter[bytes] = Counter()  # answer to the prompt of `asks_again` -> how often it came
 
     def kinds(self) -> list[Callable[[], Awaitable[None]]]:
         return [
@@ -248,7 +248,7 @@ class Traffic:
         self.target.seen["left"] += 1
 
     async def stalls(self) -> None:
-        """Read a few bytes of a streamed answer, pause, then disconnect."""
+        """Act as a client that reads a few bytes of a streamed answer, pauses, and then disconnects."""
         reader, writer = await self.target.send(COMPLETIONS, self.body(stream=True, n=4, logprobs=5))
         await asyncio.wait_for(reader.read(100), HANG)
         await asyncio.sleep(self.random.random() * 2)
@@ -313,7 +313,8 @@ async def gauges(target: Target) -> dict[str, float]:
 
 
 async def at_rest(target: Target) -> dict[str, float]:
-    """Wait until no sequence is left and no KV page is in use, and return the gauges. Complain after a minute."""
+    """Wait until no sequence is left and no KV page is in use, and return the metrics. After a minute, record a
+    fault."""
     for _ in range(600):
         found = await gauges(target)
         if not any(found[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):

@@ -30,7 +30,8 @@ from small_programs import large, small
 from megakernel.program import Program
 from megakernel.scheduler.verify import verify
 
-STEPS, TABLES = 4, 2  # number of step tables of each base program, and how many of them judge a mutant
+# Number of step tables (inputs of a step) for each correct program, and how many of them judge a changed program.
+STEPS, TABLES = 4, 2
 STATES = 20_000
 RUNS = 2
 OUTCOMES = {
@@ -44,8 +45,8 @@ OUTCOMES = {
 
 
 class Base:
-    """A correct program, STEPS step tables each with the outputs that the program should produce, and its number of
-    states.
+    """A correct program, STEPS step tables (inputs of a step) each with the outputs that the program should produce,
+    and the number of states that its counters can be in.
 
     `states` is 0 for a larger program, whose states are too many to visit.
     """
@@ -57,7 +58,7 @@ class Base:
 
 
 def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
-    """Judge a mutant with TABLES step tables. A mutant is unsafe if one of the tables shows that it is."""
+    """Judge a mutant (changed program) with the inputs of TABLES steps. It is unsafe if one of them shows that."""
     verdict = Verdict(True, "", 0)
     for number in range(seed, seed + TABLES):
         table, want = base.steps[number % STEPS]
@@ -70,13 +71,15 @@ def settle(base: Base, mutant: Program, exhaustive: bool, seed: int) -> Verdict:
 
 
 def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[str, str, bool]], list[str]]:
-    """Judge the mutants of one process, and return the counts of outcomes, and the unsafe mutants that were accepted.
+    """Judge one process's mutants (changed programs). Return counts of outcomes, and the unsafe mutants that were
+    accepted.
 
-    Of each kind, this process judges every `processes`-th mutant, starting with mutant `number`.
+    Of each kind of change, this process judges every `processes`-th mutant, starting with mutant `number`.
+
     """
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]
-    # Programs with fewer states are tried more often, because the time for a mutant is proportional to its states.
+    # The time to judge a changed program is proportional to its number of states, so change small programs more often.
     weights = [np.array([1 / max(base.states, 1) for base in group]) for group in bases]
     counts: Counter[tuple[str, str, bool]] = Counter()
     failures: list[str] = []

@@ -23,7 +23,7 @@ from megakernel.scheduler import Options
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"
-WORKER = 5  # the SM whose roles and page ring are drawn
+WORKER = 5  # the SM that is drawn in detail
 LAYER = 1  # the second of three simulated layers is drawn
 COLOURS = {
     "attn_norm": "yellow",
@@ -70,7 +70,7 @@ class Axis:
 
 
 def labelled(shown: Sequence[Interval], names: dict[str, str], *kinds: IntervalKind) -> list[tuple[Interval, str]]:
-    """Return the intervals of the given kinds, each with the label that `names` has for its phase."""
+    """Return the intervals of a trace that have one of `kinds`, each with the label that `names` has for its phase."""
     return [(one, names[one.phase]) for one in shown if one.kind in kinds]
 
 
@@ -80,9 +80,6 @@ def legend(out: Picture, y: float, entries: Sequence[tuple[str, str]]) -> None:
         out.rect(x, y - 11, 16, 14, fill)
         out.text(x + 22, y + 1, words)
         x += 22 + 7 * len(words) + 22
-
-
-# -- how-pipeline.svg: from a model to a trace
 
 
 def pipeline() -> Picture:
@@ -133,11 +130,8 @@ def pipeline() -> Picture:
     return out
 
 
-# -- how-roles.svg: a block's roles
-
-
 def roles() -> Picture:
-    """Draw one layer on one SM twice: with loads that begin before the previous instruction ends, and without."""
+    """Draw one layer on one SM twice: with and without loads that begin before the previous instruction ends."""
     out = Picture(494, "The roles of one block during one layer")
     short = {"qkv_rope": "QKV", "o_proj": "O", "gate_up_silu": "gate, up", "down_proj": "down"}
     entries = [(COLOURS[phase], words) for phase, words in short.items()]
@@ -176,11 +170,8 @@ def _roles_of(out: Picture, y: float, title: str, run: Run, short: dict[str, str
     out.text(sum(ends) / 2, y + 190, f"one layer: {last.end - before.end:.1f} µs", anchor="middle")
 
 
-# -- how-to-read.svg: work, waits and causes
-
-
 def reading() -> Picture:
-    """Draw one layer of a prompt of 512 tokens on five SMs, with an arrow to a wait from the work that ended it."""
+    """Draw five SMs during one layer of a prompt of 512 tokens. Arrows lead from work to the waits that it ended."""
     run = Run(batch("llama-3.2-1b", 1, 512, Options()))
     short = {
         "qkv_rope": "QKV",
@@ -211,11 +202,8 @@ def reading() -> Picture:
     return out
 
 
-# -- how-overlap.svg: phases side by side
-
-
 def overlap() -> Picture:
-    """Draw which phases the SMs of rank 0 run over time, in one layer of a large batch on eight ranks."""
+    """Draw which operations (phases) the SMs of rank 0 run over time, in one layer of a large batch on eight ranks."""
     run = Run(batch("llama-3.1-70b", 8, 4096, Options(o="replicated", queue="body")))
     rows = run.rows
     mine = (rows["rank"] == 0) & (rows["layer"] == LAYER) & (rows["kind"] == IntervalKind.COMPUTE)
@@ -260,11 +248,8 @@ def overlap() -> Picture:
     return out
 
 
-# -- how-ring.svg: pages in the ring
-
-
 def page_order(program: Program, record: Records) -> str:
-    """Return the order of a matmul's pages in the ring: W for weights, X for the instruction's input rows.
+    """Return the order in which a matmul's data pass through pages of shared memory: W for weights, X for input rows.
 
     The matmul uses `dots`, dot products on CUDA cores.
     """
@@ -310,13 +295,9 @@ def ring() -> Picture:
     return out
 
 
-# -- how-ranks.svg: two ranks
-
-
 def ranks() -> Picture:
-    """Draw two ranks, each of which owns one row block: it adds both ranks' partial sums of its rows and normalises
-    them.
-    """
+    """Draw two tensor-parallel ranks. Each owns some rows: it adds both ranks' partial sums of its rows and normalises
+    them."""
     options = Options(o="sharded", residual="dealt", norm="own", queue="none")
     run = Run(batch("llama-3.1-8b", 2, 256, options))
     out = Picture(506, "Two ranks exchange partial sums")
@@ -333,7 +314,7 @@ def ranks() -> Picture:
     waits = [
         next(one for one in shown if one.phase == "o_reduce" and one.kind is IntervalKind.COUNTER_WAIT) for shown in own
     ]
-    # sent[i] is the store of rank i that released the other rank's wait, so the list of waits is reversed.
+    # sent[i] is the store of rank i that ended the other rank's wait, so the list of waits is reversed.
     sent = [run.at(int(run.releasers[wait.number])) for wait in waits][::-1]
     [end] = [one.end for one in own[0] if one.phase == "mlp_norm" and one.kind is IntervalKind.STORE]
     axis = Axis(out, sent[0].begin - 7, end + 0.5)

@@ -73,7 +73,7 @@ class Run:
         self.names = np.array([program.forward.by_number[n].name for n in numbers])
 
     def of(self, rank: int, worker: int) -> list[Interval]:
-        """Return the intervals of a worker in all layers, ordered by their beginnings."""
+        """Return the intervals of one worker (SM) in all layers, ordered by their beginnings."""
         rows = self.rows
         here = (rows["rank"] == rank) & (rows["worker"] == worker) & (rows["layer"] < PROLOGUE)
         return sorted((self.at(i) for i in np.flatnonzero(here).tolist()), key=lambda one: one.begin)
@@ -85,9 +85,11 @@ class Run:
         return Interval(number, str(self.names[record]), (layer, record), kind, begin, end)
 
     def share(self, edges: NDArray[np.float64], kind: IntervalKind, phases: Sequence[str]) -> NDArray[np.float64]:
-        """Return the fraction of rank 0's workers that are in an interval of this kind and of one of these phases.
+        """Return the fraction of rank 0's workers (SMs) that are in an interval of this kind and of one of these
+        phases.
 
         There is one value for each two successive `edges` (times in nanoseconds): the mean over the time between them.
+
         """
         rows = self.rows
         mine = (rows["rank"] == 0) & (rows["kind"] == kind) & (rows["layer"] < PROLOGUE)

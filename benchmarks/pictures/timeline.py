@@ -38,7 +38,7 @@ FIRST = "for (let i = 0; i < timeline.intervalCount; i++) { const d = timeline.d
 
 
 def first(page: Browser, which: str) -> int:
-    """Return the index of the first interval whose description `d` satisfies the JavaScript condition `which`."""
+    """Return the index of the first interval whose description `d` in the timeline satisfies the JavaScript `which`."""
     return int(page.run(FIRST.replace("WHICH", which)))
 
 
@@ -84,7 +84,7 @@ def prefill(page: Browser, step_s: float) -> None:
 
 
 def worst(page: Browser, name: str) -> None:
-    """Take a picture of the page after a click on the first bar under the heading WAITS."""
+    """Take a picture of the timeline page after a click on the first bar under its heading WAITS, the largest wait."""
     page.run("[...document.querySelectorAll('h2')].find((h) => h.innerText === 'WAITS').nextSibling.firstChild.click()")
     page.keys("0")
     take(page, name)

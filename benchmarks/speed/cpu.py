@@ -26,6 +26,7 @@ from servers import measured
 
 RUNS = ["--runs", "5"]
 SMALL, LARGE = ["--model", "smollm2-135m"], ["--model", "random:llama-3.2-1b", "--context", "2048"]
+INTEGERS = ["--kv-cache-dtype", "q8_0"]
 FEW = ["--tokens", "24"]  # option for fewer decode steps, for the larger model and for long contexts
 
 
@@ -50,7 +51,10 @@ CASES = {
     "smollm2 as in its file (Q4_1), 2048 rows": latency(SMALL, "auto", 2048, *FEW),
     "1B q4_k": latency(LARGE, "q4_k", 256, *FEW),
     "smollm2 bf16, context 8192": latency(SMALL, "bf16", 8192 - 32, *FEW),
+    "smollm2 bf16, context 4096, q8_0 cache": latency(SMALL, "bf16", 4096, *FEW, *INTEGERS),
+    "smollm2 bf16, context 8192, q8_0 cache": latency(SMALL, "bf16", 8192 - 32, *FEW, *INTEGERS),
     "smollm2 bf16, 32 sequences": batch("bf16"),
+    "smollm2 as in its file (Q4_1), 32 sequences": batch("auto"),
     "smollm2 bf16, beside a busy process": latency(SMALL, "bf16", 256),
 }
 

@@ -37,7 +37,7 @@ def measure(
 ) -> dict[str, float]:
     """Time `steps` decode steps of `sequences` sequences, whose prompt lengths are drawn from the range `prompt`.
 
-    With `reading`, the tokens are also converted to text.
+    With `reading`, the time to convert the tokens to text counts too.
     """
     engine, rng = llm.engine, random.Random(0)
     vocab = engine.dims.model.vocab

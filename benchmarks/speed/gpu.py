@@ -63,12 +63,12 @@ MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
 ABLATIONS = {"unsynchronised": Ablation.NONE, "no_copies": Ablation.COPIES, "no_compute": Ablation.COMPUTE}
-LAUNCHES = 20  # launches per measurement of an ablation or of mixed-8b
+LAUNCHES = 20  # launches per measurement of one variant of a step
 MIXED = 15, 512, 512, 512  # number of prompts, tokens per prompt, number of decode rows, KV tokens per decode row
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
-SEQUENCE, SCORED = 256, 64  # number of tokens of the numerics part, and how many of the last tokens are compared
-# Number of tokens of a prefill step. If matmuls are computed as dot products, shared memory has no room for more than
-# this many rows of the 8B model.
+# Tokens of the sequence that checks numerics, and how many of the last ones are compared.
+SEQUENCE, SCORED = 256, 64
+# Tokens per prefill step. With matmuls as dot products, shared memory has no room for more rows of the 8B model.
 PREFILL = 2
 CASES = [case.name for case in doctor_gpu.cases()]
 LIMIT_S = 460.0
@@ -134,19 +134,19 @@ def measured(report: Report, name: str, runs: int, run: Callable[[], tuple[Json,
 
 
 class Decode:
-    """One sequence that runs on the backend without the engine: its prompt, then one token at a time."""
+    """One sequence that runs on the backend without the engine's scheduling: its prompt, then one token at a time."""
 
     def __init__(self, model: str) -> None:
         from megakernel import LLM
 
-        # With steps of at most PREFILL tokens, the engine computes matmuls as dot products on CUDA cores.
+        # the small step_tokens make the engine compute matmuls as dot products on CUDA cores
         self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
         self.pages = list(range(self.program.dims.bucket.pages_per_seq))
 
     def prefill(self) -> Any:
-        """Compute the prompt in chunks, and return the output of the last chunk."""
+        """Compute the prompt in several steps, and return the output of the last one."""
         program, ids = self.llm.engine.programs.get(PREFILL, 1), prompt(self.llm.config.vocab, PROMPT)
         for start in range(0, PROMPT, PREFILL):
             chunk = Chunk(0, start, ids[start : start + PREFILL], self.pages, [SampleRow(PREFILL - 1)])
@@ -154,7 +154,7 @@ class Decode:
         return out
 
     def tables(self) -> Iterator[Any]:
-        """Yield the step tables of the decode steps. Token id -1 means the token that the previous step sampled."""
+        """Yield the inputs (step tables) of the decode steps. Token id -1 is the token that the last step sampled."""
         for i in range(STEPS):
             yield build_step(self.program.dims, [Chunk(0, PROMPT + i, [-1], self.pages, [SampleRow(0)])])
 
@@ -217,7 +217,8 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
 
 
 def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> None:
-    """Measure the normal launch, the launch by phases, and the launch without cross-instruction pipelining."""
+    """Measure the normal launch, one launch per phase (operation) in a CUDA graph, and the launch in which an
+    instruction never starts before the previous one has ended."""
     measure("megakernel")
     backend.by_phases = True
     measure("by_phases")
@@ -228,7 +229,7 @@ def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> No
 
 
 def ratio(report: Report, name: str) -> float | None:
-    """Return the kernel time of measurement `name` divided by the normal launch's, or None if either is missing."""
+    """Return the kernel time of measurement `name` divided by that of the normal launch; None if one is missing."""
     times = [report.values[key].get("kernel_s") for key in (name, "megakernel")]
     return times[0] / times[1] if all(times) else None
 
@@ -239,7 +240,7 @@ def own_clock(trace: Any) -> float:
 
 
 def ablate(report: Report, backend: Any, program: Any, table: Any) -> None:
-    """Measure a step with parts of the interpreter's work left out."""
+    """Measure how fast a step is if the interpreter leaves out some work: waits, copies or arithmetic."""
     backend.time_launches()
 
     def run() -> tuple[Json, bytes]:
@@ -290,11 +291,12 @@ def timeline(program: Any, trace: Any) -> Json:
 
 
 def loads_ahead(trace: Any) -> float | None:
-    """Return how often a worker loads ahead, or None if there is no pair to count.
+    """Return how often a worker (SM) loads data before its previous instruction has ended; None without data.
 
     The pairs of successive instructions of a worker are counted, if both compute and the later one also loads. The
     result is the fraction of these pairs in which the first load of the later instruction begins before the last
     computation of the earlier instruction ends.
+
     """
     from megakernel.trace import IntervalKind
 
@@ -317,8 +319,7 @@ def loads_ahead(trace: Any) -> float | None:
 def handoffs(step: Any) -> Json:
     """Return the median and the 90th percentile of the hand-off times between instructions in a step, in seconds.
 
-    A hand-off lasts from the end of the interval that signals a counter to the end of the wait that the signal
-    releases.
+    A hand-off lasts from the end of the interval that signals a counter to the end of the wait for this counter.
     """
     waits = np.flatnonzero(step.releaser >= 0)
     if not len(waits):
@@ -376,7 +377,8 @@ def _rows(bits: bytes) -> list[bytes]:
 
 
 def mixed_step() -> tuple[Any, Any, Any]:
-    """Return the LLM, program and step table of an 8,192-row step with prompts and decode rows, as on a server."""
+    """Return the LLM, program and inputs (step table) of an 8,192-row step with prompts and decode rows, as on a
+    server."""
     from megakernel import LLM
 
     prompts, rows, decodes, context = MIXED
@@ -430,7 +432,7 @@ def mixed(report: Report, _: Path | None) -> None:
 
 
 def partitions(report: Report, _: Path | None) -> None:
-    """Measure how long several ranks, each on a part of one GPU, wait for each other.
+    """Measure how long tensor-parallel ranks that each run on a part of one GPU wait for each other.
 
     No data crosses a link between GPUs, so only synchronisation is measured.
     """
@@ -461,7 +463,8 @@ def partitions(report: Report, _: Path | None) -> None:
 
 
 def check(report: Report, _: Path | None, name: str | None = None) -> None:
-    """Compare the instructions with the reference in all cases of `megakernel doctor`, or in the case `name`."""
+    """Compare each instruction's results with a reference, in all cases of `megakernel doctor` or in the case
+    `name`."""
     cases, differences = [], []
     for case in doctor_gpu.cases():
         if name in (None, case.name):
@@ -529,7 +532,7 @@ def _scores(step: int) -> Json:
 
 
 def delay(report: Report, _: Path | None) -> None:
-    """Stall one instruction in the middle of the 1B decode step for 5 ms, and report how much longer the step takes."""
+    """Delay one instruction in the middle of the 1B decode step by 5 ms, and report how much longer the step takes."""
     it = Decode("1b")
     table = next(it.tables())
     it.prefill()
@@ -604,9 +607,8 @@ def run_all(plan: Sequence[str], trace: Path | None, save: Callable[[Json], None
 
 
 def headline(result: Json) -> str:
-    """Return a part's summary for the log: the kernel time by phases divided by the normal one, the kernel time of each
-    measurement, and errors.
-    """
+    """Return a part's summary for the log: the kernel time with one launch per phase divided by that of the normal
+    launch, the kernel time of each measurement, and errors."""
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
     for name, found in result.items():
         if isinstance(found, dict) and "kernel_s" in found:

@@ -354,10 +354,10 @@ def copy(p: Probe) -> Json:
 
 
 def l2(p: Probe) -> Json:
-    """Measure the read bandwidth of the L2.
+    """Measure the read bandwidth of the L2 cache.
 
-    The buffer takes only about a quarter of the L2: an L2 with two partitions may hold each line twice, and the rest of
-    that half is for other data.
+    The buffer takes only about a quarter of the L2: if the L2 has two partitions, each may hold a copy of the buffer,
+    and the rest is for other data.
     """
     kernel, out = p.kernel("read_l2"), {}
     for name, shared, passes in (("shared", 1, 4), ("sliced", 0, 400)):

@@ -60,7 +60,7 @@ def fleet(args: Any, replicas: int, threads: int, routing: str) -> list[str]:
     return megakernel("serve", *flags, *served(args))
 
 
-# Kinds of processes, each with a regular expression for its command line. The first expression that matches decides.
+# Kinds of processes, each with a regular expression for its command line. The first expression that matches counts.
 _PARTS = {
     "front": "FrontActor",
     "replicas' actors": "ServeReplica",

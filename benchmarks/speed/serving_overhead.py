@@ -25,7 +25,7 @@ SERVE += ["--max-num-batched-tokens", "1024"]
 
 
 def cpu_seconds(session: int) -> float:
-    """Return the seconds of processor time that the running processes of an operating-system session have used."""
+    """Return the seconds of processor time that the running processes of a Unix session have used."""
     ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:

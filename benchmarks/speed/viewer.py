@@ -33,7 +33,7 @@ from record import options, write
 
 FRAMES = 25  # frames per view
 PANNED = 180  # frames
-SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # visible fractions of the trace
+SPANS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)  # fractions of the trace that are visible in a frame
 SIZE = (1600, 1000)
 
 
@@ -142,7 +142,7 @@ def main() -> None:
         worst = max(float(str(r["worst_ms"])) for r in rows)
         print(f"worst frame {worst} ms")
         figures = {
-            "load_average": round(os.getloadavg()[0], 1),  # of the last minute; this script adds about 1
+            "load_average": round(os.getloadavg()[0], 1),  # load of the last minute; this script itself adds about 1
             "intervals": len(trace.intervals),
             "page_bytes": size,
             "written_s": round(written_s, 2),

@@ -40,9 +40,10 @@ MOST_STREAMS = 64
 
 def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
     """Return the seconds per layer, instructions per worker and layer, seconds of a launch without layers, and phases
-    per layer.
+    (operations) per layer, all for a step of one token.
 
-    A layer of a one-token step is a chain of phases. Each phase waits for all workers to finish the previous one.
+    A layer is a chain of phases. Each phase waits for all workers to finish the previous one.
+
     """
     (few_s, few, phases), (many_s, many, _) = (null_step(workers, n, threads=threads) for n in (FEW, MANY))
     layers = MANY - FEW
@@ -79,7 +80,7 @@ class Case:
 
 
 def decode() -> list[dict[str, Any]]:
-    """Measure a decode step with each number of threads and workers. Cases take turns, so a disturbance affects all."""
+    """Measure a decode step with each number of threads and workers, in turn, so that other load affects all alike."""
     cores, cases, open_ = cpu_count(), [], []
     for threads, workers in [(n * cores, w) for n in (1, 2, 4) for w in sorted({cores, n * cores})]:
         config = load_config(MODEL)

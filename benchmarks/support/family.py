@@ -24,7 +24,7 @@ def family(pid: int) -> list[int]:
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             try:
-                # Split after the last parenthesis, because the program's name before it may contain any character.
+                # The program's name, in parentheses, may contain any character, so split after the last parenthesis.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # the process has ended

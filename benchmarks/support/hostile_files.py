@@ -72,7 +72,8 @@ def machine_texts() -> list[str]:
 
 
 def odd_word(rng: Rng, old: int) -> int:
-    """Return a word to replace `old`: `old` plus or minus 1, with one bit flipped, one of EDGES, or a random word."""
+    """Return a word (integer) to replace `old`: `old` plus or minus 1, with one bit flipped, one of EDGES, or
+    random."""
     near = [old - 1, old + 1, old ^ 1 << int(rng.integers(32)), int(rng.choice(EDGES[:-2])), int(rng.integers(1 << 32))]
     return near[int(rng.integers(len(near)))] & 0xFFFFFFFF
 
@@ -120,8 +121,8 @@ def program_file(good: Good, rng: Rng) -> bytes:
         spans += [(start, start + words)] * (words > 0)
         start += words
     words = np.frombuffer(arrays, np.int32).copy()
-    # The array is chosen first, because records have far more words than offsets and totals, which would hardly ever
-    # change otherwise.
+    # Choose an array first, and then words in it. Otherwise hardly any change would hit offsets and totals, because
+    # instructions (records) have far more words.
     begin, end = spans[int(rng.integers(len(spans)))]
     words[begin:end] = _change_words(words[begin:end], rng)
     return _sealed(header, words.tobytes())
@@ -192,8 +193,8 @@ def machine_file(text: str, rng: Rng) -> bytes:
 
 
 def uses(program: Program, good: Good) -> Iterator[Stage]:
-    """Yield each use of a program as a stage of its own. The stages verify, disassemble and simulate the program, and
-    launch it on the CPU backend, first without computing anything ("null"), then with computation."""
+    """Yield the uses of a damaged program, each as a stage with its own time limit: verify, disassemble and simulate
+    it, and launch it on the CPU backend, first without computing anything ("null"), then with computation."""
 
     def virtual() -> None:
         machine = replace(machines.host(program.workers), workers=program.workers)

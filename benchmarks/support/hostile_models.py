@@ -119,8 +119,8 @@ def _value(value: Any) -> tuple[int, bytes]:
 
 
 def template(rng: Rng) -> str:
-    """Return a hostile chat template. It has scrambled bytes, an expression of `_WILD`, nested loops or a repeatedly
-    doubled value, or it is a random sequence of template tokens."""
+    """Return a hostile chat template: scrambled bytes, an expression of `_WILD`, nested loops, a repeatedly doubled
+    value, or a random sequence of template tokens."""
     text = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
     match int(rng.integers(5)):
         case 0:
@@ -267,10 +267,10 @@ KINDS = {
     "safetensors": Kind(_safetensors, lambda path, mutant: _weights(str(_folder(path)))),
     "GGUF": Kind(_gguf, _read_gguf),
     "tokenizer.json": Kind(_tokenizer, lambda path, mutant: _text_of(str(_folder(path))), share=0.5),
-    # There are few of the next two kinds, because each mutant starts a process that renders its chat template.
+    # Few files of the next two kinds are tried, because each starts a process that renders its chat template.
     "tokenizer_config.json": Kind(
         _tokenizer_config, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.1
     ),
-    # There are even fewer of these, because many of the templates run until their time limit.
+    # Even fewer of these are tried, because many of the templates run until their time limit.
     "chat templates": Kind(_template, lambda path, mutant: _text_of(str(_folder(path)), chat=True), share=0.03),
 }

@@ -1,6 +1,6 @@
-"""Makes mutants, which are changed files or objects, and reads them in child processes with limits. A mutant's kind and
-number determine it completely. A child process reads one mutant after another until a mutant ends the process. Then a
-new child process continues with the next mutant."""
+"""Makes mutants, which are changed files or objects, and reads them in child processes with limits on time and memory.
+A mutant's kind and number determine it completely. A child process reads one mutant after another until one of them
+ends the process. Then a new child process continues with the next mutant."""
 
 import contextlib
 import json
@@ -19,20 +19,20 @@ from megakernel.errors import MegakernelError
 
 Rng = np.random.Generator
 Stage = tuple[str, Callable[[], Any]]
-LIMIT_S = 10  # seconds of processor time; a stage that needs more is reported as a hang
+LIMIT_S = 10  # seconds of processor time; a stage of reading a file that needs more is reported as a hang
 LIMIT_WALL_S = 120  # seconds of wall time, for a stage that only waits; high because a busy machine may delay it
 MEMORY = 6 << 30  # limit of a child's address space, in bytes
 FINE = {"ok", "refused"}
-# Values that readers may handle wrongly: integers at and beyond limits, and values of the other JSON types.
+# Values that code that reads files may handle wrongly: extreme integers, and values of the other JSON types.
 EDGES = (0, -1, 1, 2, 255, 65536, 1 << 24, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 63, 10**400)
 _ODD = (None, True, "", "x", "\x1b[31m", "\ud800", [], {}, [[[]]], 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed file, or a changed object in memory. `good` is the file before the change and `data` the file after it.
-    `seal` returns a file with its checksum corrected. `context` has further data that the readers of the mutant's kind
-    need."""
+    """A mutant: a changed file, or a changed object in memory. `good` is the file before the change and `data` the file
+    after it. `seal` returns a file with its checksum corrected. `context` has what else the readers of this kind of
+    file need."""
 
     name: str
     good: bytes = b""
@@ -146,7 +146,8 @@ def rng_of(kind: str, seed: int) -> Rng:
 
 
 def try_mutants(kind: str, how: Kind, seeds: range, folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of each mutant, and the outcome of each stage: "ok", "refused" or what went wrong."""
+    """Yield the number of each mutant (changed file), and each reading stage's outcome: "ok", "refused" or what went
+    wrong."""
     while seeds:
         for seed, stages in _in_a_child(how, ((s, how.make(rng_of(kind, s), s)) for s in seeds), folder):
             yield seed, stages
@@ -154,14 +155,14 @@ def try_mutants(kind: str, how: Kind, seeds: range, folder: Path) -> Iterator[tu
 
 
 def try_data(how: Kind, mutant: Mutant, folder: Path) -> dict[str, str]:
-    """Read one mutant in a child process and return the outcome of each stage."""
+    """Read one mutant (changed file) in a child process, and return the outcome of each stage."""
     [(_, stages)] = _in_a_child(how, iter([(0, mutant)]), folder)
     return stages
 
 
 def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Read mutants in one child process until one of them ends the process; yield each one's number and outcomes. At
-    least one mutant is read."""
+    """Read mutants (changed files) in one child process until one of them ends the process, but at least one. Yield
+    each one's number and outcomes."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -189,7 +190,7 @@ def _in_a_child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path) 
 
 
 def _child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path, out: Any) -> None:
-    """Read the mutants, write their outcomes to `out` and exit: the function never returns."""
+    """Read the mutants, write their outcomes to `out`, and exit this child process: the function never returns."""
     status = 0
     try:
         if "LD_PRELOAD" not in os.environ:  # a sanitizer reserves more address space than MEMORY
@@ -209,7 +210,7 @@ def _child(how: Kind, mutants: Iterator[tuple[int, Mutant]], folder: Path, out: 
                 out.write(json.dumps([stage, _outcome(run)]) + "\n")
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except BaseException:  # raised outside a stage; `_outcome` catches the errors of stages
+    except BaseException:  # an error in this module, because `_outcome` catches those of the code under test
         out.write(json.dumps(["script", traceback.format_exc()[-900:]]) + "\n")
         status = 1
     finally:

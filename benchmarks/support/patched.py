@@ -22,7 +22,7 @@ def patch(file: str, good: str, source: str) -> bool:
     for old, new in pairs:
         assert old is not None and new is not None
         if not old.co_flags & inspect.CO_OPTIMIZED and _own(old) != _own(new):
-            return False  # a body of a module or class, which ran only once, when the module was loaded
+            return False  # code of a module or class, which has run already and cannot be replaced
         if _whole(old) != _whole(new):
             key = old.co_qualname, old.co_firstlineno
             if keys[key] > 1:
@@ -44,7 +44,7 @@ def _nested(code: CodeType) -> list[CodeType]:
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType | None, CodeType | None]]:
     """Yield each code object nested in `old`, and `old` itself, with its counterpart in `new`. Yields (None, None) if
-    two counterparts contain different numbers of code objects."""
+    two counterparts contain different numbers of code objects, so that they cannot be matched."""
     yield old, new
     if len(_nested(old)) != len(_nested(new)):
         yield None, None

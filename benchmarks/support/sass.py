@@ -31,7 +31,7 @@ _SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
-# Instructions that never continue at the next instruction, unless a predicate guards them.
+# Instructions that never continue with the next instruction, unless a predicate guards them.
 _LEAVES = {"BRA", "BRX", "BRXU", "RET", "EXIT"}
 
 
@@ -81,7 +81,7 @@ class Instruction:
             case "CS2R":
                 return 1 if "32" in suffixes else 2
             case "SHF":
-                return 1  # because the halves of a 64-bit value are separate operands
+                return 1  # one register per operand, because the halves of a 64-bit value are separate operands
         if "128" in suffixes:
             return 4
         wide = {"64", "U64", "S64", "F64", "TRANS64"} & set(suffixes)
@@ -90,7 +90,7 @@ class Instruction:
 
 @dataclass(frozen=True, order=True)
 class Floor:
-    """The least that a warp needs for a path: the sum of stall counts, in cycles, and the number of instructions."""
+    """A lower bound for a path through the code: a warp's stall counts, in cycles, and its number of instructions."""
 
     stalls: int
     instructions: int
@@ -126,12 +126,12 @@ class Code:
         return [*instruction.targets, *([] if ends else [i + 1])]
 
     def comes_back(self, call: int) -> bool:
-        """Whether some instruction loads the address after the call, so that the callee can return there."""
+        """Whether the function called at `call` can return there: some instruction loads the address after the call."""
         address = f"0x{self.instructions[call + 1].at:x}"
         return any(i.operands.endswith(address) for i in self.instructions if "MOV" in i.opcode)
 
     def meetings(self, root: int) -> set[int]:
-        """Return the instructions at which a warp's lanes continue after they reconverge at a BSYNC.
+        """Return the instructions at which the lanes of a warp reconverge (after a BSYNC) and continue together.
 
         A barrier counts only if a BSSY sets it before `root` and its BSYNC can be reached from `root`.
         """

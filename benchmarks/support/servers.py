@@ -38,7 +38,7 @@ def server(command: Sequence[str], log: Path) -> Iterator[Child]:
 
     A free port replaces `{port}` in `command`. Yields the server's URL and process id once /health answers 200.
     """
-    # On SIGTERM, this process raises SystemExit. So its `with` blocks end, and they stop their servers.
+    # On SIGTERM, raise SystemExit in this process, so that `with` blocks end and stop the servers that they started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -93,7 +93,8 @@ def _changes(tree: ast.Module) -> Iterator[_Change]:
 
 
 def _of_expressions(part: object, statement: ast.stmt) -> Iterator[_Change]:
-    """Yield the changes of an expression and of its parts, except for statements, f-strings and annotations."""
+    """Yield the small changes to try in an expression and its parts, but not in statements, f-strings and
+    annotations."""
     if not isinstance(part, ast.AST) or isinstance(part, ast.stmt | ast.JoinedStr | ast.excepthandler | ast.match_case):
         return
     if isinstance(part, ast.expr):
@@ -140,7 +141,7 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, str]]:
             yield text("condition", test=ast.UnaryOp(ast.Not(), test))
         case ast.Constant(value=bool() as value):
             yield "constant", str(not value)
-        case ast.Constant(value=float() as value) if value:  # a measured figure that is off by 1 is no mistake
+        case ast.Constant(value=float() as value) if value:  # to be off by 1 is no mistake in a measured figure
             yield "constant", f"({2 * value})"
             yield "constant", f"({value / 2})"
         case ast.Constant(value=int() | float() as value):
@@ -192,8 +193,8 @@ _STATEMENT = re.compile(
 
 
 def of_cpp(source: str) -> list[SourceMutant]:
-    """Return the mutants of a C++ source. Some matched text only looks like an operator. Its mutants do not compile, or
-    compile to the same machine code."""
+    """Return the small changes of a C++ source that tests should notice. Some matched text only looks like an operator.
+    Changes there do not compile, or compile to the same machine code."""
     shown = _HIDDEN.sub(lambda m: re.sub(r"[^\n]", "\0", m[0]), source)
 
     def made(begin: int, before: str, after: str, kind: str) -> SourceMutant:

@@ -16,7 +16,8 @@ from megakernel.scheduler import compile_program
 def compiled(
     config: ModelConfig, machine: Machine, tokens: int, *, context: int, seqs: int = 1, **more: Any
 ) -> Program:
-    """Compile a program for steps of `tokens` tokens with a logit row per sequence. The default dtype is bf16."""
+    """Compile a program for steps of `tokens` tokens, with logits for one row per sequence. The default dtype is
+    bf16."""
     sizes = {"tokens": tokens, "logit_rows": seqs, "max_seqs": seqs, "max_context": context}
     return compile_program(config, machine, **{"dtype": Dtype.BF16} | sizes | more)
 

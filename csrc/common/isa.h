@@ -38,7 +38,7 @@ enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0
 enum class Buffer : int32_t {
   kNone = -1,
   EMBED = 0,  // token embeddings
-  INV_FREQ = 1,  // RoPE: frequency of each pair, then factors
+  INV_FREQ = 1,  // RoPE: a frequency for each pair of elements, then a factor for each
   ATTN_NORM = 2,  // RMS norm scales before attention
   W_QKV = 3,  // QKV projection: q heads, k heads, v heads
   B_QKV = 4,  // bias of W_QKV
@@ -56,23 +56,23 @@ enum class Buffer : int32_t {
   H = 16,  // normalised residual
   Q = 17,  // rotated queries
   ATTN = 18,  // attention output, one head after another
-  ACT = 19,  // silu(gate) * up; a row for each expert of a token
+  ACT = 19,  // silu(gate) * up; with experts, a row for each expert of a token
   Y = 20,  // rows that get logits, after the final norm
   LOGITS = 21,  // raw logits
-  PARTIALS = 22,  // partial softmax (m, l, o)
-  SPLITS = 23,  // finished items of each split; the last resets it to 0
-  K_CACHE = 24,  // keys [element][token]; Q8_0 if quantised_kv
-  V_CACHE = 25,  // values [token][element]; Q8_0 if quantised_kv
-  HISTORY = 26,  // token ids of each slot's request
+  PARTIALS = 22,  // attention's partial results for KV blocks: maximum, sum and output
+  SPLITS = 23,  // number of finished items of each attention that several items share
+  K_CACHE = 24,  // keys, [element][token] in a KV page; Q8_0 if quantised
+  V_CACHE = 25,  // values, [token][element] in a KV page; Q8_0 if quantised
+  HISTORY = 26,  // all token ids of each running request
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
-  REDUCE = 29,  // partial sums of a projection: own_rows rows from each rank in turn
+  REDUCE = 29,  // all ranks' partial sums of a projection, for the rows whose residual this rank keeps
   QK_NORM = 30,  // RMS norm scales of q heads and k heads
   W_ROUTER = 31,  // router: a row for each expert
   ROUTES = 32,  // experts of each token, best first
-  ROUTE_WEIGHTS = 33,  // weights of these experts
-  EXPERTS_OUT = 34,  // results of experts; a row for each expert of a token
-  SUBLAYER = 35,  // result of attention or the MLP
+  ROUTE_WEIGHTS = 33,  // weights of the experts in ROUTES
+  EXPERTS_OUT = 34,  // results of experts: a row for each expert of a token
+  SUBLAYER = 35,  // result of attention or the MLP before its norm
   POST_ATTN_NORM = 36,  // RMS norm scales of attention's result
   POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
 };

@@ -4,20 +4,22 @@
 
 namespace mk {
 
-// Code for any operation on rows reads its first two operands. NVRTC 13.0 has no offsetof.
+// Shared code reads `row` and `rows` of any instruction that works on rows, whichever of these structs its
+// operands have, so both must come first. NVRTC 13.0 has no offsetof.
 #ifndef __CUDACC_RTC__
 static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4);
 static_assert(__builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);
 #endif
 
-// Returns the number of the phase to which the record belongs.
+// Returns the number of a record's phase, an operation of the model such as the QKV projection.
 MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0] & 0xFF; }
 
-// Returns the counter that a wait or signal word names, as an index into a block of counters.
+// A wait or a signal is one 32-bit word of a record. Returns its counter, as an index into a layer's
+// counters.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
-// Returns the rank whose counter a signal word names. kAllRanks means every rank. kOwner means the owner of
-// the row block, or every rank if the residual is replicated.
+// Returns the rank whose counter a signal, one word of a record, adds to. kAllRanks means every rank. kOwner
+// means the rank that owns the rows, or every rank if the residual is replicated.
 MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
 
 template <class Operands>

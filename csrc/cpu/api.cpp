@@ -42,13 +42,15 @@ struct mk_engine {
 
 MK_API const char* mk_error() { return last_error.c_str(); }
 
-// Returns the name of the SIMD path that `simd` selects. An empty `simd` selects the widest path that the
-// processor has.
+// A SIMD path is the set of kernels compiled for one instruction set, for example avx2. Returns the name of
+// the path that `simd` selects. An empty `simd` selects the widest path that the processor supports.
 MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Creates an engine for all dims->tp ranks. `cores` is the number of cores that this process may use.
+// Creates an engine that runs all dims->tp ranks on `threads` threads. `cores` is the number of cores that
+// this process may use. If `null` is set, instructions compute nothing. A launch that makes no progress for
+// `deadlock_seconds` is aborted.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, int32_t cores, const char* simd,
                             int32_t null, double deadlock_seconds) {
   return guarded(
@@ -69,7 +71,8 @@ MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 // Returns the total bytes of the weight matrices that mk_pack has packed.
 MK_API int64_t mk_weight_bytes(mk_engine* engine) { return engine->weight_bytes; }
 
-// Packs a rank's weight matrix into memory of the engine and binds the result to the rank's `buffer`.
+// Repacks a weight matrix into the layout that the kernels read, in memory that the engine owns, and makes
+// the result the contents of the rank's `buffer` in `layer`.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
                        const mk::Matrix* matrix) {
   return guarded(
@@ -83,8 +86,8 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
 }
 
 // Makes `data` the memory of a rank's buffer. The caller still owns `data` and must keep it while the engine
-// uses it. The layout of `data` is row-major, with the shape that megakernel/isa/buffers.py declares. If the
-// buffer is a packed weight matrix, `data` must be its table of panels instead.
+// uses it. The layout of `data` is row-major, with the shape that megakernel/isa/buffers.py declares. For a
+// weight matrix that mk_pack has packed, `data` is instead the table that lists the matrix's panels.
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }
@@ -130,7 +133,7 @@ MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
 
 MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
 
-// Resets a program after a failed launch.
+// Resets a program's counters after a failed launch, so that the program can be launched again.
 MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
 
 // Returns the bytes that a rank has stored into other ranks' memory since the engine was created.
@@ -138,8 +141,8 @@ MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
 }
 
-// Runs one instruction on the calling thread. `phases` has kMaxPhases + 1 entries, with the sizes of rank
-// dims->rank.
+// Runs one instruction of rank dims->rank on the calling thread, without its waits and signals. `phases` has
+// kMaxPhases + 1 entries, with the sizes that the phases have on this rank.
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
                        const int32_t* record, int32_t layer) {
   engine->interpreter->execute(*dims, phases, words, record, layer);

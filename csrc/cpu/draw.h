@@ -1,4 +1,5 @@
-// Draws a token from unnormalised probabilities: the part of the `sample` operation without SIMD code.
+// Draws a token from unnormalised probabilities. This is the part of the `sample` operation that uses no SIMD
+// code, so it is compiled only once, not for each instruction set.
 #pragma once
 #include <stdint.h>
 

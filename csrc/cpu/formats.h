@@ -14,24 +14,27 @@ namespace mk::MK_SIMD {
 // ends of 4 KiB pages, where the hardware prefetcher stops.
 constexpr int kPrefetchBytes = 2048;
 
-// Whether one multiply instruction processes two successive steps along K for weights of type W.
+// Whether weights of type W are multiplied by an instruction that processes two successive indices along K
+// (steps) at once.
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
 struct Half {};    // float16
-struct Cached {};  // weights that were quantised and have been converted to float32, in a small buffer
+struct Cached {};  // quantised weights that have been converted to float32, in a buffer that fits the cache
 
-// Whether weights of type W are always multiplied straight from memory. Weights of other types are converted
-// to float32 in a small buffer first if there are many rows.
+// Whether weights of type W are always multiplied straight from memory. If there are many rows, weights of
+// other (quantised) types are first converted to float32, in a small buffer, so that all rows share the
+// conversion.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
                         std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads the weights of a panel, one unit at a time. A unit is kUnit steps along K and is divided into kRuns
-// runs of kRunSteps steps each. Call `open` with the first step of a unit, a multiple of kUnit. Then, for
-// each run, call `turn_to` and read the weights of the steps of that run.
+// Reads weights of type W from a panel, which has kPanel columns of a weight matrix. A unit is kUnit
+// successive indices along K (steps) and is divided into kRuns runs of kRunSteps steps each. Call `open` with
+// the first step of a unit, a multiple of kUnit. Then, for each run, call `turn_to` and read the weights of
+// the run's steps.
 template <class W>
 class Reader;
 
@@ -94,7 +97,8 @@ class Reader<Bf16> : public PlainReader<uint32_t, 2> {
 template <>
 class Reader<Bf16Pairs> : public PlainReader<uint32_t, 2> {
  public:
-  // Returns the bfloat16 weights of steps 2s and 2s + 1 of the run, two in each 32-bit word.
+  // Returns the bfloat16 weights of steps 2s and 2s + 1 of the current run for vector v of the columns, two
+  // weights in each 32-bit lane.
   MK_INLINE F32 weight(int s, int v) const { return (F32)load_words(at(2 * s, 2 * v)); }
 };
 #endif
@@ -106,8 +110,9 @@ struct Line {
   F32 scale, offset;
 };
 
-// Returns the linear maps of the weights of unit `unit` of a quantised block, for the columns from `at` on.
-// For types whose scales cover only 16 steps, half a unit, `half` (0 or 1) selects the half.
+// Returns the factors and offsets that convert stored integers to weights, for unit number `unit` (32 steps
+// along K) of a quantisation block and for kLanes columns from `at` on. For types whose scales cover only 16
+// steps, `half` (0 or 1) selects the half of the unit.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -133,7 +138,8 @@ MK_INLINE Line line_of(const SuperScale& s, int unit, int half, int at) {
   return {load_half(s.scale + at) * load(s.eight[2 * unit + half] + at), F32{}};
 }
 
-// Returns code words [j] of a unit (packed.h) for the columns from `at` on.
+// Returns the stored integers of steps 4j to 4j + 3 of a unit (32 steps along K) for kLanes columns from `at`
+// on: in each 32-bit lane, four bytes of one column.
 template <int kBits>
 MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
   if constexpr (kBits == 8) {
@@ -180,7 +186,7 @@ class Reader<PackedBlock<S, kBits, kCount>> {
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     } else {
       const U32 word = code_words(values, 2 * run_ + s / 4, v * kLanes);
-      const int above = 24 - s % 4 * 8;  // bits above those of this step
+      const int above = 24 - s % 4 * 8;  // bits of the 32-bit word that are above the byte of step s
       if constexpr (kBits == 8) return __builtin_convertvector((I32)(word << above) >> 24, F32) * line.scale;
       const U32 value = above == 0 ? word >> 24 : word >> (24 - above) & 0xFF;
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
@@ -191,8 +197,8 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void set_lines(int half) {
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
-      // The offset is exact because kZero is a power of two. The product of a scale and a value is exact,
-      // too.
+      // Symmetric types store each integer plus kZero, which this offset subtracts again. The offset is exact
+      // because kZero is a power of two, and the product of a scale and a value is exact too.
       if (P::kZero != 0) line.offset = line.scale * -float{P::kZero};
     }
   }
@@ -222,8 +228,8 @@ MK_INLINE void with_format(Dtype type, const F& f) {
   }
 }
 
-// Converts the steps [begin, begin + steps) along K of a panel to float32, with shape [steps][kPanel].
-// `begin` and `steps` are multiples of kUnit.
+// Converts the weights of a panel (kPanel columns) at indices [begin, begin + steps) along K to float32, and
+// stores them in `out` as [steps][kPanel]. `begin` and `steps` are multiples of kUnit.
 template <class W>
 void widen(const Panel& panel, int begin, int steps, float* out) {
   for (int s = 0; s < steps; s += kUnit) {

@@ -13,10 +13,10 @@
 
 namespace mk::MK_SIMD {
 
-// kAccumulators: the number of accumulators that fit in registers beside the weights. kWithScales: the number
-// of accumulators and scales that fit while quantised weights are converted to float32 in registers.
-// kMicroRows: the rows of the largest register block. 16-lane targets have 32 vector registers. A test
-// disassembles every block to check that its registers are not spilled.
+// A register block is a part of C that is accumulated in registers. kMicroRows: its maximum number of rows.
+// kAccumulators: how many vectors of accumulators fit in registers beside the weights. kWithScales: how many
+// vectors of accumulators and scales fit while quantised weights are converted to float32 in registers. A
+// test disassembles every block to check that its registers are not spilled.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -30,7 +30,8 @@ static_assert(kMicroRows <= kMaxMicroRows);
 // The maximum number of rows that one pass over a tile's weights multiplies.
 constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;
 
-// Returns log2 of the number of weight panels that a register block of `rows` rows covers.
+// Returns log2 of the number of weight panels (kPanel columns each) for which the results of `rows` rows can
+// be accumulated in registers together.
 template <class W>
 constexpr int panel_log2(int rows) {
   int log2 = 2;
@@ -39,6 +40,11 @@ constexpr int panel_log2(int rows) {
   return log2;
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
+
+// The largest number of rows that are multiplied with weights of type W directly. For more rows, quantised
+// weights are converted to float32 once, into a buffer.
+template <class W>
+constexpr int kDirectRows = kPlain<W> ? kMicroRows : 1;
 
 // How many steps along K a 32-bit word of A contains. A pair of bfloat16 values is two steps, with the first
 // step in the upper half of the word; a float32 value is one step.
@@ -60,10 +66,10 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// Computes C = A W^T for R rows and P panels, over the steps [begin, begin + steps) along K of the panels.
-// Both limits of this range are multiples of kUnit. With `resume`, adds the products to C instead. A is
-// stored in chunks of kChunk steps, which are chunk_stride floats apart; within a chunk, rows are
-// kChunkStride floats apart. If the range of steps begins inside a chunk, it also ends in that chunk.
+// Computes C = A W^T for R rows and P panels of weights (kPanel columns each), over the indices (steps)
+// [begin, begin + steps) along K. Both limits are multiples of kUnit. With `resume`, adds the products to C
+// instead. A is stored in chunks of kChunk steps, which are chunk_stride floats apart; within a chunk, rows
+// are kChunkStride floats apart. If the range of steps begins inside a chunk, it also ends in that chunk.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -111,10 +117,10 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin,
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, int64_t, bool);
 
-// micro<rows, 1 << log2, W>.
+// A table of the instances of `micro`: entry[rows][log2] is micro<rows, 1 << log2, W>.
 template <class W>
 struct MicroTable {
-  Micro entry[kMicroRows + 1][3] = {};
+  Micro entry[kDirectRows<W> + 1][3] = {};
 
   template <int R, int L>
   constexpr void fill() {
@@ -127,7 +133,7 @@ struct MicroTable {
     fill<R, 2>();
     if constexpr (R > 1) fill_rows<R - 1>();
   }
-  constexpr MicroTable() { fill_rows<kMicroRows>(); }
+  constexpr MicroTable() { fill_rows<kDirectRows<W>>(); }
 };
 
 template <class W>
@@ -139,8 +145,9 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Rows of A to be multiplied with some panels, block_rows rows at a time. `x` has the layout of `a` in
-// `micro`. The results go to `c`.
+// Rows of A that are multiplied with panels of weights, block_rows rows at a time. `x` contains the rows, in
+// chunks of kChunk steps along K as `micro` needs them. The results go to `c`, whose rows are ldc floats
+// apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -158,13 +165,13 @@ struct RowBlocks {
 };
 
 // Computes c = x W^T, or adds to c with `resume`, for 1 << log2 panels of one type, over the steps
-// [begin, begin + steps) along K. If there is only one block of rows, quantised weights are converted to
-// float32 in registers. If there are more, they are converted once, into the buffer `wide`, for all blocks.
+// [begin, begin + steps) along K. For one row, quantised weights are converted to float32 in registers. For
+// more rows, they are converted once, into the buffer `wide`.
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
-  if (kPlain<W> || rows.rows <= rows.block_rows)
-    return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
+  if constexpr (kPlain<W>) return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
+  if (rows.rows == 1) return rows.multiply<W>(panels, log2, begin, 0, steps, resume);
   for (int done = 0, part; done < steps; done += part) {
     part = lower_of(steps - done, kWideSteps);
     Panel widened[kWidePanels];
@@ -177,14 +184,15 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Finds the rows of a buffer that a matmul reads or writes: those of a list, or consecutive rows.
+// Maps row i of a matmul to a row of the buffer that it reads or writes: to rows[i] if there is a list, such
+// as the rows of one expert, and otherwise to row i itself.
 struct RowList {
   const int32_t* rows = nullptr;
   MK_INLINE int operator[](int i) const { return rows == nullptr ? i : rows[i]; }
 };
 
-// Prepares rows of a matmul's inputs for multiplication. The inputs are values of the compute type, or, if
-// the phase applies an RMS norm to them, float32 values.
+// Converts rows of a matmul's inputs to the layout that `micro` reads. The inputs have type T, or float32 if
+// the matmul applies an RMS norm to them first.
 template <class T>
 class Inputs {
  public:
@@ -246,15 +254,18 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// Computes t = inputs weights^T + bias of the phase for a tile, and passes every output to kResult once. Each
-// call of kResult receives the columns [first, first + columns) of one row. If the phase has several
-// matrices, their panels alternate in memory. A call then receives the columns of one panel of the first
-// matrix, and the results of each further matrix follow kPanel floats later. `weights` has the panels of all
-// columns. The rows of the tile are indices in two lists: `from` has the rows of the inputs, and `to` those
-// that kResult receives.
-template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
-inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowList from = {},
-                 RowList to = {}) {
+// Takes a part of a matmul's output: the columns [first, first + columns) of one row, which begin at t. It
+// may change t.
+using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
+
+// Computes t = inputs weights^T + bias for one tile of a matmul's output, and passes every output to `take`
+// once. `weights` lists the panels (kPanel columns each) of all columns. If the matmul has several matrices,
+// such as gate and up, their panels alternate. A call of `take` then receives the columns of one panel of the
+// first matrix, and the results of each further matrix follow kPanel floats later. `from` maps the tile's
+// rows to rows of the inputs, and `to` maps them to the rows that `take` receives.
+template <class T>
+void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult take, RowList from = {},
+          RowList to = {}) {
   const Phase& phase = *call.phase;
   const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
@@ -280,7 +291,7 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
     // and the accumulators stay in registers from the first step to the last.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
-    enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // of the inputs of all of K
+    enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // the form of the inputs in `x`
     const auto prepare = [&](int begin, Form form) {
       if (whole_k && held == form) return;
       held = form;
@@ -309,7 +320,7 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
             const Panel* const first = weights + p + q;
             const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
             const auto multiply_block = [&]<class W>() {
-              int log2 = whole_k ? panel_log2<W>(block_rows) : panel_log2<Cached>(block_rows);
+              int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<Cached>(block_rows);
               while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
               multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
               q += 1 << log2;
@@ -344,17 +355,18 @@ inline void gemm(const Call& call, const Tile& tile, const Panel* weights, RowLi
           for (int m = 0; bias != nullptr && m < matrices; ++m) {
             for (int j = 0; j < n; ++j) t[m * kPanel + j] += bias[m * phase.width + first + j];
           }
-          kResult(call, to[r + i], first, n, t);
+          take(call, to[r + i], first, n, t);
         }
       }
     }
   }
 }
 
-// As above, with all weights of the phase, and with consecutive rows.
-template <class T, void (*kResult)(const Call& call, int row, int first, int columns, float* t)>
-inline void gemm(const Call& call, const Tile& tile) {
-  gemm<T, kResult>(call, tile, call.weights<Panel>());
+// Computes a tile of a matmul with all weights of the phase and consecutive rows, and passes every output to
+// `take`.
+template <class T>
+void gemm(const Call& call, const Tile& tile, TakeResult take) {
+  gemm<T>(call, tile, call.weights<Panel>(), take);
 }
 
 }  // namespace mk::MK_SIMD

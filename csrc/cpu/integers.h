@@ -1,4 +1,5 @@
-// Multiplies quantised weights with activations in integers (the class `q8` of megakernel/isa/integers.py).
+// Multiplies quantised weights with activations that have been rounded to 8-bit integers.
+// megakernel/isa/integers.py defines this arithmetic, under the name `q8`.
 //
 // A row of activations is rounded to 8-bit integers, 32 at a time, with one scale. The integer sum of the
 // products of a group (32 steps along K, or 16 if the weights have scales for 16) is exact, so neither the
@@ -12,19 +13,20 @@
 
 namespace mk::MK_SIMD {
 
-// A unit of activations: step s of 32 has the value scale * (byte s of `words`).
+// 32 successive activations of a row (a unit), rounded to 8 bits: number s has the value scale * (byte s of
+// `words`).
 struct Rounded {
   uint32_t words[kUnit / 4];
   float scale;
   float sum;          // scale * (halves[0] + halves[1])
-  int32_t halves[2];  // the sums of the first and of the last 16 bytes
+  int32_t halves[2];  // sums of the first 16 bytes and of the last 16 bytes
 };
 
-// The rows of the largest register block.
+// The maximum number of rows whose results are accumulated in registers at a time.
 constexpr int kIntegerRows = MK_LANES / 2;
 
-// Rounds a unit of activations. If a value is not finite, the scale is NaN. If all values are smaller than
-// 2^-100, the scale is zero.
+// Rounds 32 activations to 8-bit integers that share a scale. If a value is not finite, the scale is NaN. If
+// all magnitudes are below 2^-100, the scale is zero.
 MK_INLINE void round_unit(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
   U32 most{};
@@ -40,7 +42,7 @@ MK_INLINE void round_unit(const float* x, Rounded* out) {
   const float scale = some ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
   I32 rounded[kVectors], sums[2] = {};
   MK_UNROLL for (int i = 0; i < kVectors; ++i) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it to a float rounds the float to an integer
     const F32 shifted = (finite ? values[i] : F32{}) * inverse + kMagic;
     rounded[i] = (I32)shifted - (I32)splat(kMagic);
     sums[i * 2 / kVectors] += rounded[i];
@@ -52,7 +54,7 @@ MK_INLINE void round_unit(const float* x, Rounded* out) {
   out->sum = scale * static_cast<float>(out->halves[0] + out->halves[1]);
 }
 
-// Rounds `units` units of a row of activations in place.
+// Rounds a row of 32 * units activations to 8-bit integers, 32 at a time, in place.
 inline void round_row(float* x, int units) {
   Rounded* const out = reinterpret_cast<Rounded*>(x);
   static_assert(sizeof(Rounded) <= kUnit * sizeof(float));
@@ -63,7 +65,8 @@ inline void round_row(float* x, int units) {
   }
 }
 
-// How a quantised type's weights are multiplied in integers: everything but the layout of its scales.
+// The properties of a quantised type that decide how its weights are multiplied in integers. Types that
+// differ only in the layout of their scales have the same properties, and so share code.
 template <int kValueBits, int kGroupCount, bool kHasOffset>
 struct Kind {
   static constexpr int kBits = kValueBits, kGroups = kGroupCount;
@@ -73,7 +76,7 @@ struct Kind {
 template <class P>
 using KindOf = Kind<P::kValueBits, P::kGroups, P::kOffset>;
 
-// Reads a unit of packed weights from memory.
+// Reads a unit of packed weights (32 steps along K of a panel) straight from memory.
 template <class P>
 class PackedUnit {
  public:
@@ -96,7 +99,7 @@ class PackedUnit {
   int unit_;
 };
 
-// A unit of weights that have been unpacked, to be used for many rows.
+// A unit of weights, 32 steps along K of a panel, that has been unpacked to bytes, to be used for many rows.
 template <class KindOfWeights>
 struct Unpacked {
   using K = KindOfWeights;
@@ -109,7 +112,7 @@ struct Unpacked {
   }
 };
 
-// Finds the units of a panel that `unpack_units` has unpacked.
+// Reads a unit of weights that `unpack_units` has unpacked, with the interface of PackedUnit.
 template <class KindOfWeights>
 class UnpackedUnit {
  public:
@@ -142,9 +145,9 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
   }
 }
 
-// Computes C = A W^T for R rows and P panels, which are `apart` panels apart, over the steps [begin, begin +
-// steps) along K of the panels. The other arguments are those of `micro` (gemm.h), except that A has been
-// rounded.
+// Computes C = A W^T for R rows and P panels of weights (kPanel columns each), over the indices [begin, begin
+// + steps) along K. The panels are every `apart`-th one from panels[0] on. The other arguments are those of
+// `micro` in gemm.h, except that `a` has been rounded to 8-bit integers.
 template <int R, int P, class Unit>
 void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, int apart, int begin,
                     int steps, float* c, int64_t ldc, bool resume) {
@@ -202,7 +205,7 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
 
 using MultiplyUnits = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// multiply_units<rows, 1, UnpackedUnit<K>> for 1 to kIntegerRows rows.
+// Returns a table whose element n - 1 is multiply_units for n rows and one panel of unpacked weights.
 template <class K, int... kBefore>
 constexpr std::array<MultiplyUnits, kIntegerRows> multiply_units_of(std::integer_sequence<int, kBefore...>) {
   return {multiply_units<kBefore + 1, 1, UnpackedUnit<K>>...};
@@ -210,9 +213,10 @@ constexpr std::array<MultiplyUnits, kIntegerRows> multiply_units_of(std::integer
 template <class K>
 constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows>{});
 
-// The panels that one row is multiplied with at once. One core reads memory faster as a few streams that are
-// far apart than as one: a Zen 3 multiplied 4-bit weights that are not in caches in a quarter less time.
-constexpr int kStreams = 4;
+// The number of weight panels that a single row is multiplied with at once. A core reads memory faster as a
+// few streams at distant addresses than as one stream: on a Zen 3, products with 4-bit weights that were not
+// in caches took a quarter less time. Portable code is too slow to gain from it, and takes long to compile.
+constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
 // Computes c = x W^T, or adds to c with `resume`, for `rows` rounded rows and `count` panels, over the steps
 // [begin, begin + steps) along K. For one row, weights are unpacked in registers. More rows need count = 1;

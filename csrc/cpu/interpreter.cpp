@@ -13,8 +13,8 @@
 namespace mk {
 namespace {
 
-constexpr int64_t kPrefetchLimit = 256 << 10;  // most bytes to prefetch: they fit in a core's L2 cache
-constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes prefetched between two checks of the waits
+constexpr int64_t kPrefetchLimit = 256 << 10;  // maximum bytes of weights to prefetch into a core's L2 cache
+constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes to prefetch before the waits are checked again
 
 // Before it yields, a waiting thread spins for longer than most waits of a step last, because a busy system
 // may give the core to another process as soon as the thread yields.
@@ -22,7 +22,7 @@ constexpr int kSpins = 4000, kYields = 200;
 // If there are more threads than cores, a waiting thread spins only briefly, because the thread that it waits
 // for may need its core.
 constexpr int kCrowdedSpins = 20;
-constexpr int kPatience = 10;  // pauses before an idle thread tries other threads' streams
+constexpr int kPatience = 10;  // pauses before an idle thread tries to run other threads' instructions
 constexpr long kNapNs = 50'000;
 
 void relax() {
@@ -100,7 +100,7 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
         {&s.keys, model.head_dim * key_stride(model)},
         {&s.values, model.kv_block * padded},
         {&s.scales, int64_t{ceil_div(model.head_dim, kKvUnit)} * model.kv_block},
-        {&s.queries, pairs * model.head_dim + kPanel},
+        {&s.queries, pairs * ceil_div(model.head_dim, kKvUnit) * kKvUnit},
         {&s.scores, pairs * model.kv_block},
         {&s.block_out, pairs * padded},
         {&s.merged_out, pairs * padded},
@@ -140,7 +140,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
     if (trace) c.intervals.reserve(interval_bound(c));
   }
   deal_streams();
-  ++program.launches;  // counted only here, because nothing below can throw an exception
+  ++program.launches;  // not earlier, because the statements above may throw an exception
   left_.store(0, std::memory_order_relaxed);
   for (Cursor& c : cursors_) {
     if (settle(c)) {
@@ -173,9 +173,9 @@ void Interpreter::deal_streams() {
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
-// Returns the maximum number of intervals that a traced stream can record: a wait, a load, a computation and
-// a store for each instruction and each attention item. All instructions in the queues of the stream's rank
-// are included, because one worker may claim all of them.
+// Returns the maximum number of intervals (entries of a trace) that a stream can record: a wait, a load, a
+// computation and a store for each instruction and each attention work item. All instructions in the queues
+// of the stream's rank are included, because one worker may claim all of them.
 int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
   const auto add = [&](int list, int first, int end) {
@@ -331,8 +331,9 @@ bool Interpreter::fetch_weights(Cursor& c) {
   return fetched;
 }
 
-// Moves the cursor to the stream's next record and fetches the record. At the end of a layer or segment, the
-// cursor moves on to the next one. Returns false if the stream has ended.
+// Moves the cursor to the stream's next record (an instruction) and fetches it. At the end of a layer, or of
+// a segment (prologue, layers, epilogue), the cursor moves on to the next one. Returns false if the stream
+// has ended.
 bool Interpreter::settle(Cursor& c) {
   const int stream = program_->stream(c.rank, c.worker);
   while (c.segment < kSegments && c.next == program_->end(c.segment, stream)) {
@@ -362,8 +363,8 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// Claims the next record of the queue for the current drain instruction, which covers the first `end` records
-// of the queue. Returns false if all of these have been claimed.
+// A drain instruction executes records of a queue that all workers of its rank share. Claims the next of the
+// queue's first `end` records for this worker. Returns false if all of these have been claimed.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -390,8 +391,8 @@ bool Interpreter::met(int rank, int32_t block, int32_t counter) const {
   return static_cast<int32_t>(value - target) >= 0;
 }
 
-// Returns whether all waits of the current record are satisfied. An indexed wait of attention depends on the
-// current attention item.
+// Returns whether all waits of the current record are satisfied. The counters of a wait with the kIndexed bit
+// depend on the step: for attention, on the current work item.
 bool Interpreter::ready(Cursor& c) const {
   for (int i = 0; i < kWaits; ++i) {
     const int32_t word = c.record[kWaitWord + i];
@@ -412,8 +413,9 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Returns whether all counters that the current attention item needs have reached their totals. The counters
-// are part of a grid of counters, [row block][group of KV heads]. `word` names the first counter of the grid.
+// Returns whether all counters that the current attention item (a unit of work) waits for have reached their
+// totals. They belong to a grid of counters, [row block][group of KV heads]. `word`, a wait of the record,
+// names the first counter of the grid.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -429,8 +431,9 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// For a norm of logit rows, returns whether the inputs of all rows that this rank normalises are complete.
-// Each row block has one counter, and `word` names the counter of row block 0.
+// The final norm reads only the rows that need logits, which differ from step to step. Returns whether all of
+// these rows that this rank normalises are complete. Each row block has one counter, and `word`, a wait of
+// the record, names the counter of row block 0.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);
@@ -442,8 +445,9 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Executes the current record. For attention, runs items until one is not ready. For a drain, claims one
-// record of its queue, which the next call executes. Returns false if the launch is aborted during the call.
+// Executes the current record. For attention, runs work items until one is not ready. For a drain, which
+// executes records of a queue, claims one of them, and the next call executes it. Returns false if the launch
+// is aborted during the call.
 template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
   IntervalKind kind = IntervalKind::COMPUTE;
@@ -538,7 +542,8 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
     program_->counter(rank, block, counter).fetch_add(count, std::memory_order_release);
 }
 
-// Prefetches the next slice of the current record's weights. Returns false if no slice is left.
+// Prefetches the next slice of the weights of the stream's current instruction. Returns false if none is
+// left.
 bool Interpreter::prefetch(Cursor& c) {
   if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
   const Buffer weights = c.phase->weights;

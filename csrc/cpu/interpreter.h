@@ -1,5 +1,5 @@
-// Runs launches of programs on a pool of threads. A program has one stream of instructions per worker of each
-// rank.
+// Runs programs on a pool of CPU threads. A program has one stream of instructions for each worker (an SM, in
+// a program for GPUs) of each rank. A launch is one execution of a program.
 //
 // Each thread is assigned some of the streams. The thread looks through its streams for a next instruction
 // whose waits are satisfied and executes it, so a program for 8 ranks of 132 workers runs even on two cores.
@@ -43,13 +43,13 @@ class Interpreter {
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
-  // Starts a launch with a copy of the step table. The interpreter must be idle, and the program must outlive
-  // the launch.
+  // Starts a launch with a copy of the step table, which describes the batch. The interpreter must be idle,
+  // and the program must outlive the launch.
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
   // Makes all threads stop soon. wait() then returns kFailed, and the program needs a reset.
   void abort() { abort_.store(1, std::memory_order_relaxed); }
-  // Resets the program's counters and the buffer SPLITS after a failed launch.
+  // Resets the program's counters, and those in the buffer SPLITS, after a failed launch.
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
@@ -84,19 +84,19 @@ class Interpreter {
     // `hold` has a cache line of its own, because other threads read it.
     alignas(64) std::atomic<Hold> hold{Hold::kFree};
     alignas(64) int rank = 0, worker = 0;
-    int thread = 0;  // the thread to which deal_streams assigned the stream
+    int thread = 0;  // the thread that normally executes the stream
     int segment = 0, layer = 0;
-    // Index of the next record in the segment.
+    // Index of the stream's next record (instruction) in the list of the segment.
     int32_t next = 0;
     // The current record: record number `next` of the segment, or, if that is a DRAIN instruction, a
     // record that it has claimed from a queue. Null if the current record has not been fetched yet.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;    // the phase of `record`
-    int32_t number = 0;              // the number of `record`, as in a trace
+    int32_t number = 0;              // the number by which a trace identifies `record`
     bool claimed = false;            // whether a drain claimed `record`
-    int32_t item = 0, item_end = 0;  // if `record` is attention: its remaining items are [item, item_end)
-    int blocked = 0;                 // index of the wait word of `record` that was found unsatisfied last
-    int64_t prefetched = 0;          // bytes of the weights of `record` prefetched so far
+    int32_t item = 0, item_end = 0;  // if `record` is attention: its remaining work items, [item, item_end)
+    int blocked = 0;                 // which wait of `record` was found unsatisfied last
+    int64_t prefetched = 0;          // how many bytes of the weights of `record` have been prefetched
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;
     int64_t dropped = 0;
@@ -104,7 +104,7 @@ class Interpreter {
   struct alignas(64) Progress {
     std::atomic<uint64_t> instructions{0};
   };
-  struct alignas(64) Memory {  // the memory of one thread
+  struct alignas(64) Memory {  // memory that one thread uses
     Scratch scratch;
     std::vector<int64_t> link_bytes;  // by rank
   };
@@ -157,9 +157,9 @@ class Interpreter {
   // The state of the launch in progress.
   Program* program_ = nullptr;
   std::vector<int32_t> words_;
-  std::vector<StepView> views_;               // the step table as each rank sees it
+  std::vector<StepView> views_;               // for each rank: pointers into the step table
   std::vector<Cursor> cursors_;               // one for each stream
-  std::vector<std::vector<Cursor*>> dealt_;   // the streams of each thread
+  std::vector<std::vector<Cursor*>> dealt_;   // for each thread: the streams that it normally executes
   bool crowded_ = false;                      // whether more threads have streams than there are cores
   alignas(64) std::atomic<int32_t> left_{0};  // number of streams that have not ended
   std::vector<Progress> progress_;

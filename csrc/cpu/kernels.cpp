@@ -1,4 +1,5 @@
-// This file is compiled once per SIMD path: MK_SIMD names it, and MK_LANES is its vector length in floats.
+// This file is compiled once for each SIMD path (an instruction set such as AVX2). The macro MK_SIMD is the
+// path's name, and MK_LANES is its vector length in floats.
 #include "kernels.h"
 
 #include "../common/record.h"
@@ -21,7 +22,8 @@ namespace mk {
 namespace MK_SIMD {
 namespace {
 
-// Reads `bytes` bytes as four streams at once, because the hardware prefetchers follow several streams best.
+// Reads `bytes` bytes, to measure memory bandwidth. It reads four streams at once, because the hardware
+// prefetchers work best on several streams. Returns a sum, so that the compiler cannot remove the reads.
 double read(const void* data, int64_t bytes) {
   constexpr int kStreams = 4;
   const int64_t floats = bytes / 4 / kStreams;
@@ -60,14 +62,14 @@ double multiply_add(int64_t rounds, double* flops) {
   return sum(all);
 }
 
-// As `multiply_add`, for products of 8-bit activations with 4-bit weights.
+// Measures peak throughput like `multiply_add`, but for products of 8-bit activations with 4-bit weights.
 double multiply_integers(int64_t rounds, double* operations) {
   constexpr int kChains = 4, kWords = 8;
   ByteSums<4> sums[kChains];
   U32 weights = (U32)lane_index() * 0x01010101u & 0x0F0F0F0Fu;
   for (int64_t i = 0; i < rounds; i += kWords) {
     MK_UNROLL for (int j = 0; j < kWords; ++j) {
-      weights = (weights + 0x01010101u) & 0x0F0F0F0Fu;  // so that the products are computed anew
+      weights = (weights + 0x01010101u) & 0x0F0F0F0Fu;  // otherwise GCC could compute the products once
       MK_UNROLL for (int c = 0; c < kChains; ++c) sums[c].add(j, weights, 0x7F01FF05u + 0x02020202u * c);
     }
   }
@@ -93,7 +95,7 @@ void run(const Call& call, const int32_t* record) {
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {
-    const auto any = [&](uint32_t salt, uint32_t exponents) {  // random values of magnitude 2^-16 or more
+    const auto any = [&](uint32_t salt, uint32_t exponents) {  // random floats, magnitudes from 2^-16 on
       U32 v = ((U32)lane_index() + 16 * (8 * round + salt)) * 0x9E3779B9u;
       v = (v ^ v >> 15) * 0x85EBCA6Bu;
       return (v & 0x807FFFFFu) | ((111 + (v >> 23) % exponents) << 23);

@@ -19,13 +19,13 @@ struct Bf16Pairs : Bf16 {};
 // memory. A panel is 16 columns of weights (packed.h). A register block is the part of the output that is
 // accumulated in registers.
 constexpr int kTileRows = 96;      // token rows that share one pass over the weights
-constexpr int kTilePanels = 32;    // weight panels that one pass over K multiplies
-constexpr int kMaxMicroRows = 12;  // maximum number of token rows of a register block
+constexpr int kTilePanels = 32;    // weight panels (16 columns each) that share one pass over K
+constexpr int kMaxMicroRows = 12;  // maximum number of token rows whose results are in registers together
 constexpr int kChunk = 256;        // with many rows, accumulators are stored after this many steps along K
 constexpr int kChunkStride =
-    kChunk + 16;                 // floats; not a power of two, so that rows map to different cache sets
+    kChunk + 16;  // row stride in floats; not a power of two, so that rows use different cache sets
 constexpr int kWideSteps = 128;  // steps along K whose quantised weights are converted to float32 at a time
-constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats between two panels; not a power of two
+constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats per converted panel; not a power of two
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
@@ -45,16 +45,17 @@ struct Scratch {
   float* keys;         // keys of a KV block, converted to float32: [head_dim][key_stride(dims)]
   float* values;       // values of a KV block, converted to float32: [kv_block][head_dim, padded to kPanel]
   float* scales;       // scales of a head's quantised values: [quantisation block][kv_block]
-  float* queries;      // the queries in float32: [pairs][head_dim]
+  float* queries;      // the queries: [pairs][head_dim], or Rounded (integers.h) if keys are quantised
   float* scores;       // scores, then softmax weights, of one KV block: [pairs][kv_block]
-  float* block_out;    // weighted sums o of one KV block: [pairs][head_dim, padded to kPanel]
-  float* merged_out;   // sums o of all KV blocks so far: [pairs][head_dim, padded to kPanel]
-  float* stats;        // m and l of one KV block, then m and l of all KV blocks so far: [4][pairs]
+  float* block_out;    // softmax-weighted sums of one KV block's values: [pairs][head_dim, padded to kPanel]
+  float* merged_out;   // softmax-weighted sums over all KV blocks so far: [pairs][head_dim, padded to kPanel]
+  float* stats;        // softmax maxima and sums: of one KV block, then of all KV blocks so far: [4][pairs]
   float* logits;       // logits of one row: [vocab]
   int32_t* counts;     // how often a sequence contains each token id: [vocab]; all zero between calls
 };
 
-// Returns the layer whose weights a phase reads when it runs in layer `layer`.
+// Returns the layer whose weights a phase reads when it runs in layer `layer`: phase.ahead layers further on,
+// but at most the last layer.
 inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
@@ -62,7 +63,7 @@ inline int32_t weights_layer(const Phase& phase, const Dims& d, int32_t layer) {
 // The arguments of a function that executes an instruction.
 struct Call {
   const Dims* dims;
-  const Phase* phase;  // with the sizes that the phase has on this rank
+  const Phase* phase;  // parameters of the operation, with the sizes that it has on this rank
   const StepView* step;
   void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
@@ -122,8 +123,8 @@ struct Kernels {
   Op ops[kOperations];
   // Copies an instruction's results to other ranks. Null if the operation has no separate function for this.
   Op send[kOperations];
-  // Computes output rows whose KV blocks were divided among several items (a split). Called once all of these
-  // items have run.
+  // Merges the partial results of attention rows whose KV blocks were divided among several work items.
+  // Called once all of these items have run.
   Op attention_merge;
   // Reads every byte of `data`, to measure memory bandwidth. Returns a sum, so that the compiler cannot
   // remove the reads.
@@ -131,14 +132,15 @@ struct Kernels {
   // Executes enough independent FMAs to keep the FMA units busy, to measure peak FLOP/s. Stores the number of
   // floating-point operations that it has executed in `flops`.
   double (*multiply_add)(int64_t rounds, double* flops);
-  // The same for multiply-adds of 8-bit integers, which `operations` counts.
+  // Executes multiply-adds of 8-bit integers, to measure their peak rate. Stores the number of operations
+  // that it has executed in `operations`.
   double (*multiply_integers)(int64_t rounds, double* operations);
 
   Op op(const Phase& phase) const { return ops[static_cast<int32_t>(phase.operation)]; }
   Op sender(const Phase& phase) const { return send[static_cast<int32_t>(phase.operation)]; }
 };
 
-// Each function returns the table of one SIMD path.
+// Each function returns the kernels of one SIMD path for activations of type `dtype`.
 const Kernels* portable_kernels(Dtype dtype);
 const Kernels* avx2_kernels(Dtype dtype);
 const Kernels* avx512_kernels(Dtype dtype);

@@ -18,7 +18,7 @@
 namespace mk {
 
 constexpr int kPanel = 16;  // columns of a panel
-constexpr int kUnit = 32;   // steps along K that are read together
+constexpr int kUnit = 32;   // indices along K (steps) whose weights are read together
 
 struct Panel {
   const char* data;
@@ -31,10 +31,10 @@ struct Panel {
 // Returns the number of panels that contain any of the columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// The values of one unit of a panel, 32 steps of 16 columns. The code words of a unit are 32-bit words, each
-// with a byte for each of four successive steps of one column: word [j][c] has steps 4j to 4j + 3 of column
-// c. In memory, word [j][c] of `low` contains the lowest four bits of the bytes of code words [2j][c] and
-// [2j + 1][c]. `high` contains the remaining bits: if it has n rows of words, word [j][c] contains those of
+// The integers of one unit of a quantised panel: 32 indices along K (steps) of 16 columns. Kernels expand
+// them to code words of 32 bits: word [j][c] has one byte for each of the steps 4j to 4j + 3 of column c. In
+// memory, word [j][c] of `low` contains the lowest four bits of all bytes of the code words [2j][c] and [2j +
+// 1][c]. `high` contains the remaining bits: if it has n rows of words, its word [j][c] contains those of the
 // code words [j][c], [j + n][c], [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
@@ -85,7 +85,8 @@ struct SuperScale {
   int8_t eight[16][kPanel];
 };
 
-// The code of a weight of 0. Types with an offset need none, and codes of 8 bits have signs.
+// Returns the stored integer that stands for a weight of 0 in symmetric types. Integers of 8 bits have signs,
+// so it is 0 for them. Types whose weights have an offset have no such integer, so the result is also 0.
 constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
 
 // The quantisation blocks of a panel's 16 columns that begin at the same step along K.
@@ -94,7 +95,7 @@ struct PackedBlock {
   using Scales = S;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
-  static constexpr int kGroups = S::kGroups;   // groups of a unit that have scales of their own
+  static constexpr int kGroups = S::kGroups;   // groups of steps in a unit, each with its own scales
   static constexpr int kZero = zero_code(kBits, kOffset);
 
   Scales scales;
@@ -140,7 +141,7 @@ R with_packed(Dtype type, R none, const F& f) {
   return none;
 }
 
-// Returns the size in bytes of a panel whose columns have k elements.
+// Returns the size in bytes of a packed panel: 16 columns of k weights each.
 inline int64_t panel_bytes(Dtype type, int64_t k) {
   const int64_t plain = (k + kUnit - 1) / kUnit * kUnit * kPanel * (type == Dtype::F32 ? 4 : 2);
   return with_packed(type, plain, [&]<class P>() {

@@ -261,7 +261,7 @@ Packed pack(const Matrix& matrix, Arena& arena, int threads) {
   int64_t t = 1;
   try {
     for (; t < n; ++t) pool.emplace_back(work, panels * t / n, panels * (t + 1) / n);
-  } catch (const std::exception&) {  // the system refuses another thread: the calling thread does the rest
+  } catch (const std::exception&) {  // the system allows no further thread: the calling thread does the rest
   }
   work(0, panels / n);
   work(panels * t / n, panels);

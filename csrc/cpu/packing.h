@@ -14,9 +14,9 @@ struct Part {
   const void* data;
 };
 
-// One or several matrices, each [rows, k], whose panels alternate after packing, and `stacked` times the same
-// for as many experts, whose panels follow each other. `parts` contains the rows of the first matrix,
-// followed by those of the next. A panel never contains rows of two parts.
+// The weights of a matmul: `matrices` matrices [rows, k], such as gate and up, whose panels alternate after
+// packing. With experts, there are `stacked` such sets, one for each expert, packed one after another.
+// `parts` contains the rows of all matrices in order. A panel never contains rows of two parts.
 struct Matrix {
   int64_t stacked, matrices, rows, k, part_count;
   const Part* parts;
@@ -24,7 +24,8 @@ struct Matrix {
   int64_t panels() const { return matrices * ((rows + kPanel - 1) / kPanel); }  // of one expert
 };
 
-// The packed panels of a matrix. `table` lists their types and addresses; kernels receive it as the matrix.
+// The packed panels of a matrix. `table` lists the panels' types and addresses; it is what kernels receive as
+// their weights.
 struct Packed {
   void* table;  // Panel[panels]
   void* data;

@@ -7,8 +7,9 @@ namespace {
 
 constexpr const char* kListNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
 
-// Throws unless the offsets of a list ascend from 0 to the number of the list's records. All later code
-// relies on the offsets to find the records of a stream or queue.
+// A record list contains the instruction records of all streams or queues, one after another, and `offsets`
+// says where each begins. Throws unless the offsets ascend from 0 to the number of records, on which all
+// later code relies.
 void check_offsets(const ProgramSource& source, int list, int64_t streams) {
   const int32_t* offsets = source.offsets[list];
   bool good = offsets[0] == 0 && offsets[streams] == source.lengths[list];

@@ -30,11 +30,13 @@ struct ProgramSource {
   int32_t ranks, workers, counters, queues;  // workers and queues: per rank; counters: per layer and rank
   const int32_t* records[kRecordLists];
   int64_t lengths[kRecordLists];  // the number of records of each list
+
   // Where each stream or queue begins in its list, followed by the end of the last one:
   // [ranks * workers + 1] for a segment, [ranks * queues + 1] for the queues.
   const int32_t* offsets[kRecordLists];
-  // Arrivals per launch at each counter, [ranks][counters], in the first block of counters, in each middle
-  // block and in the last block.
+  // Arrivals per launch at each counter, [ranks][counters]. Each layer has a block of counters, and the
+  // epilogue has another. The three arrays are for the first block, for each middle block and for the last
+  // block.
   const int32_t* totals[3];
 };
 
@@ -78,13 +80,14 @@ class Program {
   int32_t total(int rank, int32_t block, int32_t index) const {
     return totals_[block == 0 ? 0 : block == layers ? 2 : 1][int64_t{rank} * counters_ + index];
   }
-  // Returns the number of records claimed from a queue while `layer` runs. Like counters, it grows from
-  // launch to launch.
+  // Returns the number of records that workers have claimed from a queue in `layer`. It is not reset between
+  // launches, so it grows from launch to launch, as counters do.
   std::atomic<int32_t>& claims(int queue, int32_t layer) {
     return claims_[int64_t{layer} * ranks * queues_ + queue].value;
   }
 
   uint32_t launches = 0;  // number of launches begun since the counters were last reset
+
   // Resets the counters and claims to the state before the first launch. No launch may be running.
   void reset();
 

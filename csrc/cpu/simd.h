@@ -141,8 +141,8 @@ MK_INLINE Part<T> part(const T* p, int n) {
 }
 
 // Loads or stores the first n lanes. A load sets the other lanes to zero; a store leaves their memory
-// unchanged. Tails use the same vector code as the rest, so a value's bits do not depend on where a tile
-// ends.
+// unchanged. With these functions, the last, partial vector of a row is computed by the same code as the
+// others, so a value's bits do not depend on where a tile ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
   return n >= kLanes ? load(p) : load(part(p, n).lanes);
@@ -266,13 +266,14 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
 #endif
 }
 
-// Sums, in each lane, of the products of the four bytes of a weight's code word and the four signed bytes of
-// a word of activations. The bytes of weights have kBits bits. They are unsigned, or signed if kBits is 8.
-// The bytes of activations are at least -127.
+// Integer dot products of weights and activations, one in each lane. A 32-bit word contains four successive
+// weights, or four activations, as bytes. Weights have kBits bits and are unsigned, or signed if kBits is 8.
+// Activations are signed and at least -127.
 template <int kBits>
 class ByteSums {
  public:
-  // Adds the products of word number j of a group. Calls for the same object have j = 0, 1, 2 and so on.
+  // Adds the products of the four weights in each lane with the four activations in `word`. j numbers the
+  // calls for one object: 0, 1, 2 and so on.
   MK_INLINE void add(int j, U32 weights, uint32_t word) {
     const U32 x = U32{} + word;
 #if defined(__AVX512VNNI__)
@@ -281,7 +282,8 @@ class ByteSums {
     wide_ = (I32)_mm512_dpbusd_epi32((__m512i)wide_, (__m512i)unsigned_bytes, (__m512i)x);
     (void)j;
 #elif defined(__AVX2__)
-    // A 16-bit lane adds two products. It is large enough for those of kFit words.
+    // The multiply instruction adds two products in each 16-bit lane. A lane can hold the sum over kFit calls
+    // without overflow.
     constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
     __m256i magnitude = (__m256i)weights, factor = (__m256i)x;
     if constexpr (kBits == 8) {
@@ -305,8 +307,8 @@ class ByteSums {
     (void)j;
 #endif
   }
-  // Returns the sums of (byte - zero) * activation. `total` is the sum of the activations. A group has 4 or 8
-  // words, a multiple of those that fit in a 16-bit lane.
+  // Returns the sums of (weight - zero) * activation over all calls of add(). `total` is the sum of the
+  // activations. There must have been 4 or 8 calls, a multiple of the number that fits in a 16-bit lane.
   MK_INLINE I32 value(int zero, int32_t total) const {
 #if defined(__AVX512VNNI__)
     if (kBits == 8) zero += 128;

@@ -1,6 +1,6 @@
-// With -DMK_ABLATION set to a value of Ablation (params.h), a build omits either the copies or the
-// arithmetic, so that a benchmark can time the rest alone. The results of such a build are meaningless, so
-// its instructions do not wait for each other.
+// To time loads and arithmetic separately, a benchmark builds the kernel with -DMK_ABLATION set to a value of
+// Ablation (params.h), which omits either the copies or the arithmetic. The results of such a build are
+// meaningless, so its instructions do not wait for each other.
 #pragma once
 #include "plan.h"
 
@@ -12,8 +12,8 @@ constexpr Ablation kAblation = static_cast<Ablation>(MK_ABLATION);
 constexpr Ablation kAblation = Ablation::kNone;
 #endif
 
-// Replaces an instruction's arithmetic in a build without it. Waits for and releases each shared-memory page
-// that the instruction uses, so that the other warps proceed as usual.
+// Takes the place of an instruction's arithmetic in a build that omits arithmetic: waits for each
+// shared-memory page that the instruction uses and releases it, so that the other warps proceed as usual.
 template <class Pages>
 MK_FN void pass_pages(const Call& c, Pages& pages) {
   int page = 0;

@@ -1,29 +1,26 @@
-// Shared memory of a block.
-//
-// Every page of a launch passes through one ring. Page n of a block, counted from 0 over all of its
-// instructions, lies in slot n % kPages, and uses phase n / kPages of the slot's barriers:
-//
-//   full    both loaders have arrived for the page, and the bytes that one of them requested are in it. For
-//           an output page, `full` means that the consumer warps may write it
+// The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kPages
+// pages of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all
+// instructions, lies in slot n % kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
+//   full    both loader warps have arrived for the page, and the bytes that one of them requested are in it.
+//           For an output page, `full` means that the consumer warps may write it
 //   ready   output pages only: the consumer warps have written the page
 //   empty   all consumer warps have released the page; a warp releases a page when it no longer needs the
-//           page, but the storer releases an output page on behalf of all consumer warps
+//           page, but the storer warp releases an output page on behalf of all consumer warps
 //
 // Which pages an instruction uses, and in which order, depends on the instruction alone (plan.h). Every role
 // (loader, consumer, storer) can therefore list the same pages without communicating.
 //
-// A wait knows only the parity of a phase, so it could confuse phases that are two apart. Both loaders
-// therefore wait until a page is empty and then arrive at its `full` barrier, although only one of them fills
-// the page. So neither loader is ever more than kPages pages (the whole ring) ahead of the other loader or of
-// the consumers. No barrier is ever re-initialised.
+// One warp loads weights, another inputs. A wait on a barrier knows only the parity of a phase, so it could
+// confuse phases that are two apart. Both loaders therefore wait until a page is empty and then arrive at its
+// `full` barrier, although only one of them fills the page. So neither loader is ever more than kPages pages
+// (the whole ring) ahead of the other loader or of the consumers. No barrier is ever re-initialised.
 //
-// Instruction j of a block uses slot j % kSlots; the slot's barriers complete one phase per instruction:
-//
-//   fetched  the controller has written the slot's task, for experts after it has waited for the counters
-//   inputs   the input loader has seen that the instruction's inputs are written
-//   loaded   both loaders have requested all of the instruction's loads
-//   outputs  the consumer warps have issued and fenced all of their stores
-//   retired  both loaders, the storer and the consumer warps no longer need the slot
+// Up to kSlots instructions are in progress in a block. Instruction j uses instruction slot j % kSlots, whose
+// barriers complete one phase per instruction:
+//   fetched  the controller warp has written the slot's task, for experts after it has waited for the
+//   counters inputs   the input loader has seen that the instruction's inputs are written loaded   both
+//   loaders have requested all of the instruction's loads outputs  the consumer warps have issued and fenced
+//   all of their stores retired  both loaders, the storer and the consumer warps no longer need the slot
 //
 // A worker may be two SMs with a block each. The two blocks run the same instructions: each block processes
 // its part of an instruction's rows, or every second attention item. Page n serves the same purpose in both
@@ -52,10 +49,10 @@ struct SlotMemory {
   Task task;
 };
 
-// A wait that has lasted a millisecond, recorded by the warp that waits.
+// A wait that has lasted a millisecond. The waiting warp records it, to help find the cause of a hang.
 struct Late {
   const void* what;  // the barrier or counter that the warp waits for; null if there is no such wait
-  uint32_t parity;   // parity of the barrier's phase
+  uint32_t parity;   // parity of the barrier phase for which the warp waits
   Where where;
 };
 
@@ -64,11 +61,11 @@ struct BlockMemory {
   unsigned char pages[kPages][kPageBytes];  // aligned to 1024 bytes on the device
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
-  Barrier parted;            // completes once all loaders of the worker have finished
+  Barrier parted;            // completes once all loader warps of the worker have finished
   uint32_t passed[kSms][2];  // [SM][loader]: number of pages that the loader had processed when it ended
 
-  // For the latest page in each slot: the bytes of weights that this block's loader has requested for both
-  // blocks; negative if the other block's loader requests them.
+  // If a worker has two SMs, one of them loads each page of weights for both. For the latest page in each
+  // slot of the ring: the bytes of weights; negative if the other SM's loader requests them.
   int32_t shared[kSharedPages];
   Late late[kWarps];
   Sizes dims;
@@ -88,20 +85,22 @@ MK_FN int sm_of(const BlockMemory<Barrier>& block) {
   return kSms == 1 ? 0 : block.index % kSms;
 }
 
-// Returns the slot of instruction j of a block.
+// Returns the instruction slot of instruction j of a block; slot_parity returns the parity of its barriers'
+// phase.
 MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }
 MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 
-// Page n of a block.
+// Where a page lies in the ring.
 struct Page {
   int slot;
-  // Parity of the page's phase in the slot's barriers. The loaders may fill the page only after the preceding
-  // phase of `empty`, which has the other parity.
+  // Parity of the phase that the slot's barriers complete for this page. The loaders may fill the page only
+  // after the preceding phase of the barrier `empty`, which has the other parity.
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }
 
-// Releases a slot on behalf of `count` consumer warps of the block.
+// Tells the loaders that `count` consumer warps of the block no longer need the page in slot `slot` of the
+// ring.
 template <class P>
 MK_FN void release_page(P& p, Block<P>& block, int slot, int count = 1) {
   p.arrive(block.empty[slot], count);

@@ -1,5 +1,5 @@
-// The controller reads its worker's instruction stream, claims instructions from queues, and publishes one
-// instruction after another to all SMs of the worker.
+// The controller is the warp that reads its worker's instruction stream, claims instructions from queues that
+// workers share, and hands one instruction after another to the other warps on all SMs of the worker.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -77,8 +77,8 @@ class Controller {
     return true;
   }
 
-  // Waits until fewer than n published instructions have not retired. Returns false if the launch is aborted
-  // during the wait. `where` identifies the next instruction, for the watchdog.
+  // Waits until fewer than n of the instructions handed to the other warps are unfinished. Returns false if
+  // the launch is aborted during the wait. `where` identifies the next instruction, for the watchdog.
   MK_FN bool wait_for_room(uint32_t n, const Where& where) {
     if (!params_.pipelined) n = 1;
     if (published_ < n) return true;
@@ -95,16 +95,17 @@ class Controller {
     const int32_t n = record_phase(record);
     return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
   }
-  // Returns phase number n. But if the worker is one SM, only lane n % kLanes keeps that phase, and the other
-  // lanes return other phases.
+  // Returns the parameters of phase number n. If the worker is one SM, the lanes divide the phases among
+  // their registers, so only the result on lane n % kLanes is phase n.
   MK_FN const Phase& held(int32_t n) const {
     if constexpr (kSms > 1) return phases()[n];
     return phases_[kHeld == 1 ? 0 : n / P::kLanes];
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Publishes a record, or the part of an experts record that begins with its row `done`. A null record marks
-  // the end of the stream. Returns the row with which the next part begins, or 0 if there is none.
+  // Hands an instruction's record to the other warps of the block, or the part of an experts record that
+  // begins with its row `done`. A null record marks the end of the stream. Returns the row with which the
+  // next part begins, or 0 if there is none.
   MK_FN int32_t publish(const int32_t* record, const Where& where, int32_t done = 0) {
     if (!wait_for_room(kSlots, where)) return 0;
     [[maybe_unused]] const uint64_t begin = p_.now();
@@ -152,8 +153,8 @@ class Controller {
     return next;
   }
 
-  // Returns word i of the record that SM `sm` of the worker gets. The words for the rows of a tile or run
-  // describe only that SM's part of the rows.
+  // Two SMs of a worker divide the rows of an instruction. Returns word i of the record for SM `sm`. It
+  // differs from `record` only in the two operands that name the first row and the number of rows.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
     const bool rows = operation != Operation::kAttention && operation != Operation::kJoin;

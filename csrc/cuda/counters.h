@@ -1,6 +1,6 @@
-// Waits for the counters that a record's wait words name, and signals those that its signal words name.
-// megakernel/isa/record.py defines these words. If a word has the INDEXED bit, the step table selects the
-// counters; see docs/architecture.md.
+// Instructions are synchronised by counters in global memory. A record has words that name the counters for
+// which its instruction waits, and words that name those to which it adds (signals). megakernel/isa/record.py
+// defines the words. If a word has the INDEXED bit, the counters depend on the requests in the step.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -24,8 +24,9 @@ MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int
               static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
-// Waits for the counters of those wait words that name a single counter. This function and the next two
-// return true once all counters are satisfied, and false if the launch was aborted.
+// Waits for the counters that a record's wait words name directly, without the INDEXED bit. This function,
+// wait_item and wait_rows return true once all counters have reached their values, and false if the launch
+// was aborted.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   if (!params.synchronise) return true;
@@ -35,9 +36,9 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Waits for the inputs of an attention item. These inputs have a grid of counters, [row block][KV-head
-// group]. Wait word 0 names the first counter of this grid. The function waits for the counters of the row
-// blocks and groups that the item reads.
+// Waits for the inputs of an attention item, a unit of attention work. These inputs have a grid of counters,
+// [row block][KV-head group], and wait word 0 of the record names the first of them. The function waits for
+// the counters of the row blocks and groups that the item reads.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -52,8 +53,9 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Waits for the inputs of a norm of logit rows. Each row block has a counter, and wait word 0 names the first
-// of these counters. The function waits for the row blocks of all rows that this rank normalises.
+// Waits for the inputs of the final norm, which reads only the rows for which logits are needed. Each row
+// block has a counter, and wait word 0 of the record names the first of them. The function waits for the row
+// blocks of all logit rows that this rank normalises.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
@@ -66,7 +68,8 @@ MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Adds to the same counter at several ranks. The lanes divide the ranks among themselves.
+// Adds `count` to counter number `counter` of counter block `block` (a layer's counters) on each of `ranks`.
+// The lanes divide the ranks among themselves.
 template <class P>
 MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32_t block, int32_t counter,
                   int32_t count) {
@@ -76,9 +79,9 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// Signals the counters of those signal words of a record that name a single counter. The lanes divide the
-// words, and the ranks of each word, among themselves. The constructor loads the addresses of the counters,
-// so that they are at hand when the signals are due.
+// Adds to the counters that a record's signal words name directly, without the INDEXED bit. The lanes divide
+// the words, and the ranks of each word, among themselves. The constructor already loads the addresses of the
+// counters, so that `send` does not have to wait for them.
 template <class P>
 class Signals {
  public:
@@ -111,15 +114,15 @@ class Signals {
   struct Told {
     Ranks ranks;     // this lane signals every kStep-th rank, starting with ranks.begin
     int64_t at;      // the counter's index among a rank's counters
-    int32_t* first;  // the counter of rank ranks.begin
+    int32_t* first;  // address of the counter on rank ranks.begin
   };
   const Params& params_;
   const Scope scope_;
   Told told_[kWords];
 };
 
-// Signals that the rows of an attention item are final: adds to the counter of their row block. Each row
-// block has a counter, and signal word 0 names the first of these counters.
+// Signals that an attention item's output rows are final, by adding to the counter of their row block. Each
+// row block has a counter, and signal word 0 of the record names the first of them.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                        int32_t item) {

@@ -356,8 +356,8 @@ class Device {
 
   // Called again and again during a wait; `since` is 0 at first. Returns false if the launch was aborted. It
   // reads the abort flag only once the wait has lasted a tick, so that all waiting warps of the GPU do not
-  // read the same word of memory all the time. All waiting lanes of a warp write the same record, except for
-  // the addresses of counters, which do not matter.
+  // read the same word of memory all the time. All waiting lanes of a warp write the same record; only the
+  // addresses of counters may differ, and any of them will do.
   MK_DEVICE bool still_wait(uint32_t& since, const void* what, uint32_t parity, const Where& where) {
     const uint32_t ticks = waited(since);
     if (ticks == 0) return true;

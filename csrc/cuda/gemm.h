@@ -31,8 +31,8 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
   return page;
 }
 
-// fill_pages and store_results process kTurn blocks at a time. If they were unrolled over all blocks, their
-// code would not fit the instruction cache.
+// fill_pages and store_results process kTurn blocks of accumulators (8 columns each) at a time. If they were
+// unrolled over all blocks, their code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
 // Calls each(block, h, e) for all pairs of neighbouring results in the first `blocks` accumulator blocks, but
@@ -78,7 +78,7 @@ struct Both {
   Blocks gate, up;
 };
 
-// What `to.store` needs to know about each tile row in which this lane has results.
+// The data, such as addresses, that `to.store` needs for each tile row in which this lane has results.
 template <class Accumulators, class To>
 struct OwnRows {
   typename To::Row row[Accumulators::kRows]{};

@@ -7,7 +7,8 @@
 
 namespace mk {
 
-// Sets the `shared` entry (block.h) of the page in a slot. Only the weight loader calls this.
+// Notes how many bytes of weights for both SMs of the worker are loaded into a slot of the ring; negative if
+// the other SM loads them. Only the weight loader calls this.
 template <class P>
 MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;

@@ -1,6 +1,6 @@
-// Runs a matmul on the CUDA cores (dots.h) or on the tensor cores (gemm.h), as Dims.units says for the whole
-// program; experts always run on the CUDA cores. The two round differently, so only programs with the same
-// Dims.units can be in one numerics class, that is, compute the same bits.
+// Runs a matmul on the CUDA cores (dots.h) or on the tensor cores (gemm.h). Dims.units makes this choice for
+// a whole program; experts always run on the CUDA cores. The two round differently, so programs compute the
+// same bits only if they have the same Dims.units.
 #pragma once
 #include "dots.h"
 #include "gemm.h"

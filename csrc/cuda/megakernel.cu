@@ -34,7 +34,8 @@ static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kCo
               "the warps must not request more registers than the launch provides");
 
 #if MK_TRACE
-// Reads the SM clock and the wall clock, just after the latter has advanced.
+// Reads the SM's clock and the wall clock at one moment, to convert a trace's SM times to wall times. The
+// wall clock advances in steps, so the function waits for the next one.
 MK_DEVICE void stamp(Device& p, uint64_t* to) {
   const uint64_t before = wall_ns();
   uint64_t wall = before;
@@ -46,7 +47,7 @@ MK_DEVICE void stamp(Device& p, uint64_t* to) {
 
 }  // namespace mk
 
-// Only workers of several SMs need clusters.
+// If a worker is several SMs, its blocks form a cluster.
 #if defined(MK_SMS) && MK_SMS > 1
 #define MK_CLUSTER __cluster_dims__(mk::kSms)
 #else

@@ -66,7 +66,7 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
   }
 
-  // After the instruction, this is the number of the next instruction's first page.
+  // Returns the number of the first page that this warp still needs: after an instruction, that of the next.
   MK_FN uint32_t next() const { return next_; }
 
  private:

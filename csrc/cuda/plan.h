@@ -42,6 +42,7 @@ struct PageUse {
   int32_t other = 0;   // weights of dot products: distance from member 0's rows to member 1's, in rows
   int32_t inner = 0;   // pieces: elements per row of the buffer
   int32_t item = -1;   // attention: the item's index in the step table; otherwise -1
+
   // attention: whether this is the first page of an item. Before it loads such a page, the loader waits for
   // the item's counters.
   bool opens = false;
@@ -326,8 +327,8 @@ struct KvBlocks {
   int32_t begin, end;
 };
 
-// Returns the KV blocks of an item that its rows see, in a layer where a row attends to `span` tokens: those
-// from the first row's first token on.
+// Returns the KV blocks that an attention item reads in a layer whose rows attend to the last `span` tokens:
+// blocks before the first token that the item's first row sees are left out.
 MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
   const int32_t first = first_visible(span, s.positions[s.item_row[item]]) / kKvBlock;

@@ -1,6 +1,6 @@
-// The interface between the roles and the hardware: a class P with one object per warp. device.cuh implements
-// it in PTX for the GPU. tests/cuda/host implements it with fibres (user-space threads), so that tests on the
-// CPU run the same roles quickly.
+// The interface between the hardware and the code of the warp roles (controller, loaders, consumers, storer):
+// a class P with one object per warp. device.cuh implements it in PTX for the GPU. tests/cuda/host implements
+// it with fibres (user-space threads), so that tests on the CPU run the same code quickly.
 //
 // Unless stated otherwise, all lanes of a warp call a function together, and one lane does the work. On the
 // host a warp has one lane.
@@ -90,10 +90,10 @@
 //                                            records an interval that ends now, if kTrace is not 0
 //   void stall(uint64_t ns)                  delays the warp by `ns` nanoseconds, if kTrace is not 0
 //
-// After an abort, waits for data return false at once. Every role still goes through the instructions that
-// the controller has published, but without loads, bulk stores or signals. The controller then publishes the
-// end of the stream. So all warps of a block still meet at the same barriers. If a warp does
-// not arrive at a barrier, or a load never ends, the other warps stop waiting after a time limit and exit.
+// After an abort, waits for data return false at once. All warps still go through the instructions that the
+// controller has handed to them, but without loads, bulk stores or signals. The controller then hands over
+// the end of the stream. So all warps of a block still meet at the same barriers. If a warp does not arrive
+// at a barrier, or a load never ends, the other warps stop waiting after a time limit and exit.
 #pragma once
 #include "arithmetic.h"
 #include "params.h"
@@ -122,7 +122,7 @@ enum class Scope { kGpu, kSystem };
 struct alignas(16) Where {
   int32_t segment, layer, number;  // number: index of the instruction's record, as in a trace
 
-  // The index of the instruction's counter block. A program has one counter block per layer, and one more.
+  // Index of the instruction's block of counters. There is one for each layer, and one for the epilogue.
   int32_t block;
 };
 MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // between two instructions
@@ -130,7 +130,7 @@ MK_FN constexpr Where between() { return {-1, 0, 0, 0}; }  // between two instru
 // A counter for which an instruction waits, and the value that it must reach.
 struct Need {
   const int32_t* value;  // null: no wait
-  uint32_t target;       // reached once *value - target >= 0, as signed 32-bit
+  uint32_t target;       // the wait is over once *value - target >= 0, as signed 32-bit
 };
 
 }  // namespace mk

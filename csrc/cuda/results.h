@@ -1,7 +1,7 @@
-// The destinations of a matmul's results, with one class for each:
-//
-//   row(r)     returns what `store` must know about output row r
-//   column(c)  returns what `store` must know about the output columns c and c + 1, where c is even
+// The destinations of a matmul's results, with one class for each. So that `store` repeats no work, data that
+// depends only on the row or only on the column is computed first:
+//   row(r)     returns the data that `store` needs for output row r, such as addresses
+//   column(c)  returns the data that `store` needs for the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
 //   value      returns what the tensor-core path writes to an output page instead of calling `store`
 #pragma once

@@ -1,5 +1,5 @@
-// The main code of a thread block: it initialises the shared memory, then each warp runs its role until the
-// instruction stream ends.
+// The main code of a thread block: it initialises the shared memory, then each warp runs its role
+// (controller, loader, consumer or storer) until the instruction stream ends.
 #pragma once
 #include "consumer.h"
 #include "controller.h"

@@ -1,14 +1,14 @@
-// The storer: it copies output pages to memory of any rank, and sends an instruction's signals once all of
-// its stores are visible.
+// The storer is the warp that copies output pages from shared memory to the memory of any rank. It adds to an
+// instruction's counters once all of the instruction's stores are visible.
 #pragma once
 #include "counters.h"
 #include "plan.h"
 
 namespace mk {
 
-// Starts the bulk stores of an output page. Results for the residual are added to it in memory. Partial sums
-// are stored at the rank that owns the rows' residual, or at all ranks if the residual is replicated. All
-// other results are stored at this rank.
+// Starts the bulk stores of an output page, which lies in slot `slot` of the ring. Results for the residual
+// are added to it in memory. Partial sums are stored at the rank that owns the rows' residual, or at all
+// ranks if the residual is replicated. All other results are stored at this rank.
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
                  int slot) {

@@ -62,8 +62,8 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // kCount blocks of the results, starting with block `first`, a multiple of kCount. Registers cannot be
-  // indexed at run time, so branches select them.
+  // The lane's results in kCount blocks of 8 columns. blocks(first) returns those from block `first` on, a
+  // multiple of kCount. Registers cannot be indexed at run time, so branches select them.
   template <int kCount>
   struct Blocks {
     float v[4 * kCount];
@@ -82,7 +82,7 @@ class Accumulators {
     return out;
   }
 
-  // Waits until all steps but the last `kPending` have read their pages. If kPending is 0, the
+  // Waits until all calls of step() but the last `kPending` have read their pages. If kPending is 0, the
   // results are complete after the wait.
   template <int kPending>
   __device__ __forceinline__ void settle() {

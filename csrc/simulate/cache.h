@@ -1,4 +1,5 @@
-// The contents of a rank's last-level cache: entries such as a weight tile or a row block of an activation.
+// Simulates the last-level cache of one rank (a GPU, or a group of CPU cores). Each entry of the cache is a
+// piece of data that instructions use as a whole, such as a weight tile.
 #pragma once
 #include <stdint.h>
 
@@ -8,15 +9,18 @@
 
 namespace mk::simulate {
 
-// An entry is evicted when, since its last use, more bytes have entered the cache than the cache holds.
-// `filled` is the number of bytes that have entered the cache so far.
+// Approximates an LRU cache: an entry is evicted when, since its last use, more bytes than the cache's
+// capacity have entered the cache. In all methods, `filled` is the total number of bytes that have entered
+// the cache so far.
 class Cache {
  public:
-  // `sizes` has the size of each entry in bytes. Entries [0, layered) have different contents in each layer.
+  // `capacity` is in bytes, and `sizes` has the size in bytes of each of the `pieces` entries. Entries [0,
+  // layered), such as weights, have different contents in each layer of the model.
   Cache(double capacity, const double* sizes, int32_t pieces, int32_t layered)
       : capacity_(capacity), sizes_(sizes), layered_(layered), entries_(pieces) {}
 
-  // Reads `bytes` of an entry; returns how many of them were not in the cache. Afterwards, all of them are.
+  // Models a read of `bytes` bytes of entry `piece`, and returns how many of them were not in the cache, so
+  // that they come from memory. Afterwards, all of them are in the cache.
   double read(int32_t piece, int32_t layer, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     if (piece < layered_ && e.layer != layer) {
@@ -29,15 +33,15 @@ class Cache {
     return missing;
   }
 
-  // Models a store: `bytes` more bytes of the entry are now in the cache.
+  // Models a store, which puts `bytes` more bytes of entry `piece` into the cache.
   void write(int32_t piece, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     e.bytes = std::min(sizes_[piece], e.bytes + bytes);
     e.dirty = true;
   }
 
-  // Returns the number of bytes of stored entries that were evicted since the last call. An eviction is
-  // noticed only at the next use of the entry.
+  // Returns how many bytes were written back to memory since the last call, because entries that contain
+  // stored data were evicted. An eviction is noticed only at the next use of the entry.
   double take_written_back() { return std::exchange(written_back_, 0.0); }
 
  private:

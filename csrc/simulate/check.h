@@ -1,4 +1,5 @@
-// Checks that all indices and ranges in a program are within bounds, before any code uses them.
+// Checks that all indices and ranges in a program to be simulated are within bounds, before any code uses
+// them.
 #pragma once
 #include <stdint.h>
 
@@ -25,8 +26,9 @@ inline bool is_sound(const Program& p, const Task& t) {
          is_range(t.first_signal, t.end_signal, p.signal_count);
 }
 
-// Whether the tasks of a record signal only counter blocks that exist. Only records of the body and of the
-// queues, which run once per layer, may signal the counter block of the next layer.
+// Returns whether an instruction record signals only counters that exist. Each layer has a block of counters.
+// Only records of the body and of the queues, which run once per layer, may signal counters of the next
+// layer.
 inline bool has_blocks(const Program& p, int list, const Record& r) {
   if (list == kBody || list == kQueues) return true;
   for (int32_t s = p.tasks[r.first_task].first_signal; s < p.tasks[r.end_task - 1].end_signal; ++s)

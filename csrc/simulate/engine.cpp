@@ -1,11 +1,12 @@
-// The event simulation. Each worker has a controller, two loaders, consumers and a storer, and each of these
-// processes the worker's tasks in order. Loaded data goes into the worker's ring buffer of pages, the ring.
-//
+// A discrete-event simulation of a program. Each worker (an SM) is modelled as a pipeline of the following
+// parts, which all process the worker's tasks in order. Loaded data goes into the worker's ring, a circular
+// buffer of pages in shared memory. The load of a task is divided into a head, which begins before the task's
+// waits are satisfied, and a body, which begins afterwards.
 //   controller     sets up a task if fewer than `in_flight` tasks are between set-up and the end of their
 //                  store
-//   weight loader  loads the head of a task, the data for which the ring has room: weights, and also inputs
-//                  if the task's counters are satisfied; then prefetches some later weights into the cache
-//   input loader   waits for the task's counters, then loads the remaining data, the body of the task
+//   weight loader  loads the head: as many weights as the ring has room for, and inputs too if the waits are
+//                  already satisfied; then prefetches some of the other weights into the L2 cache
+//   input loader   waits for the task's counters, then loads the body: all remaining data
 //   consumers      start to compute when the first bytes arrive, and compute no faster than bytes arrive
 //   storer         stores the output on this rank and on others, after which the task's signals are sent
 #include <algorithm>
@@ -26,7 +27,7 @@ namespace {
 
 class Engine {
  public:
-  // `intervals` has room for `most` trace records; if it is null, none are written.
+  // `intervals` receives up to `most` entries of a trace; if it is null, no trace is written.
   Engine(const Program& program, const Costs& costs, const Stall& stall, Interval* intervals, int64_t most)
       : p_(program),
         c_(costs),
@@ -72,7 +73,7 @@ class Engine {
         store_part_ended(workers_[links_.pop(now_)]);
       } else if (source) {
         const int32_t who = source->pop(now_);
-        if (who < 0) continue;  // these bytes were written back, and nobody waits for them
+        if (who < 0) continue;  // a write-back from the cache, for which no worker waits
         flow_ended(workers_[who / kParts], who % kParts);
       } else {
         const Event e = events_.top();
@@ -98,48 +99,50 @@ class Engine {
   }
 
  private:
-  static constexpr int kDepth = 8;                 // length of `runs`: at least in_flight + 1
+  static constexpr int kDepth = 8;                 // length of the ring buffer `runs`: at least in_flight + 1
   enum Part { kHead, kBodyPart, kAhead, kParts };  // of a load
 
-  // A task that a worker executes, and the times of its stages. Times that are still unknown are kNever.
+  // A task that a worker executes, and the times, in seconds, at which its parts begin and end. Times that
+  // are still unknown are kNever.
   struct Run {
     int32_t record = 0, layer = 0, segment = 0;
     const Task* task = nullptr;
-    double fetched = 0.0;  // when the task has been set up
+    double fetched = 0.0;  // time at which the controller has set the task up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    // When the last part of the body begins to load. The last part has the bytes that are still in the ring
-    // when the task requests its last page.
+    // When the last part of the task's load begins. This part is as many bytes as the ring can hold at once,
+    // so the task has requested all its pages soon after this time.
     double last_begin = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
     double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded; how many of them are not in the cache
-    double ahead = 0.0;  // bytes of rest_missing that are prefetched into the cache before the ring has room
-    int32_t slot = 0;    // index of the wait word that was satisfied last
-    bool read_ahead = false;  // whether the task's head also contains inputs
+    double ahead = 0.0;       // bytes prefetched into the L2 cache because the ring has no room for them yet
+    int32_t slot = 0;         // which of the record's waits was satisfied last
+    bool read_ahead = false;  // whether inputs were loaded early, together with the first weights
     bool began = false;
   };
 
   struct Worker {
     int32_t stream = 0, rank = 0;
-    // Numbers of tasks: that have been set up, whose head has begun to load, and that have been loaded,
-    // computed and stored.
+    // How many tasks have passed each step: set up, first part of the load (the head) begun, loaded
+    // completely, computed, stored.
     int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    // The next task's head, its first loads: when it began to wait for pages, when it will begin to load, and
-    // which fraction of the task's loads fits into the ring.
+    // The head of the next task is the part of its load that begins before its waits are satisfied: when it
+    // began to wait for room in the ring, when it will begin to load, and which fraction of the whole load it
+    // is.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
-    // flows: number of loads in progress, for each part; store_flows: number of store transfers in progress
+    // numbers of loads in progress, for each part of a task's load, and of stores in progress
     int flows[kParts] = {}, store_flows = 0;
-    int64_t ahead = 0;        // the task whose weights are prefetched into the cache
-    bool body_joins = false;  // whether the body of task `ahead` waits for the prefetch
+    int64_t ahead = 0;        // number of the task whose weights are being prefetched into the cache
+    bool body_joins = false;  // whether the load of task `ahead` ends only after the prefetch
 
-    // the worker's position in its stream
+    // the worker's position in its instruction stream
     int32_t segment = 0, layer = 0, record = 0, task = 0, task_end = 0, current = -1;
     // waiting
-    int32_t wait = 0;  // index of the next wait of run(loaded); -1 if none is left
+    int32_t wait = 0;  // index of the next wait of the task being loaded; -1: none left
     Worker* next_waiter = nullptr;
     double compute_end = 0.0;  // when the last computation ended
     Run runs[kDepth];
@@ -147,14 +150,15 @@ class Engine {
   };
 
   struct Counter {
-    // Arrivals still missing. 64 bits avoid overflow: a faulty program may have more arrivals than its total.
+    // Number of arrivals that the counter still expects. It has 64 bits because a faulty program may have far
+    // more arrivals than the counter expects.
     int64_t left = 0;
     Worker* waiter = nullptr;
-    double met = 0.0;  // when the counter's last arrival becomes visible
+    double met = 0.0;  // time at which the latest arrival becomes visible to waiting workers
   };
 
   struct Rank {
-    Shared memory, cached;  // the bandwidths of memory and of the cache
+    Shared memory, cached;  // the transfers that share the bandwidth of memory, and of the cache
     Cache cache;
     double stored = 0.0;  // bytes
     double filled(double now) const { return memory.delivered(now) + stored; }
@@ -163,14 +167,14 @@ class Engine {
   using Then = void (Engine::*)(Worker&);
   struct Event {
     double time;
-    int64_t number;  // events with equal times happen in the order of their creation
+    int64_t number;  // order of creation, in which events with equal times happen
     Then then;
     Worker* worker;
     bool operator<(const Event& o) const { return time > o.time || (time == o.time && number > o.number); }
   };
 
   void schedule(double time, Then then, Worker& w) { events_.push({time, scheduled_++, then, &w}); }
-  // Schedules an event, or runs it at once if its time has come.
+  // Schedules a call of `then` at `time`, or makes the call at once if that time is not in the future.
   void at(double time, Then then, Worker& w) {
     if (time > now_)
       schedule(time, then, w);
@@ -178,7 +182,8 @@ class Engine {
       (this->*then)(w);
   }
 
-  // Moves to the worker's next record; returns false if its stream has ended.
+  // If the worker has no task left in its record (an instruction), moves to the next record of its stream.
+  // Returns false if the stream has ended.
   bool seek(Worker& w) const {
     while (w.task == w.task_end) {
       const int32_t end = p_.offsets[w.segment][w.stream + 1];
@@ -194,8 +199,9 @@ class Engine {
     return true;
   }
 
-  // Takes the worker's next task. If the worker's record is a DRAIN, which executes the records of a queue,
-  // first claims one of these records, as long as any is left.
+  // Takes the worker's next task. A drain is a record that executes records of a queue, which the workers of
+  // a rank share. If the worker's record is a drain, the worker claims a record of the queue and takes the
+  // first task of that; when none is left, it takes the drain's own task.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
@@ -214,19 +220,19 @@ class Engine {
 
   // -- controller
 
-  // Whether the worker's next task comes from a queue.
+  // Returns whether the worker's next task may have to be claimed from a queue.
   bool claims(Worker& w) const { return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0; }
 
-  // Returns the fraction of a task's loads that is in the ring when the task's last page has been requested.
-  // The ring also has to hold the task's outputs.
+  // Returns which fraction of a task's loaded bytes fits into the ring at once, beside the bytes that the
+  // task keeps there until it is computed and the bytes of its outputs.
   double kept(const Task& task) const {
     const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
     return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
   }
 
-  // Returns the time at which the latest task that was set up has requested all its loads. By then its waits
-  // are satisfied, and its computation has released so many pages that the ring has room for its remaining
-  // loads. Returns kNever if this time is not known yet.
+  // A worker claims from a queue only when the task before has requested all its loads. Returns that time, or
+  // kNever if it is not known yet. By then the waits of the task are satisfied, and its computation has
+  // released so many pages that the ring has room for its remaining loads.
   double asked_for(Worker& w) const {
     const Run& run = w.run(w.fetched - 1);
     const double kept = this->kept(*run.task);
@@ -267,9 +273,9 @@ class Engine {
 
   // -- loaders
 
-  // Returns the bytes of the ring that task n can use. They include the pages of the task that is being
-  // computed, if that task has been loaded completely; it releases its pages gradually. `leaving` is set to
-  // the size of those pages, otherwise to 0.
+  // Returns how many bytes of the ring task `n` can use. A task that is being computed releases its pages
+  // gradually. Once it has been loaded completely, its pages are included in the result, and `leaving` is set
+  // to their size in bytes; otherwise `leaving` is set to 0.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -286,7 +292,8 @@ class Engine {
     return bytes;
   }
 
-  // Determines when the next task's head begins to load: as soon as earlier tasks leave room in the ring.
+  // Determines when the load of the next task begins: as soon as earlier tasks leave room in the ring. The
+  // part for which there is room then is the head of the load.
   void load(Worker& w) {
     if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // earlier loads go first
     const Run& run = w.run(w.headed);
@@ -309,8 +316,8 @@ class Engine {
     at(from, &Engine::begin_head, w);
   }
 
-  // Starts to load `bytes` bytes as one part of a task, its head or its body. All of them pass through the
-  // cache, and `missing` of them come from memory.
+  // Starts to load `bytes` bytes, which belong to the given part of the worker's load. All of them pass
+  // through the cache, and `missing` of them come from memory.
   void flow(Worker& w, int part, double bytes, double missing) {
     ranks_[w.rank].cached.add(now_, bytes, kParts * w.stream + part);
     ++w.flows[part];
@@ -320,7 +327,8 @@ class Engine {
     }
   }
 
-  // Reads an entry of the cache and returns how many bytes were not in it.
+  // Reads `bytes` bytes of cache entry `key` and returns how many of them were not in the cache. A negative
+  // key means data that is never cached.
   double missing(const Worker& w, int32_t key, int32_t layer, double bytes) {
     if (key < 0) return bytes;
     Rank& rank = ranks_[w.rank];
@@ -334,7 +342,7 @@ class Engine {
   }
 
   void begin_head(Worker& w) {
-    if (w.head_due > now_) return;  // the head has already begun to load
+    if (w.head_due > now_) return;  // an outdated event: the load has begun already
     w.head_due = kNever;
     Run& run = w.run(w.headed++);
     record(w, run, Role::LOADER, IntervalKind::PAGE_WAIT, w.head_asked, now_);
@@ -345,8 +353,8 @@ class Engine {
     run.rest_missing = missing(w, task.weight_key, run.layer, run.rest);
     const int64_t number = w.headed;
     if (w.loaded + 1 == w.headed) begin_waits(w);
-    // If begin_waits() has begun the task's body, the body loads everything, and nothing is left for the
-    // head.
+    // If begin_waits() has found all waits satisfied, the task has begun to load everything as its body, and
+    // no separate head is left to load.
     if (w.headed > number || run.body_begin != kNever) return load(w);
     if (w.loaded + 1 == number && met(w) && task.ring_bytes > 0) {
       add_reads(w);
@@ -357,9 +365,9 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // Called when the head of a task has arrived. Starts to prefetch weights of the task into the cache. For
-  // each page of the head, the loader also prefetches the page that is `ahead_bytes` further on, unless the
-  // ring has room for that page.
+  // Called when as many of a task's weights (its head) have been loaded as the ring has room for. Starts to
+  // prefetch some of its other weights into the L2 cache: for each page of the head, the page that is
+  // `ahead_bytes` further on, unless the ring has room for that page.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;
@@ -374,7 +382,7 @@ class Engine {
     ranks_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
   }
 
-  // Adds the inputs of run(loaded) to the bytes that this task still has to load.
+  // Adds the inputs of the task that is being loaded to the bytes that it still has to load.
   void add_reads(Worker& w) {
     Run& run = w.run(w.loaded);
     const Task& task = *run.task;
@@ -383,16 +391,19 @@ class Engine {
     run.rest_missing += missing(w, task.read_key, run.layer, task.read_bytes);
   }
 
-  // Called when the input loader reaches run(loaded), whose head has begun to load. Begins the task's waits.
+  // Begins the waits of the next task. Called when the tasks before it have been loaded and its own load has
+  // begun.
   void begin_waits(Worker& w) {
     w.wait = w.run(w.loaded).task->first_wait;
     wait_on(w);
   }
 
-  // Whether the head of run(loaded) has begun to load and this task's waits are satisfied.
+  // Returns whether the load of the oldest task that is not loaded yet has begun, and its waits are
+  // satisfied.
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
 
-  // Goes through the waits of run(loaded) from `w.wait` on, and stops at the first that is not satisfied.
+  // Checks the waits of the task that is being loaded, from number `w.wait` on. At the first wait that is not
+  // satisfied, adds the worker to the list of those to be woken by the counter.
   void wait_on(Worker& w) {
     Run& run = w.run(w.loaded);
     for (; w.wait < run.task->end_wait; ++w.wait) {
@@ -411,8 +422,9 @@ class Engine {
     at(run.ready, &Engine::begin_body, w);
   }
 
-  // Loads the rest of a task once its waits are satisfied. If the ring cannot hold it beside the previous
-  // task, the load begins when the previous task has been computed.
+  // Once the waits of a task are satisfied, loads the part of its data that has not been loaded before the
+  // waits. If the ring cannot hold the task beside the previous one, this load begins when the previous task
+  // has been computed.
   void begin_body(Worker& w) {
     if (!met(w)) return;
     Run& run = w.run(w.loaded);
@@ -431,7 +443,7 @@ class Engine {
     }
     add_reads(w);
     // If the next task comes from a queue, it is claimed when this task has requested its last pages. To know
-    // that time, the last part is loaded separately.
+    // that time, the simulator starts the last part of the load, as many bytes as the ring holds, separately.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -444,7 +456,8 @@ class Engine {
     if (run.body_end == now_) loaded(w);
   }
 
-  // Starts flows for a fraction of a task's remaining loads, as part of its head or its body.
+  // Starts to load the fraction `share` of the bytes that a task still has to load. `part` says whether they
+  // belong to its head, loaded before its waits are satisfied, or its body, loaded after that.
   void load_rest(Worker& w, Run& run, int part, double share) {
     const double bytes = run.rest * share, missing = run.rest_missing * share;
     run.rest -= bytes;
@@ -456,8 +469,8 @@ class Engine {
     schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
              part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
   }
-  // Issuing the requests of a load takes time, besides the transfer. These are the events at which all
-  // requests of a part have been issued. The part ends only when both are done.
+  // A part of a load ends when all its bytes have been transferred and all its requests have been issued,
+  // which takes time too. These are the events for the second condition.
   void asked_head(Worker& w) { flow_ended(w, kHead); }
   void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 
@@ -486,13 +499,13 @@ class Engine {
     loaded(w);
   }
 
-  // If run(loaded) has been loaded completely, goes on to the next task.
+  // If all data of the task that is being loaded has arrived, lets the loaders go on to the next task.
   void loaded(Worker& w) {
     Run& run = w.run(w.loaded);
     if (run.head_end == kNever || run.body_end == kNever) return;
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
-    // If the head of the next task has not begun yet, begin_head() will begin the task's waits.
+    // If the load of the next task has not begun yet, begin_head() will begin the task's waits later.
     const bool next = ++w.loaded < w.headed;
     if (run.began) decide_end(w);
     if (next) begin_waits(w);
@@ -554,7 +567,8 @@ class Engine {
     load(w);
   }
 
-  // Returns the argument that belongs to the segment of `run`.
+  // Returns one of the last three arguments, depending on the part of the program to which `run` belongs: the
+  // prologue, the body (the layers) or the epilogue.
   static int32_t by_segment(const Run& run, int32_t prologue, int32_t body, int32_t epilogue) {
     return run.segment == kPrologue ? prologue : run.segment == kBody ? body : epilogue;
   }
@@ -588,7 +602,8 @@ class Engine {
 
   void store_part_ended(Worker& w) {
     if (--w.store_flows > 0) return;
-    // This is a copy, because a signal may let this worker continue and overwrite the element of `runs`.
+    // `run` is a copy, because a signal below may let this worker continue and overwrite the element of its
+    // array `runs`.
     const Run run = w.run(w.stored);
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
     w.storing = false;
@@ -630,8 +645,8 @@ class Engine {
     counter.waiter = nullptr;
   }
 
-  // Returns the index of the counter block in which a run waits. The run signals in this block or in the next
-  // one.
+  // Each layer has its own block of counters. Returns the block of the counters for which a task waits. The
+  // task signals counters of the same block or of the next one.
   int32_t block(const Run& run) const { return by_segment(run, 0, run.layer, p_.layers); }
   Counter& counter(int32_t rank, int32_t block, int32_t index) {
     return counters_[(static_cast<int64_t>(block) * p_.ranks + rank) * p_.counters + index];
@@ -679,8 +694,9 @@ class Engine {
 }  // namespace
 }  // namespace mk::simulate
 
-// Simulates a program, for scheduler/simulate/native.py. Unless `intervals` is null, it receives up to `most`
-// trace records. Returns 0, or -1 if memory runs out, or -2 if an index in the program is out of bounds.
+// Simulates a program and stores the predicted time and traffic in `result`. Unless `intervals` is null, it
+// receives up to `most` entries of a trace. Returns 0, or -1 if memory runs out, or -2 if an index in the
+// program is out of bounds.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
                            const mk::simulate::Stall* stall, mk::Interval* intervals, int64_t most,
                            mk::simulate::Result* result) {

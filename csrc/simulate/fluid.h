@@ -1,5 +1,6 @@
-// A fluid model of bandwidth that several transfers share. All transfers get equal shares, and bandwidth that
-// one transfer leaves unused goes to the others.
+// Models bandwidth that several data transfers, called flows, share. Each flow proceeds at a continuous
+// speed, as a fluid would. All flows get equal shares, and bandwidth that one flow leaves unused goes to the
+// others.
 #pragma once
 #include <stdint.h>
 
@@ -12,20 +13,21 @@ namespace mk::simulate {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Flows of equal speed. One counter measures the progress of all flows: `v_` is the number of bytes that a
-// flow present from the start would have received, so a flow of n bytes ends when v_ has grown by n.
+// Data transfers (flows) that always have equal speeds. One number therefore measures the progress of all of
+// them: `v_` is how many bytes a flow would have received if it had been present from the start. A flow of n
+// bytes ends when v_ has grown by n since the flow began.
 class Flows {
  public:
   bool empty() const { return heap_.empty(); }
   int64_t count() const { return static_cast<int64_t>(heap_.size()); }
-  // Returns the time at which the first flow ends at the present speed.
+  // Returns the time at which the next flow ends if the speed does not change; kNever if there is no flow.
   double next() const { return next_; }
   void add(double now, double bytes, int32_t who) {
     advance(now);
     heap_.push({v_ + bytes, who});
     look_ahead();
   }
-  // Removes the flow that ends at `now` and returns its `who`.
+  // Removes the flow that ends at `now` and returns the number `who` that add() received for it.
   int32_t pop(double now) {
     advance(now);
     const auto [end, who] = heap_.top();
@@ -65,7 +67,8 @@ class Flows {
   double v_ = 0.0, at_ = 0.0, speed_ = 0.0, next_ = kNever, delivered_ = 0.0;
 };
 
-// A rate that all flows share equally; none of them gets more than `cap`.
+// A bandwidth of `rate` bytes per second that all data transfers (flows) share equally. No flow gets more
+// than `cap` bytes per second.
 class Shared {
  public:
   Shared(double rate, double cap) : rate_(rate), cap_(cap) {}
@@ -94,9 +97,9 @@ class Shared {
   Flows flows_;
 };
 
-// The ports of ranks on one switch. A flow leaves one port and enters another, and all flows pass the switch.
-// Speeds are max-min fair: no flow could become faster without slowing down another that is not faster than
-// it.
+// Models ranks (GPUs) that one switch connects. A data transfer (flow) passes the output port of its sender,
+// the switch, and the input port of its receiver. The bandwidth of each is limited. Speeds are max-min fair:
+// no flow could become faster without slowing down another that is not faster than it.
 class Links {
  public:
   Links(int ranks, double port, double total, double cap)
@@ -148,8 +151,9 @@ class Links {
     stale_ = true;
   }
 
-  // Water-filling: all flows speed up together until a port or the switch is full or the speed reaches the
-  // cap. Flows that pass a full port or switch stay at that speed, and the others continue to speed up.
+  // Computes the speeds of all flows by water-filling: all flows speed up together until a port or the switch
+  // is full or the speed reaches the cap. Flows that pass a full port or switch stay at that speed, and the
+  // others continue to speed up.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
     std::fill_n(room, switch_, port_);
@@ -182,7 +186,7 @@ class Links {
     }
   }
 
-  // Places that flows pass: the ports out of the ranks, those into them, and the switch.
+  // Places that limit the bandwidth of flows: an output port and an input port for each rank, and the switch.
   static constexpr int kMostRanks = 16, kMostPlaces = 2 * kMostRanks + 1;
 
   const int ranks_, switch_;
@@ -192,7 +196,7 @@ class Links {
   bool stale_ = false;
   double passing_[kMostPlaces] = {};  // flows through each place
   std::vector<Pair> pairs_;           // [from][to]
-  std::vector<Pair*> used_, rising_;  // pairs with flows; pairs that still speed up in share()
+  std::vector<Pair*> used_, rising_;  // pairs that have flows; those whose speed share() still raises
 };
 
 }  // namespace mk::simulate

@@ -1,8 +1,7 @@
-// The interface of the simulator, which runs a program in virtual time.
-// scheduler/simulate/native.py declares the same structs.
-//
-// Times are in seconds, sizes in bytes. A record is an instruction of a stream or a queue. It consists of
-// tasks: one per item for attention, otherwise one. Each task waits, loads, computes and stores as a unit.
+// The interface of the simulator, which predicts how long a program takes on another machine.
+// scheduler/simulate/native.py declares the same structs. Times are in seconds, sizes in bytes. A record is
+// an instruction. It consists of tasks, which each wait, load, compute and store as a unit: one task per work
+// item for attention, and a single task for other operations.
 #pragma once
 #include <stdint.h>
 
@@ -11,14 +10,14 @@ namespace mk::simulate {
 constexpr int kPrologue = 0, kBody = 1, kEpilogue = 2, kQueues = 3, kLists = 4;
 
 struct Wait {
-  int32_t counter;  // index of the counter in the counter block of the record's layer, on the same rank
-  int32_t slot;     // index of the wait word in the record
+  int32_t counter;  // index among the counters of the record's layer and rank
+  int32_t slot;     // which of the record's waits it is
 };
 
 struct Signal {
   int32_t rank;  // -1: every rank
   int32_t counter;
-  int32_t next;  // 1: the counter is in the next layer's block
+  int32_t next;  // 1: it is a counter of the next layer; 0: of this layer
   int32_t arrivals;
 };
 
@@ -26,27 +25,28 @@ struct Record {
   int32_t number;  // as in a trace
   int32_t phase;
   int32_t first_task, end_task;
-  int32_t queue;  // the queue if the record is a drain; otherwise -1
+  int32_t queue;  // -1, or the queue whose records this record claims and runs
   int32_t claims_end;
 };
 
 struct Task {
-  double weight_bytes;  // bytes that may be loaded before the waits
-  double read_bytes;    // bytes that may be loaded only after the waits
+  double weight_bytes;  // bytes that may be loaded before the task's waits are satisfied
+  double read_bytes;    // bytes that may be loaded only after the task's waits are satisfied
 
-  // Bytes of the ring that the loads occupy until they are used. 0 means that the consumers themselves load
-  // the data when they reach the task.
+  // Bytes that the task's loads occupy in the ring, the worker's buffer in shared memory, until they are
+  // used. 0 means that the computing warps themselves load the data when they reach the task.
   double ring_bytes;
-  double held_bytes;    // bytes of the ring that stay occupied until the task is computed
-  double output_bytes;  // bytes of the ring that the output occupies until it is stored
-  double ahead_bytes;   // bytes by which prefetches into the cache are ahead of loads
-  double ask_s;         // time that the slower of the two loaders needs to request all loads
+  double held_bytes;    // further bytes of the ring buffer that are occupied until the task is computed
+  double output_bytes;  // bytes of the ring buffer that the output occupies until it is stored
+  double ahead_bytes;   // distance, in bytes, of prefetches into the L2 cache from loads
+  double ask_s;         // time that the slower of the two loader warps needs to issue all loads
   double compute_s;
   double tail_s;                            // compute time after the last bytes have arrived
   int32_t weight_key, read_key, write_key;  // indices of cache entries; -1: not cached
 
-  // `parts` tasks share the split with index `split`, and only the task that ends last signals. A `split` of
-  // -1 means that the task belongs to no split.
+  // A split is a set of attention tasks that divide the KV tokens of the same rows among them. It has the
+  // index `split` and consists of `parts` tasks. Only the one that ends last signals. A `split` of -1 means
+  // that the task belongs to no split.
   int32_t split, parts;
   int32_t first_wait, end_wait;
   int32_t first_signal, end_signal;
@@ -56,14 +56,14 @@ struct Task {
 struct Program {
   int32_t ranks, workers, layers, counters;
   int32_t queues;                  // number of queues per rank
-  int32_t splits;                  // number of splits per rank
-  int32_t keys;                    // number of entries that a rank's cache may hold
-  int32_t layered_keys;            // entries [0, layered_keys) have different contents in each layer
-  const int32_t* offsets[kLists];  // [streams + 1]: where the records of each stream or queue begin
-  const int32_t* totals[3];        // expected arrivals per counter: first, middle, last counter block
+  int32_t splits;                  // number of splits (sets of tasks of which the last one signals) per rank
+  int32_t keys;                    // number of distinct entries of a rank's cache
+  int32_t layered_keys;            // cache entries [0, layered_keys) have different contents in each layer
+  const int32_t* offsets[kLists];  // [streams + 1]: index of the first record of each stream or queue
+  const int32_t* totals[3];        // expected arrivals at each counter: first layer, other layers, epilogue
   const Record* records;
   const Task* tasks;
-  const double* stores;  // [tasks][ranks] bytes stored on each rank
+  const double* stores;  // [tasks][ranks]: bytes that each task stores on each rank
   const Wait* waits;
   const Signal* signals;
   const double* key_bytes;  // [ranks][keys]
@@ -76,15 +76,16 @@ struct Costs {
   double memory_bytes_per_s, cache_bytes_per_s, cache_bytes;
   double worker_bytes_per_s;  // maximum that one worker loads or stores per second
   double egress_bytes_per_s, switch_bytes_per_s;
-  // the time from a request to its first byte, and from the transfer of the last byte to its arrival
+  // The delay from a request to the arrival of its first byte. The same delay passes from the end of a
+  // transfer until its last byte can be used.
   double latency_s;
   double store_s;  // fixed time of a store, in addition to the time for its bytes
   double dispatch_s, claim_s;
   double signal_s, remote_signal_s;  // from the end of a store until a waiting worker sees the signal
   double launch_s;
-  double ring_bytes;        // a worker's space for loads not yet used and outputs not yet stored
+  double ring_bytes;        // a worker's space for data loaded but not yet used, and outputs not yet stored
   int32_t in_flight;        // maximum number of tasks of a worker between set-up and end of store
-  int32_t claim_in_flight;  // replaces in_flight while the next task comes from a queue
+  int32_t claim_in_flight;  // the maximum in place of in_flight while the next task comes from a queue
   int32_t roles;            // 0: the trace shows each worker as a single thread
 };
 
@@ -95,11 +96,12 @@ struct Stall {
 
 struct Result {
   double step_s;
-  double memory_bytes, cache_bytes, link_bytes;  // sums over ranks, including bytes written back
+  double memory_bytes, cache_bytes, link_bytes;  // totals over all ranks, including write-backs
   int64_t events, intervals;
-  // The first stream that never ends, and the record and layer in which it waits. -1: all streams have ended
+  // After a deadlock: the first stream that never ends, and the record and layer in which it waits. A
+  // stuck_stream of -1 means that all streams have ended.
   int32_t stuck_stream = -1, stuck_record, stuck_layer;
-  int32_t crowded_counter = -1;  // a counter with more arrivals than its total; -1: none
+  int32_t crowded_counter = -1;  // a counter that received more signals than it expects; -1: none
 };
 
 }  // namespace mk::simulate

@@ -21,7 +21,7 @@ inline bool is_sound(const Graph& graph) {
   return true;
 }
 
-// Whether `order` contains each row of the graph once.
+// Returns whether `order` contains each row (node) of the graph exactly once.
 inline bool is_order(const Graph& graph, const int32_t* order) {
   std::vector<uint8_t> seen(graph.rows);
   return std::all_of(order, order + graph.rows,
@@ -33,7 +33,8 @@ inline bool are_rows(const Graph& graph, int64_t n, const int32_t* rows) {
 }
 
 inline bool is_sound(const Graph& graph, const Step& step) {
-  // The body runs once per layer, each time with the same number of events. Run 1 represents all these runs.
+  // Returns the number of events in a segment: 0 prologue, 1 body, 2 epilogue. The body runs once per layer,
+  // each time with the same number of events, so run 1 represents all these runs.
   const auto events = [&](int32_t segment) {
     const int32_t run = segment == 2 ? graph.runs - 1 : segment;
     return graph.first[run + 1] - graph.first[run];

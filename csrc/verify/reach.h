@@ -1,7 +1,7 @@
-// Decides which pairs of events of an acyclic graph are ordered. An event has a beginning and an
-// end. It signals counters at its end, and it begins after the counters that it waits for are complete.
-// Successive events of a stream begin in order and end in order, but the second may begin before the first
-// ends.
+// Decides which pairs of events of an acyclic graph are certain to happen one after the other. An event is
+// one execution of an instruction. It begins after the counters that it waits for are complete, and signals
+// counters at its end. Successive events of a stream begin in order and end in order, but the second may
+// begin before the first ends.
 #pragma once
 #include <stdint.h>
 
@@ -16,7 +16,8 @@
 
 namespace mk::verify {
 
-// The values of items 0 to n - 1, sorted by group. Within a group, items are in ascending order.
+// Assigns items 0 to n - 1 to groups: group(i) is the group of item i. Element [g] is the list of value(i)
+// for all items i in group g, in ascending order of i.
 template <class T>
 class Groups {
  public:
@@ -38,14 +39,14 @@ class Groups {
   std::vector<T> values_;
 };
 
-// `later` must begin after `earlier` has ended.
+// Two events (rows of the graph). The program is correct only if `later` begins after `earlier` has ended.
 struct Pair {
   int32_t earlier, later;
 };
 
-// Writes a topological order of all rows into `order` and returns how many rows it contains, which is fewer
-// if there is a cycle. `missing` is the number of incoming edges of each row whose sources are not in `order`
-// yet; it is modified. A row is added when its number reaches 0.
+// Writes a topological order of the rows (nodes) of the graph into `order`, and returns how many rows it has.
+// Rows that are on a cycle, or follow one, are left out. The caller must set missing[row] to the number of
+// incoming edges of the row. The function counts it down, and adds the row to `order` when it reaches 0.
 inline int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) {
   const Groups<int32_t> after(
       graph.rows, graph.edges, [&](int64_t e) { return graph.source[e]; },
@@ -79,10 +80,10 @@ class Reach {
     }
   }
 
-  // Returns, in ascending order, the indices of the pairs that nothing orders. Each search follows paths in
-  // the graph to the later row of a pair. It first starts at a counter that the earlier row signals: hundreds
-  // of rows share one counter, so this needs fewer searches. If it finds no path, the search is repeated from
-  // the earlier row itself.
+  // Returns, in ascending order, the indices of those pairs whose order the graph does not guarantee. It
+  // guarantees the order if a path leads from the earlier row to the later row. Hundreds of rows signal the
+  // same counter, so the search starts at such a counter first, which needs fewer searches than starting at
+  // each row. Only for pairs without such a path, it is repeated from the earlier row itself.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);
@@ -91,18 +92,18 @@ class Reach {
   }
 
  private:
-  static constexpr int kWords = 8;  // one sweep follows 64 * kWords sources, with one bit for each
+  static constexpr int kWords = 8;  // one pass over the graph tracks 64 * kWords sources, one bit each
   static constexpr int kBits = 64 * kWords;
 
-  // The question whether the event at position `later` follows source number `bit` of the sweep. It is asked
-  // for pair `index`.
+  // The question whether the event at position `later` of the topological order must come after source number
+  // `bit` of a pass over the graph. Pair number `index` needs the answer.
   struct Question {
     int64_t index;
     int32_t later, bit;
   };
 
-  // Returns, in ascending order, those indices i in `which` for which the later event of pairs[i] does not
-  // follow the event at position source(i).
+  // Returns, in ascending order, those indices i in `which` for which no path leads from the event at
+  // position source(i) of the topological order to the later event of pairs[i].
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {
@@ -143,11 +144,11 @@ class Reach {
     return out;
   }
 
-  // Adds to `missed` the indices of the questions whose answer is no. For each row and each source, the sweep
-  // computes two bits: `ended` is set if the source has certainly ended when the row begins, and `begun` if
-  // the source is the row itself or an earlier event of the row's stream. Events of a stream end in order. So
-  // when a row signals a counter at its end, the sources whose `begun` bit is set have ended too, and this
-  // bit becomes the counter's `ended` bit.
+  // Answers all questions in one pass over the graph, and adds to `missed` the indices of those whose answer
+  // is no. For each row and each source, the pass computes two bits: `ended` is set if the source has
+  // certainly ended when the row begins, and `begun` if the source is the row itself or an earlier event of
+  // the row's stream. Events of a stream end in order. So when a row signals a counter at its end, the
+  // sources whose `begun` bit is set have ended too, and this bit becomes the counter's `ended` bit.
   void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
              std::vector<int64_t>& missed) const {
     const int32_t start = sources.front();
@@ -187,10 +188,10 @@ class Reach {
     }
   }
 
-  int32_t rows_, counters_;        // the number of rows, and the row of the first counter
-  std::vector<int32_t> position_;  // the position of each row in the order
-  Groups<int32_t> before_;         // the positions of the predecessors of each position
-  std::vector<int32_t> row_;       // the row at each position
+  int32_t rows_, counters_;        // number of rows (nodes); the first row that is a counter, not an event
+  std::vector<int32_t> position_;  // the position of each row in the topological order
+  Groups<int32_t> before_;         // for each position, those of its row's predecessors in the graph
+  std::vector<int32_t> row_;       // the row at each position of the order
 
   // For each row, a counter that the row signals and another row waits for; if there is none, the row itself.
   std::vector<int32_t> stands_in_;

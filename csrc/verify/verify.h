@@ -1,21 +1,23 @@
-// The parts of the verifier that are too slow in Python: a topological order, and the order of accesses to
-// data. scheduler/verify/native.py declares the same structs.
+// The parts of the verifier that would be too slow in Python: it computes a topological order, and checks
+// that conflicting accesses to data happen in the right order. scheduler/verify/native.py declares the same
+// structs.
 #pragma once
 #include <stdint.h>
 
 namespace mk::verify {
 
-// A graph of `rows` nodes. Nodes [0, first[runs]) are events, sorted by run; the others are counters.
+// A graph of `rows` nodes. Nodes [0, first[runs]) are events (executions of instructions), sorted by run; the
+// others are counters. An edge means that its source comes before its target.
 struct Graph {
   int32_t rows;
   int32_t runs;          // number of runs: the prologue, the body once per layer, the epilogue
-  const int32_t* first;  // [runs + 1]
+  const int32_t* first;  // [runs + 1]: the first event of each run
   int64_t edges;
   const int32_t* source;  // [edges], earlier
   const int32_t* target;  // [edges], later
 };
 
-enum class Kind : int32_t { read, write, host };  // host: the host reads the box after the launch
+enum class Kind : int32_t { read, write, host };  // host: the CPU reads the data after the launch
 
 // The phases of a step, in the order of a sequential execution, and the accesses (touches) of their events,
 // sorted by phase. An access is to a box, which is a range of rows and columns in a place. A place is one
@@ -25,13 +27,13 @@ struct Step {
   int32_t buffers;
   int32_t ranks;
   const int32_t* segment;   // [phases]: 0 prologue, 1 body, 2 epilogue
-  const uint8_t* declares;  // [phases][buffers]: the phase writes the buffer, on any rank
-  const uint8_t* layered;   // [buffers]: the buffer has one copy per run of the body
+  const uint8_t* declares;  // [phases][buffers]: 1 if the phase writes the buffer, on any rank
+  const uint8_t* layered;   // [buffers]: 1 if each layer has its own copy of the buffer
   int64_t touches;
-  const int32_t* phase;  // [touches], as are all arrays below
+  const int32_t* phase;  // [touches]; this and all arrays below have one element per access
   const int32_t* place;
   const Kind* kind;
-  const int32_t* event;  // index among the events of the phase's segment
+  const int32_t* event;  // index among the events of the prologue, of a layer or of the epilogue
   const int32_t* row;
   const int32_t* row_end;
   const int32_t* col;
@@ -39,19 +41,19 @@ struct Step {
 };
 
 enum class What : int32_t {
-  twice,  // `earlier` and `later` belong to one phase, and both write the box
+  twice,  // `earlier` and `later` belong to one phase, and both write the same elements
 
-  // `later` (-1: the host) must read what `phase` writes to the box, but the last write before that read is
-  // by `earlier` (-1: there is none).
+  // `later` (-1: the host) reads elements that `phase` should have written last, but the last event that
+  // writes them before is `earlier` (-1: there is none).
   missing,
 
-  unordered,  // `later` must touch the box after `earlier`, but may begin before `earlier` ends
+  unordered,  // `later` must access the elements after `earlier`, but may begin before it ends
 
-  // Every layer reads the box, which only the prologue writes. `later` is the read in one layer. It is not
-  // ordered after `earlier`, the same read in the previous layer.
+  // The prologue writes the elements, and every layer reads them. `later` is the read in one layer and
+  // `earlier` the same read in the layer before, but `later` may begin before `earlier` ends.
   not_onward,
 
-  overtakes,  // the last event of a stream may begin before `earlier` ends
+  overtakes,  // `later`, a stream's last event, may begin before `earlier`, work of any rank, ends
 };
 
 struct Found {

@@ -1,5 +1,6 @@
-// Derives which pairs of events must be ordered: two events that access the same element of a buffer, if at
-// least one of them writes it. The order of the step's phases determines which event must come first.
+// Derives which pairs of events (executions of instructions) must happen one after the other: two events that
+// access the same element of a buffer, if at least one of them writes it. The order of the model's phases
+// determines which event must come first.
 #pragma once
 #include <stdint.h>
 
@@ -12,10 +13,10 @@
 
 namespace mk::verify {
 
-// Replays the accesses to every place (a rank's copy of a buffer), in the order of runs (prologue, layers,
-// epilogue) and phases. Afterwards, `found` has the violations that do not depend on the order of events,
-// `pairs` has the pairs of events that must be ordered, and about[i] is the violation to report if pairs[i]
-// is not ordered.
+// Replays the accesses to every place (a rank's copy of a buffer) in the order of a sequential execution.
+// Afterwards, `found` has the faults that are certain whatever the order of events, `pairs` has the pairs of
+// events that must happen one after the other, and about[i] is the fault to report if the program does not
+// guarantee this for pairs[i].
 class Walk {
  public:
   Walk(const Graph& graph, const Step& step) : graph_(graph), step_(step), seen_(graph.rows, -1) {
@@ -37,9 +38,9 @@ class Walk {
   }
 
   struct Cell {
-    int32_t writer = -1;    // row of the last event that wrote the cell; -1: none
-    int32_t instance = -1;  // run * phases + phase of the writer
-    int32_t readers = -1;   // index in readers_ of the cell's last reader since it was written; -1: none
+    int32_t writer = -1;    // the last event that wrote the cell (a row of the graph); -1: none
+    int32_t instance = -1;  // when the writer wrote: its run * phases + its phase
+    int32_t readers = -1;   // last event that read the cell since then (index in readers_); -1: none
   };
   struct Reader {
     int32_t row, next;
@@ -132,9 +133,10 @@ class Walk {
     });
   }
 
-  // An order that must hold in every layer is tested in only one layer, the one with the fewest edges. Layer
-  // 0 and the prologue have all edges of a later layer and more. So layer 1 is tested for orders within a
-  // layer, and the last two layers are tested for orders between successive layers.
+  // Notes that `later` must begin after `earlier` has ended. An order that must hold in every layer is tested
+  // in only one layer, the one with the fewest edges in the graph. Layer 0 and the prologue have all edges of
+  // a later layer and more. So layer 1 is tested for orders within a layer, and the last two layers are
+  // tested for orders between successive layers.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;
@@ -170,7 +172,7 @@ class Walk {
 
   const Graph& graph_;
   const Step& step_;
-  std::vector<int32_t> rows_, cols_;  // borders between the cells of the current place
+  std::vector<int32_t> rows_, cols_;  // borders between cells, the parts into which accesses divide a buffer
   std::vector<Cell> cells_;
   std::vector<Reader> readers_;
   std::vector<int64_t> seen_;  // [row]: number of the last access paired with the row, to avoid duplicates

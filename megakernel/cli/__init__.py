@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
-# The modules that register the verbs. A verb with a space in its name, such as `bench serve`, is in a group.
+# The modules that register the verbs (subcommands). A verb of two words, such as `bench serve`, belongs to a group.
 _VERBS = (
     "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_serve",
     "timeline", "roofline", "doctor", "completion",
@@ -29,7 +29,7 @@ _GROUP = "measure speed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return the exit status. Usage errors exit with status 2 through argparse."""
+    """Run one command line and return the exit status. For a usage error, argparse ends the process with status 2."""
     interrupted = False
 
     def interrupt(*_: object) -> None:
@@ -66,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         remedy = ": free some space" if e.errno == errno.ENOSPC else ""
         return _fail(f"{e.filename}: {e.strerror}{remedy}" if e.filename else f"{e.strerror or e}{remedy}")
     except Exception:
-        if interrupted:  # some packages turn an interrupt of their import into an error
+        if interrupted:  # some packages turn a KeyboardInterrupt during their import into an error of another type
             return INTERRUPTED
         raise
 
 
 def _open_standard_files() -> None:
-    """Open closed standard files on /dev/null. Otherwise a file or socket that is opened later would get the number of
-    a standard file, and what other code writes there."""
+    """Open /dev/null in place of standard input, output or error if it is closed. Otherwise, the next file or socket
+    that the process opens would get the descriptor 0, 1 or 2, and would receive what other code writes there."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -94,7 +94,7 @@ def _on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Discard output that cannot be written. Python would report an error when it flushes it at exit."""
+    """Discard buffered output that cannot be written, because Python would report an error when it exits."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -102,7 +102,8 @@ def _drop_output() -> None:
 
 
 def _about_unknown(unknown: Sequence[str], usage: str, hints: Mapping[str, str]) -> str:
-    """Return the error for arguments that a verb does not know, with a hint for the first flag among them."""
+    """Return an error message for the flags `unknown`, which a verb does not have. `hints` says what to use instead of
+    a flag; the message includes the hint for the first unknown flag."""
     flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
     near = difflib.get_close_matches(flag, re.findall(r"--[a-z][a-z-]+", usage), 1)
     hint = hints.get(flag) or (f"did you mean {near[0]}?" if near else "")
@@ -115,8 +116,8 @@ def _fail(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of a whole command line. `args.run(args)` executes the parsed arguments `args`."""
-    # These modules are imported here and not at the top, so that `main` handles a Ctrl-C during the imports.
+    """Return the parser of a whole command line. Its result `args` has a method `run`, which executes the command."""
+    # These modules are imported here, not at the top, so that `main` can handle a Ctrl-C during the imports.
     from importlib.metadata import version
 
     from ..settings import SETTINGS

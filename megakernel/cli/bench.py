@@ -1,5 +1,5 @@
-"""`megakernel bench latency` and `throughput`: how fast one sequence and many prompts run here, how near that is to
-the roofline, and a comparison with other programs."""
+"""`megakernel bench latency` and `bench throughput` measure the speed of one sequence and of many prompts. They also
+report how close the speed is to the hardware's limit (the roofline), and can compare it with other programs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megakernel.serving.bench.peers import Contest, Timed
 
 _PHASES: tuple[Timed, ...] = ("decode", "prefill")
-# The defaults if `--vs` asks for a comparison: a batch of prompts of equal length, which other programs can run too,
-# and enough runs for a median.
+# The defaults for a comparison (`--vs`). All prompts have the same length, because the other programs can run only such
+# batches. Five runs give a stable median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
 
@@ -87,8 +87,9 @@ def run_latency(args: argparse.Namespace) -> int:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """Measure and return the figures of `bench latency`. The result also contains the ceilings and a comparison with
-    each peer. After each run of our engine, every peer runs once."""
+    """Measure and return the figures of `bench latency`: the speed of prefill and decode, the hardware's maximum rates
+    (`ceilings`), and a comparison with each of the other programs `peers`. Every peer runs once after each of our runs,
+    so that changes in the machine's speed affect all alike."""
     from megakernel.serving.bench.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
@@ -106,8 +107,8 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the output row about speculation, which says how many tokens were proposed and how many accepted. The list
-    is empty if no token was proposed."""
+    """Return an output row (name, text) that says how many tokens were proposed by speculative decoding, and how many
+    of them were accepted. The list is empty if no token was proposed."""
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"
@@ -188,8 +189,8 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """Return the number of sequences, the number of tokens per prompt, and the number of decode steps. Raises
-    MegakernelError if the prompts or the answers differ in length."""
+    """Return the number of sequences, of tokens per prompt, and of decode steps. Raises MegakernelError if the prompts
+    or the answers of `load` differ in length."""
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(

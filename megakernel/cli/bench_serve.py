@@ -147,7 +147,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ceilings | None:
-    """Return the ceilings of the machine that the user names, or else those that a server reports, or else None."""
+    """Return the maximum rates of the machine that the user names; otherwise those that a server reports, or None."""
     if args.machine == "host":
         return host_ceilings(machine.cpu_count())
     if args.machine:
@@ -160,7 +160,7 @@ async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ce
 
 
 def _checked(given: Any, url: str) -> Ceilings:
-    """Return the ceilings that a server reports. Raises MegakernelError if the roofline cannot use them."""
+    """Return the maximum hardware rates that a server reports (`given`). Raises MegakernelError if malformed."""
     try:
         ceilings = msgspec.convert(given, Ceilings)
     except msgspec.ValidationError as e:
@@ -171,8 +171,8 @@ def _checked(given: Any, url: str) -> Ceilings:
 
 
 def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:
-    """Return the model's name, its sizes and the requests. Without --model, the server must report
-    the name of a model whose sizes are known."""
+    """Return the model's name, its sizes and the requests to send. Without --model, the server is asked for the model's
+    name, and the name must be one whose sizes are known."""
     name = args.model or server.model or ""
     if not args.model and name not in PACKAGES and not name.startswith("random:"):
         raise MegakernelError(
@@ -198,7 +198,7 @@ def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limit(text: str) -> tuple[str, float]:
-    """Parse a limit such as `ttft:500`, and convert its milliseconds to seconds."""
+    """Parse a latency limit such as `ttft:500`, and return the metric's name and the limit in seconds."""
     name, _, value = text.partition(":")
     if name not in _LIMITS:
         raise argparse.ArgumentTypeError(
@@ -208,7 +208,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Print the figures. If there were several runs, print those of the median run."""
+    """Print the figures of a run. If there were several runs, print the figures of the median run."""
     settings = figures["settings"]
     others = f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s"
     lines: list[tuple[str, str | Text]] = [

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
-_KEPT_FOR_ANSWERS = 0.25  # fraction of the context that is kept free by leaving out the oldest messages
+# If a conversation becomes too long, its oldest messages are left out until this fraction of the context is free.
+_KEPT_FOR_ANSWERS = 0.25
 
-# Characters that would control a terminal, except line ends and tabs.
+# Replaces the characters that would control a terminal, except line ends and tabs.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             from megakernel.serving import SamplingParams
 
-            # SamplingParams checks the flag before a model is loaded, so that a wrong value fails at once.
+            # SamplingParams checks the temperature. A wrong value should fail before the model is loaded.
             given = {} if args.temperature is None else {"temperature": args.temperature}
             SamplingParams(**given)
             llm = open_.enter_context(open_llm(args, max_seqs=1))
@@ -64,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Talk:
-    """A conversation. On a terminal, the user types the messages. Otherwise each input line is a message, and Ctrl-C
-    ends the program."""
+    """A conversation with a model. If standard input is a terminal, the user types the messages, and Ctrl-C ends the
+    current answer. Otherwise, each input line is a message, and Ctrl-C ends the program."""
 
     def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
         self._partner, self._max_tokens, self._as_json = partner, max_tokens, as_json
@@ -86,7 +87,7 @@ class _Talk:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, *_: object) -> None:
-        """Handle Ctrl-C on a terminal: end an answer or a line that is being typed, and otherwise do nothing."""
+        """Handle Ctrl-C on a terminal: end the answer, or the line that the user is typing. Otherwise do nothing."""
         if self._may_interrupt:
             self._may_interrupt = False
             raise KeyboardInterrupt
@@ -136,8 +137,8 @@ class _Talk:
             yield line
 
     def _turn(self, text: str) -> None:
-        """Send one message and show its answer. A message without any answer is removed from the conversation. A
-        message whose answer was cut short is kept."""
+        """Send one message and show its answer. If no text arrives, the message is removed from the conversation. If
+        the answer is cut short, both are kept."""
         from .partners import PartialAnswer
 
         self._messages.append({"role": "user", "content": text})
@@ -163,8 +164,8 @@ class _Talk:
             output.stderr.print(output.speed(**figures).translate(_CONTROLS), style="dim")
 
     def _fit(self) -> int | None:
-        """Leave out the oldest messages until the others and an answer fit into the context. Return how many tokens
-        the answer may have. None means that there is no limit."""
+        """Leave out the oldest messages until the remaining ones and an answer fit into the model's context. Return the
+        maximum number of tokens of the answer, or None if there is no limit."""
         if (found := self._partner.count(self._messages)) is None:
             return self._max_tokens
         before = len(self._messages)

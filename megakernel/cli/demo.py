@@ -1,4 +1,4 @@
-"""`megakernel demo`: one run from a checkpoint to text, figures and a timeline."""
+"""`megakernel demo`: loads a model, generates text, measures the speed, and writes a timeline of one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .host import measured_ceilings
 from .options import AddVerb, add_model_run, open_llm, prompt_ids
 
 _PROMPT = "Name the capital of France."
-_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3  # enough for stable medians; takes a few seconds on two cores
+# These numbers give stable medians, and take a few seconds on two cores.
+_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3
 
 
 def register(add: AddVerb) -> None:

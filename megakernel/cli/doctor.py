@@ -1,4 +1,4 @@
-"""`megakernel doctor`: reports what this machine has, and what of that the other commands can use."""
+"""`megakernel doctor`: reports the hardware and software of this machine, and which parts other commands can use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # per case: number of data sets, and runs with each set, which must give the same bits
+_SEEDS, _REPEATS = 3, 20  # per checked case: random inputs, and runs with each, which must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 

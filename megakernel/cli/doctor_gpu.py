@@ -21,13 +21,15 @@ from ..runtime import Chunk, SampleRow, build_step, rank_machine
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-_TIMEOUT_S = 2.0  # time limit of a wait in a check; every instruction takes less than a thousandth of it
-_MOST_DIFFERENCES = 8  # the most differences to find per case; each may cost a failed launch (3 * _TIMEOUT_S)
-_BUSY_SHARE = 0.05  # other processes may use this fraction of a GPU's memory without a note
+# The seconds that an instruction may wait for another. No instruction takes a thousandth of this time.
+_TIMEOUT_S = 2.0
+# The maximum number of differences to find per case. Each may cost a failed launch, which takes 3 * _TIMEOUT_S.
+_MOST_DIFFERENCES = 8
+_BUSY_SHARE = 0.05  # no note is printed if other processes use at most this fraction of a GPU's memory
 
 
 def report() -> dict[str, Any]:
-    """Report the devices, the driver, what the cuda backend lacks, and notes on how the GPUs are shared."""
+    """Return the GPUs, the driver's version, what is missing to use them, and notes about how the GPUs are shared."""
     found = driver()
     smi = _nvidia_smi()
     return {
@@ -49,7 +51,8 @@ def line(facts: dict[str, Any]) -> str:
 
 
 def backend(facts: dict[str, Any]) -> str:
-    """Return a text that says which backend `--backend auto` chooses here, and which it would choose with a GPU."""
+    """Return a text that says which backend `--backend auto` chooses on this machine. Without a usable GPU, it also
+    says what is needed to use one."""
     if not facts["missing"]:
         return "auto uses cuda"
     ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -82,13 +85,14 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
         yield "MPS is on: if it limits this process to some of the SMs, programs for all SMs are refused"
 
 
-# -- compare every instruction with the reference
+# -- compare the results of every instruction with those of the NumPy reference
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's sizes, and the number of tokens of a step that contains every operation. `matmul` (dot
-    products or tensor cores) and `norm` are options of the compiler; `tp` is the number of ranks."""
+    """A small model to check on the GPU: its sizes, and the number of tokens of the step. `matmul` (CUDA cores, "dots",
+    or tensor cores) and `norm` (where norms are computed) are compiler options. `tp` is the number of tensor-parallel
+    ranks."""
 
     name: str
     config: ModelConfig
@@ -99,7 +103,8 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return small cases with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile."""
+    """Return small models with 1, 2, 3 and 8 query heads per KV head. No size is a multiple of a tile's size, so that
+    incomplete tiles are checked too."""
     biased = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, qkv_bias=True, o_bias=True, mlp_bias=True)
     grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True, family="gemma")
     odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
@@ -121,7 +126,8 @@ def cases() -> list[Case]:
 
 
 def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
-    """Return the first differences from the reference, as one sentence each. The last may say that the GPU is lost."""
+    """Compare the GPU's results with those of the reference. Return the first differences, each described by a
+    sentence. If the GPU stops answering, the last sentence says so."""
     wrong: list[str] = []
     try:
         for difference in islice(_differences(case, seeds, repeats), _MOST_DIFFERENCES):
@@ -169,8 +175,8 @@ def _compile(case: Case) -> Program:
 
 
 def _step(program: Program, seed: int) -> Any:
-    """Return a step with two sequences. One is a decode with such a long context that its attention is split; the other
-    is a short prompt."""
+    """Return a step with two sequences. One decodes a token with a context so long that several work items share its
+    attention; the other is a short prompt."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()

@@ -74,7 +74,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> SamplingParams:
-    """Return the sampling parameters: the flags, then the model's `defaults`. SamplingParams has the checks."""
+    """Return the sampling parameters from the flags. A flag that is not given has the model's value in `defaults`.
+    Raises MegakernelError for an invalid value."""
     from megakernel.serving import SamplingParams
 
     names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """Return a result as `--json` prints it: the fields of the first choice, and all choices if there are several."""
+    """Return a result in the form that `--json` prints: the fields of the first completion, and if there are several,
+    also a list of all completions."""
     out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **vars(result.choices[0])}
     if len(result.choices) > 1:
         out["choices"] = [vars(choice) for choice in result.choices]

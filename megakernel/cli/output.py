@@ -16,15 +16,15 @@ from rich.text import Text
 
 from ..program import Program
 
-# Text may contain a user's own words, so nothing in the text is interpreted as markup. In a file or a pipe, lines may
-# have up to _WIDE characters.
+# A text may contain a user's own words, so no part of it is interpreted as markup. If output goes to a file or a pipe,
+# lines may have up to _WIDE characters.
 _WIDE = 160
 stdout = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
 stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def emit(result: dict[str, Any]) -> None:
-    """Print one JSON object on standard output. Numbers that JSON lacks become null."""
+    """Print one JSON object on standard output. Infinity and NaN, which JSON lacks, become null."""
     sys.stdout.write(json.dumps(_finite(result), allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -37,12 +37,13 @@ def _finite(value: Any) -> Any:
 
 
 def bold(figure: str, rest: str) -> Text:
-    """Return a line that begins with its most important part, `figure`, in bold."""
+    """Return the line `figure` + `rest`, with its most important part, `figure`, in bold."""
     return Text.assemble((figure, "bold"), rest)
 
 
 def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, tpot_s: float | None) -> str:
-    """Describe the speed of an answer in one line, without unknown values."""
+    """Describe the speed of an answer in one line. Values that are None are left out. `ttft_s` is the time to the first
+    token, and `tpot_s` the time per further token, in seconds."""
     said = [] if tokens is None else [f"{tokens} tokens"]
     said.append(f"finish: {finish_reason}")
     if ttft_s is not None:
@@ -53,7 +54,7 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """Return a text with the achieved rates and the ceilings, in GB/s and in GFLOP/s or, for integers, GOP/s."""
+    """A text with the achieved rates and the machine's maximum rates, in GB/s and in GFLOP/s (GOP/s for integers)."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
     return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} G{ceilings['unit']}"
@@ -110,12 +111,13 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 
 
 def lowering_text(lowering: dict[str, str]) -> str:
-    """Return a lowering, which `describe` reports, as text such as `O sharded, residual dealt, norm own`."""
+    """Return the compiler's choices as text, such as `O sharded, residual dealt, norm own`. `lowering` has a choice for
+    each of these names: how ranks share the O projection and the residual, and where norms are computed."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 
 def workers_text(program: Program) -> str:
-    """Return a text with the number of workers per rank, and with the SMs per worker if there are several."""
+    """A text with the number of workers (SMs or CPU cores) per rank. If a worker is a pair of SMs, the text says so."""
     return f"{program.workers} workers" + (f" of {program.dims.worker.sms} SMs" if program.dims.worker.sms > 1 else "")
 
 
@@ -128,5 +130,5 @@ def bytes_text(count: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """Return a time with its unit: milliseconds, as in 12.35 ms, or seconds from 10 s on."""
+    """Return a time with its unit: milliseconds, such as 12.35 ms, or seconds if it is at least 10 s."""
     return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"

@@ -1,4 +1,4 @@
-"""The two kinds of partner in `megakernel chat`: a model in this process, or a server with the OpenAI API."""
+"""The two kinds of partner in `megakernel chat`: a model in this process, or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 T = TypeVar("T")
-_SILENCE_S = 300.0  # a server that sends nothing for this long counts as unreachable
-_SHOWN = 300  # maximum characters shown of an answer that cannot be decoded
-_MOST_LINE = 1 << 20  # maximum bytes of an event of a stream
+_SILENCE_S = 300.0  # seconds without data from a server after which the connection counts as lost
+_SHOWN = 300  # maximum characters that an error shows of an answer that cannot be decoded
+_MOST_LINE = 1 << 20  # maximum bytes of one event of a streamed answer
 _MOST_BYTES = 1 << 28  # maximum bytes of an answer
 
 
@@ -42,7 +42,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The fields of a streamed event that this program reads."""
+    """The fields that this program reads from a streamed event of a chat completion."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -56,7 +56,7 @@ class _Count(msgspec.Struct):
 
 @dataclass
 class PartialAnswer:
-    """The part of an answer that has arrived. `tokens` stays None if the answer's tokens were not counted."""
+    """The part of an answer that has arrived so far. `tokens` is None while the number of its tokens is unknown."""
 
     text: str = ""
     tokens: int | None = None
@@ -82,19 +82,19 @@ class PartialAnswer:
 
 
 class Partner(Protocol):
-    """Something that answers messages: a model or a server. `name` is shown with its answers."""
+    """A conversation partner, which answers messages: a model or a server. `name` is shown before its answers."""
 
     name: str
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Return the number of tokens of the conversation, and the maximum that the context allows for the conversation
-        and its answer together. The result is None if they are unknown."""
+        """Return the number of tokens of the conversation, and the context's maximum for the conversation and its
+        answer together. The result is None if these numbers are unknown."""
 
     def reply(
         self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
     ) -> None:
-        """Answer the last message: add each piece of text to `answer` and pass it to `show`. KeyboardInterrupt ends the
-        answer, and `answer` keeps the pieces so far."""
+        """Answer the last message. Each piece of text is added to `answer` and passed to `show` when it arrives. If
+        Ctrl-C (KeyboardInterrupt) ends the answer, `answer` keeps the pieces so far."""
 
 
 class LocalModel:
@@ -124,8 +124,8 @@ class LocalModel:
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Make Ctrl-C raise an exception only where the yielded function is called, so that no step is interrupted in the
-    middle."""
+    """Within the block, Ctrl-C raises KeyboardInterrupt only when the block calls the yielded function. The block calls
+    it between two steps of the engine, so that no step is interrupted."""
     asked = False
 
     def note(*_: object) -> None:
@@ -144,12 +144,12 @@ def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
 
 
 class _RefusedError(MegakernelError):
-    """Raised if the server answers a request with an error."""
+    """Raised if the server answers a request with an HTTP error."""
 
 
 class RemoteModel:
-    """A server with the OpenAI API at `url`, with or without `/v1`. `model` is one of the server's model names;
-    None means the first of them."""
+    """A server with the OpenAI API at `url`, with or without `/v1` at the end. `model` is one of the server's model
+    names; None means its first model."""
 
     def __init__(self, url: str, model: str | None, key: str | None, temperature: float | None) -> None:
         from megakernel.serving.bench.client import ModelNames
@@ -169,7 +169,8 @@ class RemoteModel:
                 raise MegakernelError(f"{self._url}/v1/models names no model: is this an OpenAI API?") from None
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Ask `/tokenize`, which megakernel and vLLM have. The server may refuse too long a conversation."""
+        """Ask the server for the numbers that the method `count` of Partner returns. Only megakernel and vLLM have the
+        path `/tokenize`. A server may refuse a conversation that is too long."""
         try:
             with self._ask("/tokenize", {"model": self.name, "messages": messages}) as reply:
                 found = _decoded(reply.read(_MOST_LINE), _Count)
@@ -201,8 +202,8 @@ class RemoteModel:
 
     @contextmanager
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response to a request. Raises MegakernelError with the server's own message if it reports an error,
-        or if it does not respond."""
+        """Yield the response to a request (a POST if there is a `body`). Raises MegakernelError with the server's own
+        message if the server reports an error, or if it does not respond."""
         data = None if body is None else json.dumps(body).encode()
         try:
             try:
@@ -216,7 +217,7 @@ class RemoteModel:
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:
-    """Decode JSON. Raises MegakernelError if it is invalid, too deep, or not of the type `kind`."""
+    """Decode JSON as the type `kind`. Raises MegakernelError if it is invalid, too deep, or of another type."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -224,7 +225,7 @@ def _decoded(data: bytes, kind: type[T]) -> T:
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[_Event]:
-    """Yield the server-sent events, up to the event that ends a stream."""
+    """Yield the server-sent events of a streamed answer, except the last event `[DONE]`."""
     size = 0
     while line := reply.readline(_MOST_LINE):
         size += len(line)
@@ -240,7 +241,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[_Event]:
 
 
 def _error_in(body: bytes) -> Any:
-    """Return the field `error` of a server's answer, or the body as text."""
+    """Return the field `error` of the JSON object `body`, or `body` as text if it has none."""
     try:
         return _decoded(body, dict[str, Any])["error"]
     except (MegakernelError, KeyError):
@@ -248,6 +249,6 @@ def _error_in(body: bytes) -> Any:
 
 
 def _message(error: Any) -> str:
-    """Describe a server's error by its message, or else by the start of its text."""
+    """Return the message of a server's error, or the beginning of its text if it has no message."""
     said = error.get("message") if isinstance(error, dict) else error
     return f"the server says: {str(said or error)[:_SHOWN]}"

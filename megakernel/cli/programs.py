@@ -1,4 +1,4 @@
-"""`megakernel compile`, `disasm`, `verify`: write a program to a file, print it, and prove that it is correct."""
+"""`megakernel compile`, `disasm`, `verify`: write a program to a file, print its instructions, and prove it correct."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..program import Program, load_program
 from . import output
 from .options import STORED, AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
 
-# An engine's default number of sequences; programs rarely need more logit rows than this.
+# By default, programs compute logits for at most this many rows, as many as an engine runs sequences.
 _SEQUENCES = 64
 
 
@@ -61,15 +61,15 @@ def _add_bucket(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name a program file, or that describe a model to compile."""
+    """Add flags for a verb that needs a program: a program file, or a model for which a program is compiled."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
     add_setting(source, "model", optional=True)
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
-    """Compile the program that the flags of `add_machine` describe, and return it with its model and machine. `sizes`
-    are arguments of `compile_program`; if there are none, the flags of `_add_bucket` give the sizes."""
+    """Compile a program as the flags added by `add_machine` say, and return it with its model and machine. `sizes` are
+    arguments of `compile_program`, such as the maximum number of token rows. Without `sizes`, flags give them."""
     from megakernel.scheduler.tune import Fastest
 
     machine = machines.load(args.machine, args.workers)
@@ -90,7 +90,7 @@ def _bucket(args: argparse.Namespace) -> dict[str, int]:
 
 
 def load(args: argparse.Namespace) -> Program:
-    """Load the program in FILE, or compile one for `--model`."""
+    """Load the program file that the command line names, or compile a program for `--model`."""
     return load_program(args.file) if args.file else compile_for(args)[0]
 
 

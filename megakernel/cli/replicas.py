@@ -1,4 +1,4 @@
-"""`megakernel serve --replicas`: several servers behind one address, on Ray."""
+"""`megakernel serve --replicas`: several servers, each with the whole model, behind one address. Ray runs them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..settings import SETTINGS
 from . import output
 from .options import fetch
 
-_OWN = ("replicas", "ray address", "routing", "host", "port")  # settings that replicas do not get
+# Settings of the cluster and of its address, which a single replica does not get.
+_OWN = ("replicas", "ray address", "routing", "host", "port")
 
 
 def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
-    """Start a cluster on this machine and serve until a signal arrives. On an existing cluster, return as soon as the
-    replicas serve."""
+    """Start a Ray cluster on this machine, and serve until a signal arrives. If the cluster exists already
+    (`--ray-address`), return as soon as the replicas are ready."""
     from megakernel.serving.replicas.placement import Plan, place, prepare
     from megakernel.serving.server.frontend import listen, url
     from megakernel.serving.server.limits import local_names
@@ -37,7 +38,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
             "--port 0 picks a port that is free on this machine, but with --ray-address all nodes of the cluster "
             "listen on the same port: give another --port"
         )
-    with listen(host, 0 if address else given["port"]) as sock:  # first, so that a port in use fails at once
+    with listen(host, 0 if address else given["port"]) as sock:  # before loading, so that a port in use fails at once
         port = given["port"] or sock.getsockname()[1]
         names = local_names(host, sock.getsockname()[0])
         where = url(sock).rpartition(":")[0] + f":{port}"
@@ -55,7 +56,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
                 replicas=given["replicas"],
                 share=share,
                 settings={SETTINGS[name].flag.lstrip("-"): value for name, value in settings.items()},
-                # Twice the maximum number of sequences, so that a request is ready whenever a sequence ends.
+                # A replica gets twice as many requests as it runs at once, so that one is ready whenever one ends.
                 at_once=2 * given["max num seqs"],
                 slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
                 max_body=given["max body bytes"],
@@ -71,15 +72,15 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
 
 
 def _until_signal(undeploy: Any) -> int:
-    """Wait for SIGTERM or Ctrl-C, then finish the running requests. A second signal ends the process at once. Return
-    the exit status."""
+    """Wait for SIGTERM or Ctrl-C, then call `undeploy`, which finishes the running requests. A second signal ends the
+    process at once. Return the exit status."""
     asked = threading.Event()
     got = signal.SIGTERM
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal got
         if asked.is_set():
-            os._exit(128 + number)  # Ray's processes end when this process ends
+            os._exit(128 + number)  # Ray's processes end together with this process
         got = signal.Signals(number)
         asked.set()
 

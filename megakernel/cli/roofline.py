@@ -1,4 +1,4 @@
-"""`megakernel roofline`: the least time that the hardware allows for a step, phase by phase, and a roofline plot."""
+"""`megakernel roofline`: the least time that the hardware allows for each operation of a step, and a roofline plot."""
 
 from __future__ import annotations
 
@@ -106,13 +106,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
-    """Return the mean bytes per weight of all matmuls. Their number of weights is their FLOPs / (2 x rows)."""
+    """Return the mean number of bytes per weight over all matmuls. A weight costs 2 FLOPs per row, so the number of
+    weights is FLOPs / (2 x rows)."""
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
     return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
 
 
 def _points(step: StepRoofline) -> list[Point]:
-    """Return the highest possible FLOP rates of the step and of each phase that both reads memory and multiplies."""
+    """Return points of the roofline plot: the highest FLOP rate that the hardware allows for the whole step, and for
+    each phase (operation) that both reads memory and multiplies."""
     out = []
     for c in step.instructions:
         if c.matrix_flops and c.memory_bytes:
@@ -123,7 +125,7 @@ def _points(step: StepRoofline) -> list[Point]:
 
 
 def _achieved(path: Path) -> list[Point]:
-    """Return the decode and prefill rates in a benchmark's JSON."""
+    """Return points for the decode and prefill rates that a benchmark measured. `path` is the benchmark's JSON file."""
     try:
         with file_errors(f"read {path}"):
             measured = json.loads(regular(path).read_text())

@@ -1,4 +1,4 @@
-"""`megakernel roofline ask`: answers the roofline's questions from their inputs."""
+"""`megakernel roofline ask`: computes limits of chips, networks and parallelism from a formula and its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Register `megakernel roofline ask`. The flags of a question are read only when it is asked."""
+    """Register `megakernel roofline ask`. Each question has its own flags, which are defined only when it is asked."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
     ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _example(words: list[str]) -> list[str]:
-    """Replace the number of a question of the book *How to Scale Your Model* by the question that answers it."""
+    """If `words` is the number of an exercise of the book *How to Scale Your Model*, return the question and the flags
+    that answer the exercise; otherwise return `words`."""
     number, *more = int(words[0][:3]), *words[1:]
     if number not in EXAMPLES or set(more) - {"--json"}:
         raise MegakernelError(

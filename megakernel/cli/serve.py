@@ -32,10 +32,11 @@ _SETTINGS = (
     *("max queued requests", "max body bytes", "request timeout", "stall timeout", "shutdown timeout"),
     *("replicas", "ray address", "routing"),
 )
-# The settings that give the fields of Limits, in the order of the fields.
+# The settings that give the fields of the class `Limits`, in the order of its fields.
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
-_NOT_FOR_REPLICAS = ("uds", "ssl certfile", "ssl keyfile", "root path")  # Ray's proxy accepts the connections
-# What to do about flags of vLLM that this server lacks.
+# Ray's proxy accepts the connections to replicas, so these settings of connections are refused with --replicas.
+_NOT_FOR_REPLICAS = ("uds", "ssl certfile", "ssl keyfile", "root path")
+# Flags that vLLM has and this server lacks, each under the advice that is shown to a user who gives it.
 _OF_VLLM = {
     "it is always so here: leave it out": "enable-auto-tool-choice enable-prefix-caching enable-chunked-prefill"
     " async-scheduling enforce-eager disable-log-requests disable-log-stats disable-uvicorn-access-log",
@@ -82,7 +83,7 @@ def register(add: AddVerb) -> None:
 
 
 class _Config(argparse.Action):
-    """Reads flags from a file. Flags that the command line gives, before or after this one, take precedence."""
+    """Reads flags from a configuration file. Flags on the command line take precedence, wherever they are."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -94,12 +95,12 @@ class _Config(argparse.Action):
 
 
 def _flags(path: Path) -> list[str]:
-    """Convert a configuration file to the equivalent command-line flags."""
+    """Return the command-line flags that are equivalent to a YAML file of flags and values."""
     import yaml
 
     try:
         with file_errors(f"read {path}"):
-            # A replica's server gets its flags through a pipe.
+            # /dev/stdin is no regular file, but a replica's server gets its flags through a pipe.
             content = yaml.safe_load((path if path == Path("/dev/stdin") else regular(path)).read_text())
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise MegakernelError(f"{path} is not YAML: {' '.join(str(e).split()):.300}") from e
@@ -200,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _listening(given: dict[str, Any]) -> Iterator[socket.socket]:
-    """Open the port or the Unix socket. The file of the latter is removed at the end."""
+    """Open the port or the Unix socket of the server. At the end, the file of a Unix socket is removed."""
     from megakernel.serving.server.frontend import listen, listen_on_path
 
     path = given["uds"]
@@ -213,7 +214,7 @@ def _listening(given: dict[str, Any]) -> Iterator[socket.socket]:
 
 
 def _template(given: str) -> str:
-    """Return the source of a chat template, which is given as a file or as itself."""
+    """Return the source of a chat template. `given` is the path of a file with the source, or the source itself."""
     from ..model.chat_template import ChatTemplate
 
     if "{" in given or "\n" in given:
@@ -226,7 +227,7 @@ def _template(given: str) -> str:
 
 
 def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
-    """Return the files of the private key and the certificate, after a check that they belong together."""
+    """The paths of the private key and of the certificate, after checking that they belong together. None: no TLS."""
     import ssl
 
     if certificate is None:
@@ -253,7 +254,7 @@ def _names(hosts: list[str]) -> frozenset[str] | None:
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
-    """Print that the server accepts connections, and a command with which to try it."""
+    """Print that the server accepts connections, and a command that sends it a first request."""
     dims = llm.engine.dims
     kv_tokens = llm.engine.stats.pages * dims.bucket.kv_page
     facts = {
@@ -273,7 +274,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
     else:
         path = "chat/completions"
         body = {"model": name, "messages": [{"role": "user", "content": "Name the capital of France."}]}
-    # A Unix socket has no URL: curl takes its path and any host name.
+    # A Unix socket has no URL. To reach it, curl needs the socket's path, and a host name that may be any name.
     path_only = address.startswith("unix:")
     base = f"--unix-socket {address[5:]} http://localhost" if path_only else address
     output.stdout.print(f"{name} is served at {address}{'' if path_only else '/v1'}", style="bold")

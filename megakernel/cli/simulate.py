@@ -1,4 +1,4 @@
-"""`megakernel simulate`: runs a step in virtual time on any described machine."""
+"""`megakernel simulate`: predicts the time of a step on any machine that a machine file describes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """Return a step of `tokens` rows, spread over as many sequences as the program allows. Each sequence has `context`
-    KV tokens afterwards. The program's number of logit rows limits how many sequences get logits."""
+    """Return a step that computes `tokens` rows, divided among as many sequences as the program allows. After the step,
+    each sequence has `context` tokens in the KV cache. If the program computes logits for fewer rows than there are
+    sequences, only some sequences get logits."""
     pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)
@@ -117,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine with the program's number of workers, and whether embeddings are tied. A program
-    file does not say whether embeddings are tied; the result is then True."""
+    """Return the program, the machine with as many workers as the program has, and whether the LM head shares the
+    weights of the embedding table (tied). A program file does not say whether it does, so True is assumed."""
     if args.file:
         for setting in map(SETTINGS.__getitem__, STORED):
             if getattr(args, setting.flag.lstrip("-").replace("-", "_")) != setting.value():
@@ -150,7 +151,8 @@ def _check_size(name: str, workers: int, ranks: int) -> None:
 
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
-    """Return the memory that the step needs on each rank, and print a warning if a rank has less."""
+    """Return the memory that the step needs on each rank, and print a warning if a rank has less. `sequences` is the
+    number of sequences, each with `context` KV tokens."""
     from megakernel.serving.engine.memory import weight_bytes
 
     ranks = [program.rank_dims(rank) for rank in range(program.ranks)]

@@ -1,5 +1,4 @@
-"""`megakernel timeline`: shows where the time of a step went, as an HTML page, a Perfetto file and tables, and compares
-two steps."""
+"""`megakernel timeline`: shows where the time of a step went, as a page and tables, and compares two steps."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def register(add: AddVerb) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name files for `write_files`."""
+    """Add the flags that name the files which `write_files` writes."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write an HTML page that works offline")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
     parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
@@ -57,7 +56,7 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 def write_files(
     args: argparse.Namespace, *shown: tuple[Resolved, Summary], comparison: Comparison | None = None
 ) -> None:
-    """Write the files that the options name: the first of `shown`, and on the HTML page all of them."""
+    """Write the files that the flags name. Only the HTML page has all traces in `shown`; others have the first."""
     from ..timeline import write_html, write_perfetto
 
     step = shown[0][0]
@@ -116,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """Return a program, its traces, and the machine as one rank sees it, with the rank's share of the rates. The traces
-    are those of the last step of a prompt, or of decode steps that ran the same program."""
+    """Run the model with tracing. Return the program, its traces, and the part of the machine that one rank has. The
+    traces are of the last step of a prompt's prefill, or of several decode steps that ran the same program."""
     from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:

@@ -1,4 +1,4 @@
-"""Implements `--vs`, a comparison with other programs (peers). Peers and our engine run the same model in turn."""
+"""Implements `--vs`, which compares our engine with other programs (peers). All run the same model, in turn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[InstalledPeer]:
     """Return the peers that the flags name. Raises MegakernelError if one is missing."""
     if not args.vs and args.llama_bench is None:
-        return []  # return before the import below, which takes time
+        return []  # this function returns before the import below, because the import takes time
     from megakernel.serving.bench.peers import find
 
     return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
@@ -53,7 +53,8 @@ def opened(
     sizes: tuple[int, int, int],
     phases: Sequence[Timed],
 ) -> Iterator[list[Contest]]:
-    """Open the peers, find their best settings and yield them. `sizes` are the values of the fields of `Trial`."""
+    """Open the other programs (peers), find the best settings of each, and yield them as running comparisons. `sizes`
+    are the numbers of sequences, of tokens per prompt, and of decode steps."""
     if not found:
         yield []
         return
@@ -69,7 +70,7 @@ def opened(
 
 
 def rows(vs: dict[str, Any]) -> list[tuple[str, str | Text]]:
-    """Return the output lines about each peer, as pairs of a name and a value."""
+    """Return rows (name, value) of the output that compare our engine with each peer, as measured in `vs`."""
     lines: list[tuple[str, str | Text]] = []
     for name, other in vs.items():
         prefill = other.get("prefill")

@@ -1,4 +1,5 @@
-"""Declares phases, instructions and step tables. All other code reads these declarations, and none repeats them."""
+"""Declares the operations and phases of a forward pass, the format of instructions, and the step table (the input of
+each launch). All other code, in Python and C++, reads these declarations instead of repeating them."""
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Space, itemsize, kv_bytes, weight_shape

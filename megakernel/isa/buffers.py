@@ -1,4 +1,4 @@
-"""Declares every buffer that a phase can name."""
+"""Declares every buffer that an operation can use: weights, activations, state and outputs, with shapes and types."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .dtypes import Dtype
 
 
 class Space(Enum):
-    """Who owns a buffer's bytes and how long they live."""
+    """The purpose of a buffer, which determines how long its contents are needed."""
 
-    WEIGHT = "weight"  # read-only, from the checkpoint; a backend may repack it
-    ACTIVATION = "activation"  # lives for one launch, in the symmetric heap (same offset on each rank)
-    STATE = "state"  # lives across launches: KV cache and token history
+    WEIGHT = "weight"  # read-only, from the checkpoint; a backend may store it in another layout
+    ACTIVATION = "activation"  # needed during one launch; in the symmetric heap, at the same offset on each rank
+    STATE = "state"  # kept from one launch to the next: the KV cache and the token history
     OUTPUT = "output"  # read by the host after a launch
 
 
@@ -66,14 +66,15 @@ Sizes = Callable[[ModelSizes, Split, Bucket], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """The shape of one rank's copy in elements, row-major. The dtype None means the compute dtype (f32 or bf16).
+    """Declares a buffer. `shape` is the shape of one rank's copy in elements, row-major. The dtype None means the
+    compute dtype (f32 or bf16).
 
-    A `layered` buffer has one copy per layer: the layer is a further axis in front of `shape`. The number of pages in
-    the KV pool is known only when a program is bound, so it is an argument of `shape`.
+    A `layered` buffer has a further axis for layers in front of `shape`. The second argument of `shape` is the number
+    of KV pages, which is known only when a backend is created.
 
-    Quantised K and V are Q8_0, and their shape is in bytes. In each KV page, the head_dim elements of a head are
-    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has the scales of all tokens of the
-    page, then the values, ordered by element in K and by token in V.
+    K and V may be quantised as Q8_0; their shape is then in bytes. In each KV page, the head_dim elements of a head are
+    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has first the scales of all tokens
+    of the page, and then their values, in the order that `cache_bytes` in context.py gives.
     """
 
     buffer: Buffer
@@ -82,12 +83,13 @@ class BufferSpec:
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
-    part: Part | None = None  # a weight's shape, of one expert if `per_expert`; depends on nothing but the split
-    per_expert: bool = False  # whether the experts of a layer, if it has any, have weights of their own
+    # A weight's shape on one rank (for one expert if `per_expert`), which depends only on model and ranks.
+    part: Part | None = None
+    per_expert: bool = False  # in a layer with experts, each expert has its own weights
 
     @property
     def matrix(self) -> bool:
-        """Whether the buffer is one or several weight matrices, which a backend may repack or store in fewer bits."""
+        """Whether the buffer has weight matrices. A backend may store them in another layout or in fewer bits."""
         return self.space is Space.WEIGHT and self.dtype is None
 
     def resolve_dtype(self, model: ModelSizes) -> Dtype:
@@ -109,7 +111,7 @@ def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: 
 
 
 def _cache(buffer: Buffer, page: Callable[[ModelSizes, Bucket], tuple[int, int]], what: str) -> BufferSpec:
-    """Declare K or V, [pages, KV heads, *page]."""
+    """Declare the K or V cache, with the shape [pages, KV heads, *page]."""
     return BufferSpec(
         buffer, Space.STATE, None, lambda d, p: (p, d.split.rank_kv_heads, *page(d.model, d.bucket)), what, layered=True
     )
@@ -119,12 +121,18 @@ _A, _S, _O = Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 _B = Buffer
 
-# The q and k rows of W_QKV and B_QKV are stored so that RoPE pairs are adjacent, as in GGUF files: row 2i of a head is
-# row i of Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
+# In W_QKV and B_QKV, the two rows of a RoPE pair of q or k are adjacent, as in GGUF files: row 2i of a head is row i in
+# Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
     _weight(_B.EMBED, None, lambda m, s: (m.vocab, m.hidden), "token embeddings"),
-    _weight(_B.INV_FREQ, _F, lambda m, s: (2, m.head_dim // 2), "RoPE: frequency of each pair, then factors", True),
+    _weight(
+        _B.INV_FREQ,
+        _F,
+        lambda m, s: (2, m.head_dim // 2),
+        "RoPE: a frequency for each pair of elements, then a factor for each",
+        True,
+    ),
     _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
     _weight(_B.W_QKV, None, lambda m, s: (s.qkv_cols, m.hidden), "QKV projection: q heads, k heads, v heads", True),
     _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_cols,), "bias of W_QKV", True),
@@ -150,16 +158,36 @@ _SPECS: tuple[BufferSpec, ...] = (
         _A,
         None,
         lambda m, s, b: (b.tokens * max(m.experts_per_token, 1), s.rank_ffn),
-        "silu(gate) * up; a row for each expert of a token",
+        "silu(gate) * up; with experts, a row for each expert of a token",
     ),
     _use(_B.Y, _A, None, lambda m, s, b: (b.logit_rows, m.hidden), "rows that get logits, after the final norm"),
     _use(_B.LOGITS, _O, _F, lambda m, s, b: (b.logit_rows, m.vocab), "raw logits"),
-    _use(_B.PARTIALS, _A, _F, lambda m, s, b: (b.partials, m.group_size, m.head_dim + 2), "partial softmax (m, l, o)"),
-    _use(_B.SPLITS, _A, _I, lambda m, s, b: (b.items,), "finished items of each split; the last resets it to 0"),
+    _use(
+        _B.PARTIALS,
+        _A,
+        _F,
+        lambda m, s, b: (b.partials, m.group_size, m.head_dim + 2),
+        "attention's partial results for KV blocks: maximum, sum and output",
+    ),
+    _use(
+        _B.SPLITS,
+        _A,
+        _I,
+        lambda m, s, b: (b.items,),
+        "number of finished items of each attention that several items share",
+    ),
     # -- state
-    _cache(_B.K_CACHE, lambda m, b: (m.kv_row, b.kv_page), "keys [element][token]; Q8_0 if quantised_kv"),
-    _cache(_B.V_CACHE, lambda m, b: (b.kv_page, m.kv_row), "values [token][element]; Q8_0 if quantised_kv"),
-    _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "token ids of each slot's request"),
+    _cache(
+        _B.K_CACHE,
+        lambda m, b: (m.kv_row, b.kv_page),
+        "keys, [element][token] in a KV page; Q8_0 if quantised",
+    ),
+    _cache(
+        _B.V_CACHE,
+        lambda m, b: (b.kv_page, m.kv_row),
+        "values, [token][element] in a KV page; Q8_0 if quantised",
+    ),
+    _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "all token ids of each running request"),
     # -- outputs
     _use(_B.TOKENS_OUT, _O, _I, lambda m, s, b: (b.logit_rows,), "sampled (or scored) token ids"),
     _use(_B.LOGPROBS_OUT, _O, _F, lambda m, s, b: (b.logit_rows,), "log-softmax of raw logits at TOKENS_OUT"),
@@ -169,22 +197,28 @@ _SPECS: tuple[BufferSpec, ...] = (
         _A,
         None,
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
-        "partial sums of a projection: own_rows rows from each rank in turn",
+        "all ranks' partial sums of a projection, for the rows whose residual this rank keeps",
     ),
     _weight(_B.QK_NORM, _F, lambda m, s: (2, m.head_dim), "RMS norm scales of q heads and k heads", True),
     # -- experts
     _weight(_B.W_ROUTER, None, lambda m, s: (m.experts, m.hidden), "router: a row for each expert", True),
     _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
-    _use(_B.ROUTE_WEIGHTS, _A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of these experts"),
+    _use(_B.ROUTE_WEIGHTS, _A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of the experts in ROUTES"),
     _use(
         _B.EXPERTS_OUT,
         _A,
         None,
         lambda m, s, b: (b.tokens * m.experts_per_token, m.hidden),
-        "results of experts; a row for each expert of a token",
+        "results of experts: a row for each expert of a token",
     ),
-    # -- norms of what a layer adds to the residual
-    _use(_B.SUBLAYER, _A, _F, lambda m, s, b: (b.tokens * m.post_norms, m.hidden), "result of attention or the MLP"),
+    # -- buffers of models that normalise the outputs of attention and of the MLP before adding them to the residual
+    _use(
+        _B.SUBLAYER,
+        _A,
+        _F,
+        lambda m, s, b: (b.tokens * m.post_norms, m.hidden),
+        "result of attention or the MLP before its norm",
+    ),
     _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
     _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
 )
@@ -195,7 +229,7 @@ if list(BUFFERS) != list(Buffer):
 
 
 def given(buffer: Buffer | None) -> Buffer:
-    """Return the buffer that a phase names in a field where its operation needs one."""
+    """Return `buffer`, which is not None because the phase's operation requires it. This narrows the type for mypy."""
     assert buffer is not None
     return buffer
 
@@ -206,12 +240,12 @@ def itemsize(model: ModelSizes) -> int:
 
 
 def kv_bytes(model: ModelSizes) -> int:
-    """Return the number of bytes that K and V of one token and one KV head take in the cache."""
+    """Return the number of bytes that K and V of one token take in the cache, for one KV head of one layer."""
     return 2 * model.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(model).itemsize
 
 
 def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
-    """The shape of a rank's part of a weight buffer, of one layer if it is layered."""
+    """Return the shape of a rank's part of a weight buffer, without the axis for layers."""
     spec = BUFFERS[buffer]
     assert spec.part is not None, f"{buffer.name} is not a weight"
     return (*(split.model.stack if spec.per_expert else ()), *spec.part(split.model, split))

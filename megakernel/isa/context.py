@@ -108,9 +108,14 @@ class Context:
         if not d.model.quantised_kv:
             token = (slice(None), offset) if buffer is Buffer.K_CACHE else (offset,)
             return self.read(buffer, (page, head, *token))
+        return to_f32(self.cache_blocks(buffer, sequence, head, positions), Dtype.Q8_0)[:, : d.model.head_dim]
+
+    def cache_blocks(self, buffer: Buffer, sequence: int, head: int, positions: NDArray[Any]) -> NDArray[np.uint8]:
+        """Like `read_cache` for quantised K or V, but return whole Q8_0 blocks, ended by zeros: [tokens, bytes]."""
+        d, (page, offset) = self.dims, self._places(sequence, positions)
         rows: NDArray[np.uint8] = self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)]
         whole = Dtype.Q8_0.row_bytes(d.model.head_dim)
-        return to_f32(np.pad(rows, [(0, 0), (0, whole - d.model.kv_row)]), Dtype.Q8_0)[:, : d.model.head_dim]
+        return np.pad(rows, [(0, 0), (0, whole - d.model.kv_row)])
 
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
@@ -142,9 +147,12 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     # For each byte of a row: the number of its block, and its place in this block, which is a scale and then elements.
     block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
     element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
-    # In a page, a block has the scales of all tokens, then the values of all tokens.
+    # In a page, a block has the scales of all tokens, then the values of all tokens: in V [token][element], and in K
+    # [word][token], where a word has four elements or the rest of the block.
     scale = token * KV_SCALE + byte
-    value = element * d.bucket.kv_page + token if buffer is Buffer.K_CACHE else token * elements + element
+    word = element // 4 * 4
+    key = word * d.bucket.kv_page + token * np.minimum(elements - word, 4) + element % 4
+    value = key if buffer is Buffer.K_CACHE else token * elements + element
     at = np.where(byte < KV_SCALE, scale, d.bucket.kv_page * KV_SCALE + value)
     at += block * d.bucket.kv_page * BLOCKS[Dtype.Q8_0].bytes
     return page, head, *np.divmod(at, d.bucket.kv_page if buffer is Buffer.K_CACHE else d.model.kv_row)

@@ -1,4 +1,4 @@
-"""The sizes for which a program is compiled, in four records, from which one flat C++ struct is generated."""
+"""The sizes for which a program is compiled, in four records. One flat C++ struct is generated from them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# Every shard of the FFN and of the vocabulary, except the last, has a multiple of this many
-# columns. It is the size of a quantisation group, and the width of two column panels of a packed CPU matrix.
+# The columns of the FFN and of the vocabulary are divided among ranks in multiples of SHARD_UNIT; only the last rank
+# may have a remainder. The unit is a whole block of quantised weights, and two column panels of a packed CPU matrix.
 SHARD_UNIT = 32
 
-# In a quantised cache (Q8_0), KV_UNIT elements of a row of K or V share a scale, which has KV_SCALE bytes.
+# In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
-# KV tokens per partial softmax result. Every program uses the same number, because attention's bits depend on it.
+# The KV tokens of a block. Attention computes a partial softmax for each block, and merges these results. The number is
+# the same in all programs, because the bits of the result depend on it.
 KV_BLOCK = 128
 
-# The maximum number of experts of a layer: as many columns as a CPU computes of a row in one pass of a matmul, so that
-# the logits of all experts are there when it chooses the best.
+# The maximum number of experts of a layer. A CPU computes at most this many columns of a row in one pass of a matmul,
+# and the router's logits of all experts must be complete when it chooses the best.
 MOST_EXPERTS = 512
-# The span of a layer without a sliding window: more tokens than any context has.
+# The value of `ModelSizes.span` for a layer without a sliding window: more tokens than any context has.
 ALL_TOKENS = 1 << 30
 
 # A row number or a count, or an array of such numbers.
@@ -35,7 +36,7 @@ Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
 
 class Units(IntEnum):
-    """The units that compute a matmul.
+    """The kind of processor unit that computes matmuls. It determines in which order products are added.
 
     CORE    a CPU core's vector unit; the order of additions is the same for any number of rows
     DOTS    a GPU's CUDA cores: one dot product per output, for few rows
@@ -49,11 +50,11 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model and of its numbers. All are counts, except `rms_eps`, `dtype`, `quantised_kv`,
-    `q8_activations`, `embed_scale`, `normalised_routes`, and the numbers of layers `window_from` and `full_at`.
+    """The sizes of a model, and the types of its numbers. Most fields are counts. `window_from` and `full_at` are
+    numbers of layers.
 
-    A layer has a sliding window unless `window` is 0, or the layer comes before layer `window_from`, or its number
-    modulo `full_every` is `full_at`. A row of a layer with a window attends to `window` tokens, its own included.
+    A layer has a sliding window if `window` is not 0, its number is at least `window_from`, and its number modulo
+    `full_every` is not `full_at`. In such a layer, a token attends to the last `window` tokens, itself included.
     """
 
     vocab: int
@@ -64,26 +65,26 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     rms_eps: float
-    dtype: int  # Dtype of activations, and of K and V unless quantised_kv; sums are in float32
-    quantised_kv: int = 0  # 1: K and V are stored in Q8_0, each token's row of a head by itself; determines result bits
-    q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits; determines result bits
+    dtype: int  # Dtype of activations, and of K and V unless they are quantised; sums are float32
+    quantised_kv: int = 0  # 1: K and V are Q8_0, each row of a token and head on its own, which changes results
+    q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits, which changes the result's bits
     embed_scale: float = 1.0  # multiplies embeddings
-    experts: int = 0  # MLPs of a layer, of which a token uses some; 0: one MLP, which all tokens use
+    experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
     experts_per_token: int = 0
-    normalised_routes: int = 0  # 1: the weights of a token's experts are divided by their sum
+    normalised_routes: int = 0  # 1: the routing weights of a token's experts are divided by their sum
     window: int = 0
     window_from: int = 0
     full_every: int = 1
     full_at: int = 1
-    post_norms: int = 0  # 1: what a layer adds to the residual is normalised first
+    post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axis that the weights of a layer's experts have in front of the axes of one expert's."""
+        """The axis of a layer's weights in front of the axes of one expert: (experts,), or () without experts."""
         return (self.experts,) if self.experts else ()
 
     def span(self, layer: int) -> int:
-        """Return the maximum number of tokens to which a row of a layer attends, its own included."""
+        """Return the maximum number of tokens to which a token attends in a layer, itself included."""
         if self.window < 1:
             return ALL_TOKENS
         if layer < self.window_from:
@@ -92,41 +93,42 @@ class ModelSizes:
 
     @property
     def mask_words(self) -> int:
-        """Return the number of 32-bit words of a mask, which has one bit per token of the vocabulary."""
+        """The number of 32-bit words of a mask of allowed tokens, which has one bit per token of the vocabulary."""
         return ceil_div(self.vocab, 32)
 
     @property
     def kv_row(self) -> int:
-        """The length of a head's row in the KV cache, in elements, or in bytes if the cache is quantised."""
+        """The length of one token's K (or V) of one head in the cache, in elements, or if quantised in bytes."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
     def group_size(self) -> int:
-        """Return the number of query heads that share one KV head."""
+        """The number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
-    # -- The method below has no counterpart in C++.
+    # -- The method below is used in Python only, and is not translated to C++.
 
     @cached_property
     def spans(self) -> dict[int, int]:
-        """The number of layers of each span."""
+        """The number of layers for each maximum number of tokens to which a token attends (see `span`)."""
         return Counter(map(self.span, range(self.layers)))
 
 
 @dataclass(frozen=True)
 class Split:
-    """How `tp` ranks share a model, and which part rank `rank` has. Properties named `rank_...` are sizes of its part.
+    """How `tp` ranks divide a model, as seen by rank `rank`. Properties named `rank_...` are sizes of this rank's part.
 
-    Query heads, FFN columns and vocabulary rows are divided among the ranks in contiguous shards. The sizes of
-    the shards differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be
-    empty. A rank has the KV heads that its query heads use, so two neighbouring ranks may have the same KV head.
+    Query heads, FFN columns and vocabulary rows are divided into contiguous shards, one per rank. The sizes of shards
+    differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be empty. A
+    rank has the KV heads that its query heads use, so two neighbouring ranks may both have a KV head.
     """
 
     model: ModelSizes
     tp: int = 1
     rank: int = 0
-    replicated_o: int = 0  # 1: every rank has all of W_O; attention stores a row's heads at the row's owner
-    replicated_residual: int = 0  # 1: every rank has the whole residual and adds all partial sums
+    # 1: Every rank has all of W_O. Attention sends a row's heads to the rank that owns the row.
+    replicated_o: int = 0
+    replicated_residual: int = 0  # 1: every rank keeps the whole residual, and adds the partial sums of all ranks
 
     @property
     def rank_heads(self) -> int:
@@ -164,7 +166,7 @@ class Split:
 
     @property
     def head_ranks(self) -> int:
-        """Return the number of ranks that have query heads. These are ranks 0 to head_ranks - 1."""
+        """The number n of ranks that have query heads, which are ranks 0 to n - 1."""
         return min(self.model.heads, self.tp)
 
     @property
@@ -181,23 +183,23 @@ class Split:
 
     @property
     def o_cols(self) -> int:
-        """Return the number of columns of ATTN, which is the inner length of the O projection."""
+        """The number of columns of ATTN, attention's output, which is multiplied by the O projection on this rank."""
         return self.model.heads * self.model.head_dim if self.replicated_o else self.q_cols
 
     @property
     def o_first(self) -> int:
-        """Return the column of ATTN where the rank's first query head begins."""
+        """The column of ATTN, attention's output, at which the rank's first query head begins."""
         return self.first_head * self.model.head_dim if self.replicated_o else 0
 
     def query_head(self, kv_head: int) -> int:
-        """Return the first query head that uses KV head `kv_head`. Both are numbered from the rank's first head."""
+        """Return the rank's first query head that uses KV head `kv_head`. The rank's first heads have number 0."""
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """Return one past the last query head that uses KV head `kv_head`."""
+        """Return the number after the rank's last query head that uses the rank's KV head `kv_head`."""
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
-    # -- The methods below have no counterpart in C++.
+    # -- The methods below are used in Python only, and are not translated to C++.
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""
@@ -215,20 +217,20 @@ class Split:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The maximum sizes of a step of a program, and the engine's limits. All are counts."""
+    """The maximum sizes of a step for which a program is compiled, and the engine's limits. All are counts."""
 
-    kv_block: int  # KV tokens per partial softmax result (m, l, o); the same in all programs
+    kv_block: int  # KV tokens per partial softmax (maximum, sum, output); the same in all programs
     kv_page: int  # KV tokens in a page of the cache; divides kv_block
-    row_block: int  # token rows of a row block; the rows of a block share counters
-    tokens: int  # token rows of the bucket
-    logit_rows: int  # token rows that get logits
-    max_seqs: int  # maximum number of sequences in a step, each with a block table; HISTORY has as many slots
+    row_block: int  # token rows of a row block, a group of rows whose instructions share counters
+    tokens: int  # maximum number of token rows of a step
+    logit_rows: int  # maximum number of token rows for which logits are computed
+    max_seqs: int  # maximum number of sequences in a step, which is also the number of slots of HISTORY
     max_context: int  # the maximum number of tokens in a sequence
-    items: int  # maximum number of attention items (isa/step.py)
+    items: int  # maximum number of attention items (units of attention work) of a step
     attention_slots: int  # attention instructions per layer
-    partials: int  # rows of PARTIALS, one per (split, query row, KV head, KV block)
-    bias_entries: int  # maximum number of (token, bias) pairs of all rows together
-    mask_rows: int = 0  # logit rows that may have a mask of allowed tokens
+    partials: int  # maximum number of partial attention results, one per (query row, KV head, KV block)
+    bias_entries: int  # maximum number of (token, bias) pairs of a step's logit biases
+    mask_rows: int = 0  # maximum number of logit rows with a mask of allowed tokens
 
     @property
     def row_blocks(self) -> int:
@@ -241,18 +243,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Worker:
-    """What computes an instruction: a CPU core, an SM or a pair of SMs."""
+    """What executes a stream of instructions: a CPU core, an SM or a pair of SMs."""
 
-    units: int = 0  # the Units that compute matmuls; they determine the bits of the results
-    ring_pages: int = 0  # shared-memory pages of an SM; 0 if the target has none
-    sms: int = 1  # SMs of a worker; two SMs share weight tiles and divide an instruction's rows
+    units: int = 0  # which units compute matmuls (see Units); the bits of the results depend on it
+    ring_pages: int = 0  # shared-memory pages of an SM's ring buffer; 0 for a CPU
+    sms: int = 1  # SMs of a worker; two SMs load weights once for both, and each has half of the rows
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of a program's steps as one rank sees them. `Program.dims` has those of rank 0.
+    """All sizes of a program, as one rank sees them. `Program.dims` has those of rank 0.
 
-    Row block b of the token rows belongs to rank b % tp, or to every rank if the residual is replicated.
+    Token rows are divided into row blocks. Row block b is owned by rank b % tp, which keeps its part of the residual.
+    If the residual is replicated, every rank keeps all row blocks.
     """
 
     split: Split
@@ -265,25 +268,27 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The maximum number of token rows that a rank owns. In REDUCE, each rank has a slot of this many rows."""
+        """The most token rows that a rank owns. REDUCE has this many rows for each rank's partial sums."""
         if self.split.replicated_residual:
             return self.bucket.tokens
         return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
 
     @property
     def by_expert(self) -> int:
-        """Return 1 if an instruction of EXPERTS has all rows of one expert, so that they share its weights. If a step
-        has at most as many pairs (row, expert of the row) as there are experts, it has one pair instead: 0."""
+        """How the instructions of EXPERTS divide the work. 1: an instruction has all rows of one expert, so that they
+        share its weights. 0: it has one row and one of its experts, because a step has at most as many such pairs as
+        there are experts."""
         return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
 
     @property
     def places(self) -> int:
-        """Return the number of places where a row may have results of experts: experts, or the row's own experts."""
+        """The number of instructions of EXPERTS that a row may need per column tile: one for each expert if an
+        instruction has all rows of one expert, otherwise one for each expert that a token uses."""
         return self.model.experts if self.by_expert else self.model.experts_per_token
 
     @property
     def own_logit_rows(self) -> int:
-        """The number of consecutive logit rows that each rank samples. Rank i // own_logit_rows samples row i."""
+        """The number of logit rows that each rank samples. Rank i // own_logit_rows samples row i."""
         return ceil_div(self.bucket.logit_rows, self.split.tp)
 
     def owner(self, row: Int) -> Int:
@@ -291,7 +296,7 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """The row of a partial sum for token row `row`, counted from the beginning of a rank's slot in REDUCE."""
+        """The row of token row `row` among the `own_rows` rows of REDUCE that have the partial sums of one rank."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block
@@ -300,7 +305,7 @@ class Dims:
         """Return the row of REDUCE where `from_rank` stores its partial sum for token row `row`."""
         return from_rank * self.own_rows + self.reduce_place(row)
 
-    # -- The methods below have no counterpart in C++.
+    # -- The methods below are used in Python only, and are not translated to C++.
 
     def owners(self, row: int) -> range:
         """Return the ranks that keep the residual of a token row."""
@@ -318,7 +323,7 @@ class Dims:
 
     @cached_property
     def flat(self) -> dict[str, float]:
-        """All sizes by name, in the order of DIM_FIELDS. It is kept, because each launch compares its sizes."""
+        """All sizes by name, in the order of DIM_FIELDS. They are cached, because each launch compares its sizes."""
         sizes = vars(self.model) | vars(self.split) | vars(self.bucket) | vars(self.worker)
         return {name: sizes[name] for name, _ in DIM_FIELDS}
 
@@ -333,7 +338,7 @@ class Dims:
         return Dims(split, Bucket(**of[Bucket]), Worker(**of[Worker]))  # type: ignore[arg-type]
 
     def changed(self, **sizes: float) -> Dims:
-        """Return these sizes with other values for the sizes that `sizes` names as in DIM_FIELDS."""
+        """Return a copy with other values for some sizes, which `sizes` names as in DIM_FIELDS."""
         return Dims.of(**self.flat | sizes)
 
 
@@ -343,19 +348,19 @@ def ceil_div(a: Int, b: int) -> Int:
 
 
 def start(units: int, ranks: int, rank: int) -> int:
-    """Return the first unit of a rank's share; for `rank` = `ranks`, the number of units."""
+    """The first unit that rank `rank` has if `units` units are divided among `ranks` ranks; `units` if rank = ranks."""
     return rank * (units // ranks) + min(rank, units % ranks)
 
 
 def shard(columns: int, ranks: int, rank: int) -> int:
-    """Return the first column of a rank's shard; for `rank` = `ranks`, the number of columns."""
+    """The first column of a rank's shard of `columns` columns. For `rank` = `ranks`, return the number of columns."""
     return min(columns, SHARD_UNIT * start(ceil_div(columns, SHARD_UNIT), ranks, rank))
 
 
 _RECORDS = {
     record: tuple(f.name for f in fields(record) if f.name != "model") for record in (ModelSizes, Split, Bucket, Worker)
 }
-# The fields of all records: those of the C++ struct, in order.
+# The names and types of all sizes, in the order in which the C++ struct has them.
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
     (name, float if name in ("rms_eps", "embed_scale") else int) for names in _RECORDS.values() for name in names
 )

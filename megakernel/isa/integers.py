@@ -1,9 +1,10 @@
-"""The class `q8` of matmuls: quantised weights are multiplied with activations that are rounded to 8-bit integers.
+"""Multiplies quantised weights with activations that are rounded to 8-bit integers (`--activations q8`).
 
-A row of activations is rounded in units of 32 elements with one scale each. The sum of the integer products of a group
-is exact, so it does not depend on the order of additions. A group has 32 weights, or 16 in Q6_K, where 16 weights share
-a scale. For every group in ascending order, acc = fma(sum, weights' scale * activations' scale, acc). If the type has
-minima, acc = fma(activations' scale * sum of their integers, minimum, acc) follows. csrc/cpu/integers.h does the same.
+A row of activations is rounded in units of 32 elements with one scale each. Weights are processed in groups that share
+a scale: 32 weights, or 16 for Q6_K. The sum of the integer products of a group is exact, so it does not depend on the
+order of additions. For every group in ascending order, acc = fma(sum, weights' scale * activations' scale, acc). If the
+weights' type has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows.
+csrc/cpu/integers.h is the fast version of this module.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-UNIT = 32  # elements of a row that are rounded with one scale
-_TINY = np.float32(2.0**-100)  # units whose elements are all smaller become zero
+UNIT = 32  # neighbouring elements of a row of activations that share a scale
+_TINY = np.float32(2.0**-100)  # if all elements of a unit are smaller than this, they become zero
 
 F32 = NDArray[np.float32]
 
 
 class Rounded(NamedTuple):
-    """Rows of activations: `values` [rows, units, UNIT] are integers from -127 to 127, `scale` is [rows, units]."""
+    """Rounded activations: `values` [rows, units, UNIT] are integers from -127 to 127, `scale` is [rows, units]."""
 
     values: NDArray[np.int64]
     scale: F32
 
 
 class Codes(NamedTuple):
-    """Quantised weights as numbers: weight = scale * value + offset.
+    """The integers of quantised weights: weight = scale * value + offset.
 
-    `values` [rows, groups, weights of a group] are integers, `scale` is [rows, groups], and `offset`, for types with
-    minima, is [rows, groups].
+    Neighbouring weights of a row that share a scale form a group. `values` is [rows, groups, weights per group];
+    `scale` and, for types with minima, `offset` are [rows, groups].
     """
 
     values: NDArray[np.int64]
@@ -41,7 +42,7 @@ class Codes(NamedTuple):
 
 
 def rounded(a: F32) -> Rounded:
-    """Round rows of activations, [rows, inner], which are padded with zeros to whole units."""
+    """Round float32 activations [rows, inner] to 8-bit integers. Zeros fill up the last unit of 32 elements."""
     units = np.pad(a, [(0, 0), (0, -a.shape[1] % UNIT)]).reshape(len(a), -1, UNIT)
     largest = np.abs(units).max(axis=2)
     finite = np.isfinite(largest)
@@ -54,13 +55,13 @@ def rounded(a: F32) -> Rounded:
 
 
 def multiply(a: Rounded, w: Codes) -> F32:
-    """Return the products of rows of activations with rows of weights: [rows of a, rows of w]."""
+    """The dot products of all rows of activations with all rows of weights, as float32 [rows of a, rows of w]."""
     each = w.values.shape[2]
     groups = a.values.reshape(len(a.values), -1, each)
     acc = np.zeros((len(groups), len(w.values)), np.float32)
     with np.errstate(invalid="ignore"):
         for g in range(min(groups.shape[1], w.values.shape[1])):
-            # Integers below 2^53 are exact in float64, whose matrix product is fast.
+            # The sums are below 2^53, so float64 is exact. NumPy multiplies float64 much faster than integers.
             sums = groups[:, g].astype(np.float64) @ w.values[:, g].T.astype(np.float64)
             scale = a.scale[:, g * each // UNIT, None]
             acc = _fma(sums.astype(np.float32), w.scale[:, g] * scale, acc)
@@ -71,7 +72,8 @@ def multiply(a: Rounded, w: Codes) -> F32:
 
 
 def _fma(a: F32, b: F32, c: F32) -> F32:
-    """Return a * b + c, rounded once: the sum in float64 is rounded to odd, so that rounding it again does no harm."""
+    """Return a * b + c, rounded once to float32, as a fused multiply-add does. The product is exact in float64. The sum
+    is rounded to odd in float64, so that rounding it again to float32 gives the right result."""
     product, c64 = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)  # the product is exact
     total = product + c64
     back = total - product
@@ -83,7 +85,7 @@ def _fma(a: F32, b: F32, c: F32) -> F32:
 
 
 def codes(rows: NDArray[np.uint8], dtype: Dtype) -> Codes:
-    """Return rows of quantised blocks, [rows, bytes], as numbers."""
+    """Decode rows of quantised blocks, uint8 [rows, bytes], to integers and scales."""
     block = BLOCKS[dtype]
     blocks = rows.reshape(-1, block.bytes)
     halves = (np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in block.scales)
@@ -95,13 +97,13 @@ def codes(rows: NDArray[np.uint8], dtype: Dtype) -> Codes:
 
 
 def _nibbles(packed: NDArray[Any], run: int) -> NDArray[Any]:
-    """Unpack 4-bit values: of every `run` bytes, the low halves come first, then the high halves."""
+    """Unpack 4-bit values, two per byte. Each run of `run` bytes gives first its low halves, then its high halves."""
     packed = packed.reshape(len(packed), -1, 1, run)
     return np.concatenate([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
 
 
 def _bits(packed: NDArray[Any], width: int, run: int) -> NDArray[Any]:
-    """Unpack the high bits of values: of every `run` bytes, all lowest fields of `width` bits come first."""
+    """Unpack fields of `width` bits. Each run of `run` bytes gives the lowest field of every byte, then the next."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     packed = packed.reshape(len(packed), -1, 1, run)
     return (packed >> shifts & (1 << width) - 1).reshape(len(packed), -1)
@@ -112,7 +114,7 @@ def _fifth(packed: NDArray[Any]) -> NDArray[Any]:
 
 
 def _k_scales(packed: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the 6-bit scales and minima of the eight groups of a block, from 12 bytes."""
+    """The scales and the minima of the eight groups of a Q4_K or Q5_K block, 6 bits each, packed into 12 bytes."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scale = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
     minimum = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
@@ -124,7 +126,8 @@ def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple
     return values, scale * scales, minimum * -minima.astype(np.float32)
 
 
-# For each type, a function (blocks, scale, minimum if there is one) -> values, scales of groups, offsets of groups.
+# For each type, a function that decodes blocks. Its arguments are blocks [n, bytes], their scales and, if the type has
+# them, their minima. Its results are the integer values, and the scale and the offset (or None) of each group.
 _DECODERS: dict[Dtype, Any] = {
     Dtype.Q8_0: lambda b, s: (b[:, 2:].view(np.int8), s, None),
     Dtype.Q4_0: lambda b, s: (_nibbles(b[:, 2:], 16).astype(np.int8) - 8, s, None),

@@ -1,4 +1,4 @@
-"""The bytes that instructions store on other ranks, derived from their declared regions."""
+"""Counts the bytes that instructions store on other ranks, from the buffer regions that they declare to write."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ Bytes = NDArray[np.int64]
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """Return the bytes that instructions of rank `dims.rank` store on each rank, as an array [tp].
-    The entry of rank `dims.rank` itself is 0.
+    """Return the bytes that the instructions of rank `dims.rank` with operands `columns` store on each rank, as an
+    array [tp]. The rank's own entry is 0.
 
-    If the phase is attention, `columns` must contain all of the rank's instructions in a layer, because they are
-    counted together. All rows of the final norm are counted as sent by rank 0: the real senders depend on the step
-    table, but the total number of bytes does not.
+    For attention, `columns` must have all of the rank's instructions in a layer, because the step table divides the
+    work among them. The final norm counts as if rank 0 sent all rows. The step table decides which rank really sends a
+    row, but the total is the same.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total
 
 
 def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """Return the bytes that each of n instructions stores on each rank, as an array [n, tp]. The
-    entries of rank `dims.rank` itself are 0.
+    """Return the bytes that each of n instructions stores on each rank, as an array [n, tp]. The entries of the
+    instructions' own rank, `dims.rank`, are 0.
 
-    The step table divides a layer's attention among the attention instructions. Here, each of them
-    counts with an equal part of the bytes.
+    The step table divides a layer's attention among the attention instructions. Here, each counts with an equal part.
     """
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.split.tp), dtype=np.int64)
@@ -43,7 +42,7 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
 
 
 def _stored(access: Access, d: Dims) -> Bytes:
-    """Return the bytes that n instructions store in each rank's copy by one kind of access: [n, tp]."""
+    """Return the bytes that one declared access of n instructions stores in each rank's copy of the buffer: [n, tp]."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
     size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d.model).itemsize
@@ -54,7 +53,7 @@ def _stored(access: Access, d: Dims) -> Bytes:
         first = d.bucket.row_block * np.arange(d.bucket.row_blocks)
         owned = np.zeros(d.split.tp, dtype=np.int64)
         np.add.at(owned, d.owner(first), np.minimum(d.bucket.row_block, d.bucket.tokens - first))
-        # `size[0]` has the bytes of all token rows. A row is stored only in the copy of the rank that owns it.
+        # `size[0]` is the size of all token rows. Each row is stored once, in the copy of the rank that owns the row.
         out[:] = owned * int(size[0] // d.bucket.tokens)
     elif isinstance(access.rank, np.ndarray):
         out[np.arange(len(size)), access.rank] = size

@@ -1,4 +1,4 @@
-"""The bytes that a phase's instructions load, from memory or from the last-level cache."""
+"""Counts the bytes that instructions load, from memory or from the last-level cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Loads:
-    """The bytes that each instruction loads: `weights`, perhaps before its waits end, and inputs (`read`) later."""
+    """The bytes that each instruction loads. `weights` may be loaded before the instruction's waits end, because they
+    do not depend on other instructions. The inputs, `read`, are loaded afterwards."""
 
     weights: Floats
     read: Floats
@@ -31,7 +32,8 @@ class Loads:
 
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
-    """Return the loads of instructions on rank `dims.rank`; 0 for attention, whose loads depend on the step table."""
+    """Return the bytes that instructions with operands `columns` load on rank `dims.rank`. For attention, the result is
+    0, because the step table determines its loads."""
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
         return Loads(none, none)
@@ -41,7 +43,8 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
 
 
 def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """Return the bytes of the regions that each instruction reads. Each region is counted once."""
+    """Return the bytes of the buffer regions that each instruction declares to read. A region counts once, even if the
+    instruction reads it several times."""
     read = np.zeros(len(next(iter(columns.values()))))
     for access in accesses(phase, columns, dims):
         if access.kind is Kind.WRITE:

@@ -1,8 +1,8 @@
-"""The numbers by which programs and interpreters name operations, rows and results of matmuls.
+"""Numbers of operations, of the sets of rows that they compute, and of what happens to the results of matmuls.
 
-Each phase of a model is an operation with parameters (`phases.py`). What an operation does is declared in its own file
-in `operations/`. `csrc/common/isa.h` is generated from these declarations. A new operation, result or set of rows needs
-a case in every backend; a backend without this case does not compile.
+A phase of a forward pass is an operation with parameters (`phases.py`). Each operation is declared
+in a file of its own in `operations/`. `csrc/common/isa.h` is generated from these declarations. Each new number needs a
+case in every backend; a backend without this case does not compile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 
 
 class OperationFamily(Enum):
-    """A kind of operation, with its colour in every chart, from the Okabe-Ito palette for colour-blind people."""
+    """Groups of operations that have one colour in every chart. The palette (Okabe-Ito) suits colour-blind people."""
 
     GATHER = "#999999"
     NORM = "#F0E442"
@@ -25,7 +25,7 @@ class OperationFamily(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """The operands of a record, in order. `name` is the name of the C++ struct through which C++ reads them."""
+    """The operands of an instruction, in order. `name` is the name of the C++ struct that has these fields."""
 
     name: str
     operands: tuple[str, ...] = ()
@@ -36,7 +36,8 @@ TILE = Layout("Tile", ("row", "rows", "col", "cols"))
 
 
 class Operation(IntEnum):
-    """An operation: its number in program files, its colour in charts, and the operands of its records.
+    """An operation. Its value is its number in program files; `family` gives its colour in charts, and `layout` the
+    operands of its instructions.
 
     `operations/` has one file for each member, with the same name in lower case.
     """
@@ -64,12 +65,12 @@ class Operation(IntEnum):
 
 
 class Rows(IntEnum):
-    """The rows that a rank computes in a phase.
+    """The set of rows that a rank computes in a phase.
 
     EVERY    all token rows
-    OWN      the token rows of the row blocks that the rank owns; all rows if every rank keeps the residual
-    LOGIT    all rows that get logits
-    SAMPLED  the logit rows that the rank samples
+    OWN      the token rows that the rank owns; all rows if every rank keeps the whole residual
+    LOGIT    all rows for which logits are computed
+    SAMPLED  the logit rows whose tokens the rank samples
     """
 
     EVERY = 0
@@ -79,16 +80,16 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What a matmul does with its results, after it has added the bias. COMBINE adds its sums likewise. A REDUCE may
-    have STORED, and a NORM RESIDUAL.
+    """What happens to the results of a matmul, after its bias has been added. COMBINE (the sum over a token's experts)
+    uses RESIDUAL and PARTIAL too. A REDUCE may have STORED, and a NORM may have RESIDUAL.
 
-    NONE      no matmul, or one of EXPERTS that stores its products as they are
-    HEADS     RoPE rotates q and k; q is stored in Q, k and v at their place in the KV cache
+    NONE      no matmul, or a matmul of EXPERTS that stores its products as they are
+    HEADS     RoPE rotates q and k; q is stored in Q, k and v are stored in the KV cache
     RESIDUAL  added to the residual stream
-    PARTIAL   stored at the rank that keeps the row's residual, as one term of a sum over ranks
+    PARTIAL   stored at the rank that owns the row, as one term of a sum over ranks
     GATED     silu(first matrix) * second matrix; GELU_GATED has GELU, approximated by tanh, in place of silu
     LOGITS    stored at the rank that samples the row
-    STORED    stored in float32, for a norm that follows
+    STORED    stored in float32, because a norm follows
     """
 
     NONE = 0

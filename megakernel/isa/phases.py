@@ -1,8 +1,8 @@
-"""A model's forward pass as data: the phases, in the order in which a step runs them.
+"""Describes a model's forward pass as data: a list of phases in the order in which a step runs them.
 
-A model file (`megakernel/model/families`) lists the phases. Regions, costs, pages and dependencies follow from a
-phase's parameters. No code depends on a phase's name, which is only for people. The first byte of a record is its
-phase's number.
+A phase is an operation with parameters, such as the QKV projection. Each model family lists its phases
+(`megakernel/model/families`). Accessed data, costs, shared-memory pages and dependencies follow from the parameters. No
+code depends on a phase's name, which is only for people; an instruction contains the phase's number.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from .opcodes import Operation, OperationFamily, Result, Rows
 from .record import OPERAND_WORD, Column, Records
 
 NO_BUFFER = -1
-MAX_PHASES = 31  # maximum number of phases of a program, including the control operations
+MAX_PHASES = 31  # maximum number of phases of a program, including join and drain
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One operation with its parameters; the instructions of a phase differ only in their operands.
+    """One operation with its parameters. The instructions of a phase differ only in their operands, such as rows and
+    columns.
 
-    `weights`      the matrix or matrices of a matmul, the scale of a norm, the table of a gather; for a sum, the matrix
-                   or the matrices of experts whose products it adds
+    `weights`      the matrices of a matmul, the scales of a norm, or the table of a gather. For a phase that adds
+                   partial sums or outputs of experts: the matrices with which these were computed
     `bias`         added to the results; None if the model has none
-    `norm`         the scale of an RMS norm that a matmul applies to its inputs first
-    `head_norm`    the scales of the RMS norms of each head of q and of k, applied before the rotation
-    `ahead`        0 if the phase uses the weights of the current layer; n if it uses those of the layer n layers
-                   later, or of the last layer if there are fewer
-    `weight_bits`  bits per weight in memory, the mean if there are several types; None means the compute type's bits
-
-    `number` is the phase's place in its `Forward`.
+    `norm`         the scales of an RMS norm that a matmul applies to its inputs first
+    `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
+    `ahead`        0 if the weights are those of the current layer; n if they are those of the layer n layers later, or
+                   of the last layer if there are fewer
+    `weight_bits`  mean bits per weight in memory; None means the compute type's bits
+    `number`       the number of the phase in its forward pass (`Forward`), which instructions contain
     """
 
     name: str
@@ -71,12 +71,12 @@ class Phase:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether the phase reads a weight matrix. REDUCE and COMBINE add products that others have made with it."""
+        """Whether the phase reads a weight matrix. REDUCE and COMBINE only add products of other phases."""
         return self.operation in (Operation.MATMUL, Operation.GATHER, Operation.ROUTE, Operation.EXPERTS)
 
     @property
     def adds_products(self) -> bool:
-        """Whether the phase adds products of its inputs and a weight matrix, of which each rank may have a part."""
+        """Whether the phase adds products of inputs and weights, of which each rank may compute a part."""
         return self.operation in (Operation.MATMUL, Operation.COMBINE)
 
     @property
@@ -84,47 +84,48 @@ class Phase:
         return self.operation.layout.operands
 
     def columns(self, records: Records) -> dict[str, Column]:
-        """The operand columns of this phase's records."""
+        """Return the operands of this phase's records: for each name, a column with one element per record."""
         return {name: records[:, OPERAND_WORD + i] for i, name in enumerate(self.operands)}
 
-    # -- The following methods return sizes of the part of rank `split.rank`.
+    # -- The methods below return sizes of the part that rank `split.rank` has.
 
     def inner(self, split: Split) -> int:
-        """The length of a matmul's dot products, or of a norm's rows."""
+        """Return the length of the dot products of a matmul, or of the rows of a norm."""
         return self._shape(split)[-1]
 
     def width(self, split: Split) -> int:
-        """The number of output columns of a matmul or of EXPERTS; 0 if the rank has nothing to multiply."""
+        """The number of output columns of a matmul or of EXPERTS; 0 if the rank's part of the weights is empty."""
         multiplies = self.is_matmul or self.operation is Operation.EXPERTS
         return self._shape(split)[-2] if multiplies and self.inner(split) else 0
 
     def matrices(self, split: Split) -> int:
-        """The number of matrices of a matmul or an expert; an output column is made from one column of each matrix."""
+        """The number of matrices of a matmul or of an expert: 2 for gate and up, whose products form one output."""
         shape = self._shape(split)
         return shape[0] if len(shape) == 3 else 1
 
     def whole_heads(self, model: ModelSizes) -> bool:
-        """Whether a tile must contain whole heads, because a head is normalised or quantised for the KV cache."""
+        """Whether tiles must contain whole heads, because a head is normalised or quantised as a whole."""
         return self.result is Result.HEADS and (self.head_norm is not None or model.quantised_kv > 0)
 
     def stored_bits(self, model: ModelSizes) -> float:
-        """The number of bits per weight in memory."""
+        """Return the mean number of bits per weight in memory."""
         return Dtype(model.dtype).bits if self.weight_bits is None else self.weight_bits
 
     def ranks(self, split: Split) -> int:
-        """The number n of ranks that hold a part of the inner dimension of the weights. These are ranks 0 to n - 1."""
+        """Return the number n of ranks that have a part of the weights' inner dimension, so that their sums must be
+        added. They are ranks 0 to n - 1."""
         return sum(self.inner(part) > 0 for part in split.ranks)
 
     def _shape(self, split: Split) -> tuple[int, ...]:
-        """The shape of the weights, or of those of one expert."""
+        """Return the shape of the rank's weights in one layer, for one expert if there are experts."""
         part = None if self.weights is None else BUFFERS[self.weights].part
-        # A program file may name a buffer that has no weights, which `check_phases` refuses.
+        # A program file from elsewhere may name a buffer without weights here. `check_phases` refuses it later.
         return (0, 0) if part is None else part(split.model, split)
 
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, which describes a phase as one rank sees it. `kind` is its C++ type."""
+    """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes it as one rank sees it."""
 
     name: str
     kind: str
@@ -163,7 +164,7 @@ PHASE_FIELDS: tuple[PhaseField, ...] = (
     PhaseField("ranks", "int32_t", "number of ranks whose partial sums a reduction adds", _reduced_ranks),
 )
 
-# The control phases: every program contains them, under these numbers.
+# The control phases. They compute nothing, and every program contains them under these numbers.
 JOIN = Phase("join", Operation.JOIN, number=1)
 DRAIN = Phase("drain", Operation.DRAIN, number=2)
 CONTROL = (JOIN, DRAIN)
@@ -171,7 +172,7 @@ CONTROL = (JOIN, DRAIN)
 
 @dataclass(frozen=True)
 class Forward:
-    """The phases of a step, numbered in execution order: the prologue, the body for each layer, the epilogue."""
+    """A step's phases, numbered in execution order: prologue, body (run once per layer) and epilogue."""
 
     prologue: tuple[Phase, ...]
     body: tuple[Phase, ...]
@@ -179,7 +180,7 @@ class Forward:
 
     @staticmethod
     def of(*segments: Sequence[Phase]) -> Forward:
-        """Number the phases of the three segments."""
+        """Number the phases of the prologue, the body and the epilogue."""
         if sum(map(len, segments)) > MAX_PHASES - len(CONTROL):
             raise MegakernelError(f"a forward pass has at most {MAX_PHASES - len(CONTROL)} phases")
         numbers = itertools.count(1 + len(CONTROL))
@@ -196,7 +197,7 @@ class Forward:
 
     @cached_property
     def by_number(self) -> dict[int, Phase]:
-        """All phases by number. The first byte of a record is its phase's number."""
+        """All phases by number, including join and drain."""
         return {phase.number: phase for phase in (*CONTROL, *self.phases)}
 
     @cached_property
@@ -204,14 +205,15 @@ class Forward:
         return {phase.name: phase for phase in self.by_number.values()}
 
     def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """The numbers of the phases with this operation. For matmuls, `result` selects those with this result."""
+        """Return the numbers of the phases with this operation and, unless it is None, this result."""
         return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)
 
     def words(self, dims: Dims) -> NDArray[np.int32]:
-        """The C++ structs `Phase` as rank `dims.rank` sees them: [MAX_PHASES + 1, fields]; zeros for unused numbers."""
+        """Return the contents of the C++ structs `Phase` for rank `dims.rank`, [MAX_PHASES + 1, fields], indexed by the
+        phase's number. Unused numbers have zeros."""
         out = np.zeros((MAX_PHASES + 1, len(PHASE_FIELDS)), dtype=np.int32)
         for number, phase in self.by_number.items():
             out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]
@@ -227,7 +229,7 @@ class Forward:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Forward:
-        """Return the Forward from which `to_json` made `value`. Raises MegakernelError if `value` is malformed."""
+        """The Forward that `to_json` has converted to `value`. Raises MegakernelError if `value` is malformed."""
         try:
             return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:

@@ -1,4 +1,4 @@
-"""Lists of different lengths as flat arrays."""
+"""Works on many lists of different lengths, stored one after another in flat arrays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 
 def ragged(counts: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number the elements of lists of the given lengths. Return for each element its list and its place in it."""
+    """For lists with `counts` elements, stored one after another, return two arrays with an entry per element: the
+    number of the element's list, and the element's index in this list."""
     at = np.repeat(np.arange(len(counts)), counts)
     return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,14 +1,15 @@
-"""The instruction record: 32 int32 words.
+"""The format of an instruction record: 32 int32 words.
 
 word 0        number of the phase (bits 0-7); all other bits are 0
 words 1-15    operands, in the order that the operation declares
-words 16-23   waits, 0 = none
-words 24-31   signals, 0 = none
+words 16-23   waits: counters whose totals must be reached before the instruction uses its inputs; 0 = none
+words 24-31   signals: counters to which the instruction adds after it has stored its results; 0 = none
 
 A wait or signal word names a counter. Bits 0-23 are the counter's index + 1. In signals, bits 24-27 are the rank:
-ALL_RANKS means every rank, and OWNER, in indexed signals only, means the owner of the row block. Bit 28, NEXT, means
-the counter in the next layer's block of counters. Bit 29, INDEXED, means that the word names the first counter of a
-grid of counters, and that the step table selects one of them; the operation's declaration says how.
+ALL_RANKS means every rank, and OWNER, in indexed signals only, means the rank that owns the row block (group of rows).
+Each layer has a block of counters; bit 28, NEXT, means the counter in the next layer's block. Bit 29, INDEXED, means
+that the word names the first of several counters, and that the step table selects one of them, in the way that the
+operation's declaration describes.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ INDEXED = 1 << 29
 
 
 def phase_number(records: Records) -> NDArray[np.int32]:
-    """[n]: the numbers of the records' phases."""
+    """Return the phase number of each record: [n]."""
     return records[..., 0] & 0xFF
 
 
 def waits(records: Records) -> Records:
-    """The wait words as a view: [..., WAITS]."""
+    """Return the wait words of records as a view: [..., WAITS]."""
     return records[..., WAIT_WORD : WAIT_WORD + WAITS]
 
 
 def signals(records: Records) -> Records:
-    """The signal words as a view: [..., SIGNALS]."""
+    """Return the signal words of records as a view: [..., SIGNALS]."""
     return records[..., SIGNAL_WORD : SIGNAL_WORD + SIGNALS]
 
 
 def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), signals: ArrayLike = ()) -> Records:
-    """Make one record, [WORDS], of phase number `phase`. Waits and signals are encoded as by `counter_word`."""
+    """Return one record, [WORDS], of phase number `phase`. `counter_word` makes elements of `waits` and `signals`."""
     words = np.zeros(WORDS, dtype=np.int32)
     words[0] = phase
     for first, values in ((OPERAND_WORD, operands), (WAIT_WORD, waits), (SIGNAL_WORD, signals)):
@@ -60,14 +61,14 @@ def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), sign
 
 
 def counter_word(counter: int, *, rank: int = 0, next_layer: bool = False, indexed: bool = False) -> int:
-    """Encode a wait or a signal on `counter` (an index into a segment's counter block)."""
+    """Return a wait or signal word for `counter`, its index in a layer's block of counters."""
     if not 0 <= counter < COUNTER_MASK:
         raise ValueError(f"counter {counter} does not fit in 24 bits")
     return (counter + 1) | rank << RANK_SHIFT | (NEXT if next_layer else 0) | (INDEXED if indexed else 0)
 
 
 def word_counter(words: Records) -> NDArray[np.int32]:
-    """The counter of each wait or signal word; -1 for an empty word."""
+    """Return the counter that each wait or signal word names; -1 for an empty word."""
     return (words & COUNTER_MASK) - 1
 
 

@@ -1,8 +1,8 @@
-"""The step table: everything that differs between launches, as one int32 array with a fixed layout.
+"""The step table: everything that differs between launches of a program, as one int32 array with a fixed layout.
 
-Python views and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields hold float32 bits. A table is valid
-if it satisfies the invariants listed in `megakernel.runtime.step_check`; MEGAKERNEL_CHECK_STEPS=1 checks them before
-every launch.
+Views in Python and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields contain the bits of float32. A
+table is valid if it satisfies the conditions listed in `megakernel.runtime.step_check`; with MEGAKERNEL_CHECK_STEPS=1,
+they are checked before every launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """A field of the step table. Its words (of each rank if `per_rank`) are the product of sizes `of`, plus `plus`."""
+    """A field of the step table. Its length in words is the product of the sizes named in `of`, plus `plus`. If
+    `per_rank`, each rank has a field of this length."""
 
     name: str
     of: tuple[str, ...]
@@ -42,13 +43,13 @@ def _item(name: str, what: str) -> StepField:
 
 
 STEP_FIELDS: tuple[StepField, ...] = (
-    # -- Token rows. The rows after those of the step's tokens are padding: sequence -1, token 0, position 0.
+    # -- Token rows. Rows after the step's last token are padding, with sequence -1, token 0 and position 0.
     StepField("token_ids", _T, "token id; the value -1 - s means the token HISTORY[s][position]"),
     StepField("positions", _T, "absolute position of the row in its sequence"),
     StepField("row_seq", _T, "index of the row's sequence in block_tables; -1: padding, whose K and V are not stored"),
     StepField("block_tables", ("max_seqs", "pages_per_seq"), "KV page ids of each sequence"),
-    # -- Attention items. An item has consecutive rows of one sequence inside one row block, some KV heads and some KV
-    # blocks. Each rank has items of its own, and numbers its KV heads from 0.
+    # -- Attention items, the units of attention work. An item has consecutive rows of one sequence (inside one row
+    # block), some KV heads and some KV blocks. Each rank has its own items, and counts KV heads from its first one.
     StepField(
         "slot_items", ("attention_slots",), "slot s runs items slot_items[s] to slot_items[s+1] - 1", False, 1, True
     ),
@@ -90,7 +91,7 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("bias_end", _L, "index after the row's last entry in bias_ids and bias_values"),
     StepField("bias_ids", _B, "token id"),
     StepField("bias_values", _B, "value added to the logit; -inf forbids the token", True),
-    # -- The masks come last, because a launch copies only the masks in use.
+    # -- The masks of allowed tokens come last, because a launch copies only the masks that are in use.
     StepField("mask", _L, "number of the row's mask, counted from 1; 0: no mask"),
     StepField("mask_count", (), "number of masks in use"),
     StepField("masks", ("mask_rows", "mask_words"), "bit i of word w is 1 if token 32 w + i may be sampled"),
@@ -99,7 +100,8 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """Return ({field: (first word, end, whether floats)} as rank `dims.rank` sees them, words of the table)."""
+    """Return the range of words [begin, end) of each field, as rank `dims.rank` sees it, with a flag for floats, and
+    the number of words of the whole table."""
     fields, offset = {}, 0
     for field in STEP_FIELDS:
         length = field.length(dims)
@@ -110,16 +112,16 @@ def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
 
 
 def step_words(dims: Dims) -> int:
-    """The number of words of a step table."""
+    """Return the number of 32-bit words of a step table."""
     return _layout(dims)[1]
 
 
 class StepTable:
-    """A step table as rank `dims.rank` sees it. Its attributes are views into `words` and have the
-    names of STEP_FIELDS.
+    """A step table as rank `dims.rank` sees it. Each field of STEP_FIELDS is an attribute, which is a view into
+    `words`.
 
-    The attribute for a per-rank field has this rank's values only. The method `rank` returns
-    another rank's view of the same words. block_tables and masks are 2-D.
+    The attribute of a per-rank field has only this rank's values. The method `rank` returns the same table as another
+    rank sees it. block_tables and masks are 2-D.
     """
 
     def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:
@@ -128,16 +130,16 @@ class StepTable:
         self.words: NDArray[np.int32] = np.zeros(size, dtype=np.int32) if words is None else words
 
     def rank(self, rank: int) -> StepTable:
-        """Return the same table as rank `rank` sees it."""
+        """Return the table as rank `rank` sees it. Both objects share their words."""
         return self if rank == self.dims.split.rank else StepTable(self.dims.on(rank), self.words)
 
     def copy(self) -> StepTable:
-        """A copy of the words in separate memory."""
+        """Return a table with a copy of the words."""
         return StepTable(self.dims, self.words.copy())
 
     @property
     def used(self) -> NDArray[np.int32]:
-        """The words that a launch needs: everything except unused masks."""
+        """The words that a launch must copy: all except the masks that are not in use, which come last."""
         unused = (self.dims.bucket.mask_rows - int(self.mask_count[0])) * self.dims.model.mask_words
         return self.words[: len(self.words) - unused]
 

@@ -1,4 +1,4 @@
-"""Describes hardware: a `Machine` is what the compiler needs of a device, `Hardware` all that is known of a machine."""
+"""Describes hardware. A `Machine` is one device, as the compiler needs it; `Hardware` is all that is known."""
 
 from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load
 from .files import HOST

@@ -1,4 +1,4 @@
-"""Measures how much of this machine's cores other programs use, so that a measurement can report its conditions."""
+"""Measures which fraction of this machine's cores other programs use, to judge whether a speed measurement is valid."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_IDLE = (3, 4)  # the columns `idle` and `iowait` in the first line of /proc/stat
-_COLUMNS = 8  # columns to add up; the guest columns after them are already part of user time
+_IDLE = (3, 4)  # positions of `idle` and `iowait` in the first line of /proc/stat
+_COLUMNS = 8  # time columns to add up; the guest columns after them are already part of user time
 
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU seconds since the system started: the total and the idle time of all cores, and the time of this process."""
+    """CPU seconds since the system started: of all cores together, their idle part, and those of this process."""
 
     total_s: float
     idle_s: float
@@ -21,7 +21,7 @@ class Moment:
 
 
 def now(stat: Path = _STAT) -> Moment | None:
-    """The counters now; None if the system does not provide them."""
+    """Return the CPU times at this moment, or None if the system does not report them."""
     try:
         name, *columns = stat.read_text().splitlines()[0].split()
         ticks = [int(column) for column in columns[:_COLUMNS]]
@@ -35,7 +35,7 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """The fraction of all cores' time that other programs and virtual machines used in between; None if unknown."""
+    """Return the fraction of all cores' time that other programs used between `begin` and `end`; None if unknown."""
     if begin is None or end is None or end.total_s <= begin.total_s:
         return None
     mine = end.idle_s - begin.idle_s + end.own_s - begin.own_s

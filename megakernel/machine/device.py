@@ -1,4 +1,4 @@
-"""Declares what the compiler needs to know about a device: its workers, rates, and suitable tile shapes."""
+"""Describes one device as the compiler needs it: its number of workers, its rates and latencies, and suitable tiles."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ CPU = "cpu"  # the value of `target` for machines whose workers are CPU cores
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's device. Rates are per device, in units per second; `workers` share them equally."""
+    """One rank's device. Rates are those of the whole device, per second; its workers share them equally."""
 
     name: str
     workers: int
-    matrix_flops: float  # bf16 with float32 accumulation, FLOP/s
-    vector_flops: float  # float32 outside the matrix unit, FLOP/s
+    matrix_flops: float  # FLOP/s of matmuls in bf16 with float32 sums
+    vector_flops: float  # FLOP/s of float32 arithmetic outside the matrix unit
     memory_bytes_per_s: float
     memory_bytes: float
     cache_bytes: float  # the size of the last-level cache
-    cache_bytes_per_s: float  # the rate from the last-level cache to all workers together
-    worker_bytes_per_s: float  # the maximum rate at which one worker loads or stores
-    link_bytes_per_s: float  # the rate at which the device sends to its peers
-    switch_bytes_per_s: float  # the rate of the node's switch, for all devices together
+    cache_bytes_per_s: float  # rate at which all workers together load from the last-level cache
+    worker_bytes_per_s: float  # maximum rate at which one worker loads or stores
+    link_bytes_per_s: float  # rate at which the device sends to other devices of its node
+    switch_bytes_per_s: float  # rate of the node's switches, for all devices together
     tile_rows: int  # token rows of a matmul tile and of a row block
     tile_cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this number of columns
     kv_page: int  # KV tokens per page of the cache
-    ring_pages: int  # pages of shared memory in the ring that a worker streams operands through; 0 for a CPU core
+    ring_pages: int  # shared-memory pages in the ring buffer through which a worker loads; 0 for a CPU core
     target: str  # the target that programs are compiled for: CPU or hopper
     launch_s: float
-    signal_s: float  # time from a signal until a waiting worker starts
-    remote_signal_s: float  # the time from a signal until a waiting worker on another device of the node starts
-    dispatch_s: float  # time to fetch, decode and set up one instruction
-    issue: Issue | None = None  # issue times in seconds; None if they are unknown or part of the rates above
+    signal_s: float  # time from an instruction's signal until a worker that waits for it continues
+    remote_signal_s: float  # time from a signal until a worker that waits on another device of the node continues
+    dispatch_s: float  # time to fetch and decode one instruction
+    issue: Issue | None = None  # least issue times in seconds; None if unknown, or included in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
 
 
 def _machine(hardware: Hardware) -> Machine:
-    """Return the device of a machine. `hardware` must have tiles and costs."""
+    """Return one device of a machine. Raises MegakernelError if the machine is described only for comparisons."""
     if hardware.tiles is None or hardware.costs is None:
         raise MegakernelError(f"{hardware.name} serves for comparison only: choose another --machine to compile for")
     return Machine(
@@ -75,12 +75,12 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) 
 
 
 def host(workers: int | None = None) -> Machine:
-    """This machine's CPU with one worker per core, at nominal rates, which only guide the placement of work."""
+    """Return this machine's CPU with `workers` cores, with estimated rates, which only guide where work is placed."""
     return _machine(read(HOST, workers))
 
 
 def host_hardware(flops_per_s: float, integer_ops_per_s: float | None, read_bytes_per_s: float) -> Hardware:
-    """This machine's CPU as one device with measured rates. bf16 and float32 get the same rate."""
+    """Return this machine's CPU as one device with measured rates, in FLOP/s, integer operations/s and bytes/s."""
     nominal = read(HOST)
     return replace(
         nominal,
@@ -90,12 +90,12 @@ def host_hardware(flops_per_s: float, integer_ops_per_s: float | None, read_byte
 
 
 def hardware(name: str) -> Hardware:
-    """Everything that is known of a machine: `host`, a known name, a node such as h100x8, or a TOML file."""
+    """Return all that is known of a machine: `host`, a known name, a node such as h100x8, or a TOML file."""
     return read(name)
 
 
 def load(name: str, workers: int | None = None) -> Machine:
-    """One device of a machine that `hardware` knows, with this many workers (for a CPU: cores)."""
+    """Return one device of the machine `name` (see `hardware`), with `workers` SMs or cores if they are given."""
     machine = MACHINES.get(name) or _machine(read(name, workers))
     if not workers or workers == machine.workers:
         return machine

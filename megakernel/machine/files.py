@@ -1,4 +1,4 @@
-"""Machine files: TOML with the sections of `Hardware`, based on another machine if `base` names one."""
+"""Reads machine files, which describe hardware in TOML. With the key `base`, a file extends another one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# The limits of figures. Whole numbers count SMs, links and rows; their limit is 16 bits, because a trace stores the
-# number of an SM in 16 bits. The limits of all other numbers keep products of a few of these numbers finite.
+# The limits of numbers in machine files. Whole numbers count SMs, links or rows, and must fit into 16 bits, because a
+# trace stores the number of an SM in 16 bits. For other numbers, the limits prevent that products of a few overflow.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -31,16 +31,17 @@ Table = dict[str, Any]
 
 
 def names() -> tuple[str, ...]:
-    """The machines that come with the package."""
+    """Return the names of the machines that the package describes."""
     return tuple(sorted(path.stem for path in KNOWN_FOLDER.glob("*.toml") if not path.stem.startswith("_")))
 
 
 def read(name: str, cores: int | None = None) -> Hardware:
-    """Read a known machine, a node with some of its GPUs (`h100x8`), a TOML file, or `host` with this many `cores`.
+    """Return a known machine, a known node with fewer GPUs (`h100x8`), a TOML file, or `host`, this machine with
+    `cores` cores.
 
-    A file has the form of the files in `known/`. A file with `base = NAME` states only the differences from the machine
-    NAME; a list in the file replaces the whole list of that machine. All figures must be positive. The `[[source]]`
-    entries name the sources of figures. Raises MegakernelError.
+    A file has the form of the files in `known/`. With `base = NAME`, it states only how it differs from the machine
+    NAME; a list in the file replaces the whole list of that machine. All figures must be positive. `[[source]]` entries
+    say where figures come from. Raises MegakernelError.
     """
     if name == HOST:
         return _hardware(HOST, table(cores or cpu_count()), HOST)
@@ -62,11 +63,12 @@ def read(name: str, cores: int | None = None) -> Hardware:
 
 
 def _merged(path: Path, above: tuple[Path, ...]) -> Table:
-    """The table of a machine file, combined with the tables of its bases. The file's own values take precedence."""
+    """Return the contents of a machine file, completed by those of its base, the base's base, and so on. `above` has
+    the files whose base this file is."""
     try:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(regular(path).read_text())
-    # ValueError covers TOML errors, bytes that are not UTF-8, and integers with too many digits. RecursionError means
+    # ValueError covers invalid TOML, text that is not UTF-8, and integers with too many digits. RecursionError means
     # that values are nested too deeply.
     except (ValueError, RecursionError) as e:
         raise MegakernelError(f"machine file {path} is not valid TOML: {str(e)[:200]}") from e
@@ -141,7 +143,8 @@ def _section(kind: type, table: object, where: str) -> Any:
 
 
 def _value(field: Field[Any], value: object, where: str) -> object:
-    """Return `value` as the field's declared type. Numbers must be positive."""
+    """Return `value` converted to the type that `field` declares. Raises MegakernelError for another type, or a number
+    that is not positive. `where` names the value in errors."""
     wanted = str(field.type)
     if wanted.startswith("tuple"):
         if not isinstance(value, list):

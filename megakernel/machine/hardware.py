@@ -1,7 +1,7 @@
-"""Declares what is known of hardware: chips, links, nodes, networks, and the cost of synchronisation.
+"""Describes hardware: chips, links, nodes and networks, and the costs of synchronisation.
 
-Names of figures include their unit. Rates are per second, link rates are in one direction, and FLOP rates are dense,
-with a multiply-add counted as two. The tables, with a source for each figure, are `known/*.toml`.
+The name of a number ends in its unit. Rates are per second; those of links are in one direction. FLOP rates are for
+dense matrices and count a multiply-add as two. The numbers, with a source for each, are in `known/*.toml`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import MegakernelError
 
 @dataclass(frozen=True)
 class Chip:
-    """One processor, described in terms of a GPU. The machine file of the TPU says what the terms mean for a TPU."""
+    """One processor, in terms of a GPU. The machine file of a TPU says which part of the TPU each term stands for."""
 
     generation: str
     sms: int
@@ -25,8 +25,8 @@ class Chip:
     hbm_bytes_per_s: float
     boost_clock_hz: float | None = None
     l2_bytes: float = 0.0
-    l2_bytes_per_clock: float = 0.0  # bytes that each SM gets from L2 when all SMs load; measured
-    load_bytes_per_clock: float = 0.0  # the maximum number of bytes that one SM loads
+    l2_bytes_per_clock: float = 0.0  # bytes per clock that each SM loads from L2 while all SMs load; measured
+    load_bytes_per_clock: float = 0.0  # maximum bytes per clock that one SM loads
     usd_per_hour: float | None = None  # a list price
 
     @property
@@ -38,28 +38,28 @@ class Chip:
         return self.subpartitions * self.fp32_lanes_per_subpartition
 
     def clock_for(self, fma_flops_per_s: float) -> float:
-        """The clock in Hz at which the multiply-adds of all lanes make this many FLOP/s."""
+        """Return the clock in Hz at which all lanes together do `fma_flops_per_s` FLOP/s of multiply-adds."""
         return fma_flops_per_s / (2 * self.fp32_lanes)
 
 
-# The bytes of one operand of a multiply-add, by the name of its type in `Rates`.
+# The bytes of one operand of a multiply-add, by the operand's type.
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by operand type: of the matrix unit for bf16, fp8 (or int8) and fp4. None if the chip lacks the type."""
+    """FLOP/s by operand type; bf16, fp8 (or int8) and fp4 are rates of the matrix unit. None: not supported."""
 
     bf16: float
-    fp32: float  # multiply-adds of the vector lanes
+    fp32: float  # FLOP/s of float32 multiply-adds outside the matrix unit
     fp8: float | None = None
     fp4: float | None = None
-    int8: float | None = None  # operations per second of a CPU on 8-bit integers, if they were measured
+    int8: float | None = None  # operations per second on 8-bit integers, measured on a CPU
 
 
 @dataclass(frozen=True)
 class Link:
-    """The links of one chip to the other chips of its node."""
+    """The links of one chip to the other chips of its node: their number, and the rate of each in one direction."""
 
     ports: int
     port_bytes_per_s: float
@@ -71,10 +71,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Node:
-    """GPUs that reach each other at the full rate of their links: an NVLink domain."""
+    """GPUs that can send to each other at the full rate of their links (an NVLink domain)."""
 
     gpus: int
-    nic_bytes_per_s_per_gpu: float  # the rate at which each GPU sends out of the node
+    nic_bytes_per_s_per_gpu: float  # rate at which each GPU sends to other nodes
     switches: int = 0
     switch_ports: int = 0
 
@@ -85,58 +85,58 @@ class Node:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A fat tree between nodes. The nodes of a unit share leaf switches, which have as many cables up as down."""
+    """The network between nodes, a fat tree. The nodes of a unit share leaf switches, which have as many links to spine
+    switches as to nodes."""
 
     nodes_per_unit: int
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Latencies in seconds, for operations that move no data."""
+    """Latencies in seconds, without the time to move data."""
 
-    stream_launch_s: float  # the time to launch an empty kernel in a stream
-    signal_s: float  # the time from a signal until a waiting SM starts, under memory load
-    dispatch_s: float  # the time to fetch, decode and set up one instruction
-    node_hop_s: float  # the time of a message between GPUs of a node, including waits of GPUs that are not in step
-    scale_out_hop_s: float  # the time of a message between nodes
+    stream_launch_s: float  # time to launch an empty kernel
+    signal_s: float  # time from an instruction's signal until an SM that waits for it continues, under memory load
+    dispatch_s: float  # time to fetch and decode one instruction
+    node_hop_s: float  # time of a message between GPUs of a node, and of waiting because GPUs are not in step
+    scale_out_hop_s: float  # time of a message between nodes
 
 
 @dataclass(frozen=True)
 class Issue:
-    """The least number of cycles that the warps of each role need to issue their work, as read from the machine code.
+    """The least number of cycles that the warps of an SM need to issue their work, read from the machine code.
 
-    The roles of warps are loaders, which fill pages of shared memory, and consumers, which compute
-    on these pages. Consumers use matrix units or, for a few rows, dot products (dots). If several
-    warps of a role share a scheduler, their cycles add up.
+    Loader warps fill pages of shared memory, and consumer warps compute on these pages, with matrix units or, for a few
+    rows, with dot products on CUDA cores. If warps of a kind share a warp scheduler, their cycles add up.
     """
 
-    pass_page: float  # cycles of a loader to skip a page that the other loader fills
-    weight_page: float  # cycles of a loader to fill a weight page of dots
-    input_page: float  # cycles of a loader to fill an input page of dots
-    tile_page: float  # cycles of a loader to fill a page of a matmul on matrix units
-    dot_pair: float  # cycles of the consumers to multiply a pair of weight pages by one row, with dots
-    dot_pairs: float  # cycles of the consumers to multiply a pair of weight pages by two rows, with dots
-    dot_row: float  # additional cycles for each row after the second, with dots
-    dot_unit: float  # cycles of the consumers to finish a unit of output columns, with dots
-    k_step: float  # cycles of the consumers for 64 elements of K of a tile, with matrix units
+    pass_page: float  # cycles of a loader warp to skip a page that the other loader fills
+    weight_page: float  # cycles of a loader warp to fill a page of weights, for dot products
+    input_page: float  # cycles of a loader warp to fill a page of inputs, for dot products
+    tile_page: float  # cycles of a loader warp to fill a page, for matrix units
+    dot_pair: float  # cycles of consumer warps to multiply two weight pages by one row, as dot products
+    dot_pairs: float  # cycles of consumer warps to multiply two weight pages by two rows, as dot products
+    dot_row: float  # the further cycles of consumer warps for each row after the second
+    dot_unit: float  # cycles of consumer warps to finish a unit of output columns, as dot products
+    k_step: float  # cycles of matrix units for 64 elements of the inner dimension of a tile
 
-    # Cycles of all roles from the end of an instruction's arithmetic to the start of an instruction that waits for it.
+    # The cycles from the end of an instruction's arithmetic to the start of an instruction that waits for its result.
     handoff: float
-    sample_step: float  # cycles to process one group of logits of a row while the next group is loaded
-    sample_entries: float  # logits in such a group (a count, not cycles)
+    sample_step: float  # cycles to process a group of logits of a row while the next group is loaded
+    sample_entries: float  # number of logits in such a group, not cycles
 
     def at(self, clock_hz: float) -> Issue:
-        """Return the same times in seconds instead of cycles, for a clock of `clock_hz`."""
+        """Return the issue times in seconds instead of cycles, at a clock of `clock_hz`."""
         cycles = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_entries"}
         return replace(self, **{name: value / clock_hz for name, value in cycles.items()})
 
 
 @dataclass(frozen=True)
 class Core:
-    """The rates of one CPU core that works alone and executes the interpreter's own instructions in bfloat16.
+    """Measured rates of one CPU core that works alone, executing this package's interpreter in bfloat16.
 
     Arithmetic rates are given for several numbers of rows of a matmul tile, and of (row, head) pairs of an attention
-    item. Between two of these numbers, rates are interpolated linearly in log(rows).
+    work item. Rates between two of these numbers are interpolated linearly in log(rows).
     """
 
     memory_bytes_per_s: float
@@ -149,21 +149,21 @@ class Core:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile shapes that suit the interpreter on this machine."""
+    """Sizes of tiles and pages that suit the interpreter on this machine."""
 
     rows: int  # token rows of a matmul tile and of a row block
     cols: int  # output columns of a matmul tile
     col_unit: int  # column tiles start and end on multiples of this number of columns
-    page: int  # KV tokens per page of the KV cache
+    page: int  # tokens per page of the KV cache
     target: str  # the target that programs are compiled for
-    pages: int = 0  # pages of shared memory in the ring that a worker streams operands through; 0 for a CPU core
+    pages: int = 0  # shared-memory pages in the ring buffer through which a worker loads; 0 for a CPU core
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The measured bus bandwidth of a collective over `gpus` GPUs of one node, by message size.
+    """Measured bus bandwidths of a collective over `gpus` GPUs of one node, for several message sizes.
 
-    Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send, divided by the seconds.
+    Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send, divided by the time.
     """
 
     collective: str
@@ -172,7 +172,8 @@ class Curve:
     bus_bytes_per_s: tuple[float, ...]
 
     def at(self, message_bytes: float) -> float:
-        """The bytes/s at a message size, interpolated in logarithms; below the curve, the time is constant."""
+        """Return the bytes/s for a message size, by interpolating logarithms. A message smaller than all measured ones
+        takes as long as the smallest of these."""
         points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
         if message_bytes <= points[0][0]:
             return points[0][1] * message_bytes / points[0][0]
@@ -185,7 +186,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """A level of a network that joins `degree` children, each with `child_gpus` GPUs and its own link."""
+    """A level of a network. It connects `degree` children, each of which has `child_gpus` GPUs and its own link."""
 
     name: str
     degree: int
@@ -195,7 +196,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of machine: its chip, and the node and network that join such chips."""
+    """A kind of machine: its chip, the node and network that connect chips, and the interpreter's costs on it."""
 
     name: str
     chip: Chip
@@ -203,7 +204,7 @@ class Hardware:
     link: Link
     node: Node
     fabric: Fabric | None = None
-    costs: Costs | None = None  # None: the machine serves only for comparison
+    costs: Costs | None = None  # None: the machine is described only for comparisons
     tiles: Tiles | None = None
     issue: Issue | None = None
     core: Core | None = None  # the measured rates of a CPU core, if there are any
@@ -211,17 +212,17 @@ class Hardware:
 
     @property
     def clock_hz(self) -> float:
-        """The boost clock in Hz or, if it is unknown, the clock that the fp32 rate implies."""
+        """The boost clock in Hz. If it is unknown, it is derived from the float32 FLOP/s."""
         return self.chip.boost_clock_hz or self.chip.clock_for(self.rates.fp32)
 
     @property
     def l2_bytes_per_s(self) -> float:
-        """Bytes/s from the L2 cache to all SMs."""
+        """The bytes/s that all SMs together load from the L2 cache."""
         return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
 
     @property
     def switch_bytes_per_s(self) -> float:
-        """The rate of a node's switches in one direction; without switches, the rate of all GPUs together."""
+        """The rate of a node's switches in one direction; without switches, the rate at which its GPUs send."""
         if not self.node.switches:
             return self.node.gpus * self.link.egress_bytes_per_s
         return self.node.switches * self.node.switch_ports * self.link.port_bytes_per_s
@@ -234,15 +235,16 @@ class Hardware:
         return rate
 
     def intensity(self, dtype: str = "bf16") -> float:
-        """The FLOPs per byte read from HBM above which arithmetic, not memory, limits the chip."""
+        """Return the FLOPs per byte read from HBM above which arithmetic, not memory bandwidth, limits the chip."""
         return self.flops_per_s(dtype) / self.chip.hbm_bytes_per_s
 
     def critical_rows(self, dtype: str = "bf16", weight_bytes: float | None = None) -> float:
-        """The rows above which a matmul's arithmetic takes longer than reading its weights: intensity * bytes / 2."""
+        """Return the number of rows above which a matmul's arithmetic takes longer than reading its weights.
+        `weight_bytes` is the size of a weight, by default that of an operand."""
         return self.intensity(dtype) * (OPERAND_BYTES[dtype] if weight_bytes is None else weight_bytes) / 2
 
     def levels(self, gpus: int) -> tuple[Level, ...]:
-        """The levels of the network that joins `gpus` GPUs, innermost first; empty for one GPU."""
+        """Return the levels of the network that connects `gpus` GPUs, from inside a node outwards; () for one GPU."""
         if gpus < 2:
             return ()
         inside = min(gpus, self.node.gpus)
@@ -263,5 +265,5 @@ class Hardware:
         return tuple(out)
 
     def curve(self, collective: str, gpus: int) -> Curve | None:
-        """Return the measured curve of a collective over this number of GPUs, or None if there is none."""
+        """The measured bandwidths of a collective over this number of GPUs, or None if they were not measured."""
         return next((c for c in self.curves if (c.collective, c.gpus) == (collective, gpus)), None)

@@ -1,4 +1,4 @@
-"""Describes this machine in the form of a machine file, with sizes that the system reports and with nominal rates."""
+"""Describes this machine as a machine file would, with sizes that the system reports and with assumed rates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import platform
 from pathlib import Path
 from typing import Any
 
-_LANES = 16  # assumed float32 lanes of a core's vector unit, as with AVX-512
-_GHZ = 1e9  # the assumed clock in Hz, to which figures per clock refer
+_LANES = 16  # assumed number of float32 lanes of a core's vector unit, as in AVX-512
+_GHZ = 1e9  # assumed clock in Hz, by which rates per clock are computed
 
 
 def cpu_count() -> int:
-    """The number of cores that this process may use: its affinity mask, within its cgroup v2 CPU quota."""
+    """Return the number of cores that this process may use, given its CPU affinity and its cgroup v2 CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -31,9 +31,8 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """Return the table of a machine file for this machine with `cores` cores. A core counts as an SM with one vector
-    unit. The rates are nominal, because they only guide where the compiler places work.
-    """
+    """Return a description of this machine with `cores` cores, in the form of a machine file. A core counts as an SM
+    with one vector unit. The rates are assumed, because the compiler only uses them to place work."""
     return {
         "chip": {
             "generation": processor(),

@@ -1,4 +1,4 @@
-"""Models: their configurations, weights and tokenizers, read from local files or downloaded."""
+"""Models: their configurations, weights and tokenizers, from local files or downloads."""
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return `$MEGAKERNEL_CACHE` if it is set, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`."""
+    """The folder: `$MEGAKERNEL_CACHE` if it is set, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`."""
     if own := os.environ.get("MEGAKERNEL_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""Chat templates: untrusted Jinja programs from model files, run in Jinja's sandbox in a process with limits."""
+"""Runs chat templates. They are Jinja programs from unknown authors, so they run in a process with limits."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from .limited import Ended, LimitedProcess
 from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
 from .template_worker import environment
 
-# Template variables that a request must not set in `chat_template_kwargs`, because the server or other fields of the
-# request set them. `now` is the time that the function `strftime_now` shows; default: the time of the rendering.
+# Template variables that a request must not set in `chat_template_kwargs`, because the server sets them, or because
+# other fields of the request do. `now` is the time that the template's function `strftime_now` returns.
 OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "now"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """A chat template. A separate process, which starts at the first rendering and ends with this object, compiles and
-    renders the template.
+    """A chat template. A separate process, which starts at the first rendering, compiles and renders it.
 
-    Jinja's sandbox keeps a template away from files and from Python's internal objects, but does not prevent endless
+    Jinja's sandbox keeps a template away from files and from Python's internal objects, but it does not prevent endless
     loops or huge numbers. Compiling a template is dangerous too, because Jinja evaluates constants while it compiles.
     So the server's process only checks the template's syntax.
     """
@@ -40,7 +39,8 @@ class ChatTemplate:
             raise self._error("broken", str(e)) from e
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        """The prompt's text up to the assistant's answer. `values` replace the default variables or add to them."""
+        """Return the text of the prompt, up to where the assistant's answer begins. `values` are template variables,
+        which replace the default ones."""
         values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
         try:
             kind, text = self._process.ask(values)

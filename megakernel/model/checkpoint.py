@@ -1,6 +1,5 @@
-"""The one way of weights from files to backends: rows of a buffer, divided among ranks, in the types in which they are
-kept in memory.
-"""
+"""Defines how backends get weights: each rank asks a checkpoint for its rows of a buffer, and gets them in the types in
+which they are kept in memory."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ from ..isa import BUFFERS, Buffer, Dtype, Split, from_f32, to_f32
 from ..isa.dtypes import BLOCKS
 from .config import ModelConfig
 
-# The number of elements that are converted at a time. The number is small, so that these elements stay in a cache and
-# even a huge matrix needs little extra memory.
+# The number of elements converted at a time, which is small so that they stay in a cache and need little memory.
 CHUNK = 1 << 15
 
 
 class StoredRows(NamedTuple):
-    """Neighbouring rows of a matrix that have one type."""
+    """The type of some neighbouring rows of a matrix, and their number."""
 
     dtype: Dtype
     rows: int
 
 
 class WeightRows(NamedTuple):
-    """Rows of one type: bytes [rows, bytes of a row] in the type's own layout. A row of a vector is one element."""
+    """Rows of weights of one type: `data` [rows, bytes per row] has the bytes that the type prescribes. A vector has
+    one element per row."""
 
     dtype: Dtype
     data: NDArray[np.uint8]
@@ -42,12 +41,13 @@ def vector(values: NDArray[np.float32]) -> WeightRows:
 
 @dataclass(frozen=True)
 class Storage:
-    """The types in which a weight buffer is stored: parts for each layer, or one list if the buffer is not layered."""
+    """The types in which a weight buffer is stored: for each layer, its runs of rows of one type. A buffer without
+    layers counts as one layer."""
 
     layers: tuple[tuple[StoredRows, ...], ...]
 
     def bits(self, inner: int) -> float:
-        """The mean bits per weight, if a row has `inner` weights. The padding of a row's last block counts too."""
+        """The mean bits per weight if a row has `inner` weights. Padding of a row's last block counts too."""
         parts = [part for layer in self.layers for part in layer]
         size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
         return 8 * size / (inner * sum(part.rows for part in parts))
@@ -56,8 +56,8 @@ class Storage:
 class Checkpoint(Protocol):
     """The weights of one model.
 
-    `dtype` is the type in which its matrices are stored, or the nearest type in which backends compute. `storage` lists
-    the matrices that a backend may keep in memory in the types of the file.
+    `dtype` is the compute type that suits the weights best: float32 or bfloat16. `storage` lists the matrices that a
+    backend may keep in memory in other types, those of the file.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Checkpoint(Protocol):
     storage: dict[Buffer, Storage]
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        """The rows of a weight buffer (of one layer if layered) that rank `split.rank` has, in the order that
-        `megakernel.isa.buffers` gives, one matrix after another.
+        """Return the rows of a weight buffer (of one layer, if layered) that rank `split.rank` has. The matrices of the
+        buffer follow each other in the order that `megakernel.isa.buffers` declares.
 
-        A matrix in `storage` has the types listed there, any other matrix has the type `split.dtype`, and vectors are
-        float32. The rows of q and k are in the interleaved RoPE order. The arrays may be read-only views of a file.
-        `families.weights` must list the buffer. Raises MegakernelError if the file is damaged, or a rank's columns
-        begin inside a quantised block.
+        A matrix in `storage` has the types listed there, any other matrix has the type `split.model.dtype`, and vectors
+        are float32. In q and k, the two rows of each RoPE pair are adjacent. The arrays may be read-only views of a
+        file. The model must use the buffer (see `families.weights`). Raises MegakernelError if the file is damaged, or
+        if a rank's columns begin inside a quantised block.
         """
 
 
 class Share(NamedTuple):
-    """The rows or columns [first, first + size) of `whole`."""
+    """The rows or columns [first, first + size) out of `whole`."""
 
     whole: int
     first: int
@@ -85,7 +85,8 @@ class Share(NamedTuple):
 
 
 def row_shares(buffer: Buffer, split: Split) -> list[Share]:
-    """The rows that rank `split.rank` has of each tensor of a weight buffer, in order: for experts, of each expert."""
+    """Return which rows rank `split.rank` has of each matrix or vector in a weight buffer, in the buffer's order. For a
+    layer with experts, there is an entry for each expert's matrices."""
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
             size = split.model.head_dim
@@ -109,7 +110,7 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
 
 
 def column_share(buffer: Buffer, split: Split) -> Share:
-    """The columns that rank `split.rank` has of each row of a weight buffer."""
+    """Return which columns rank `split.rank` has of each row of a weight buffer."""
     match buffer:
         case Buffer.W_O:
             first = 0 if split.replicated_o else split.first_head * split.model.head_dim
@@ -124,7 +125,7 @@ def _all(count: int) -> Share:
 
 
 def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[WeightRows]:
-    """The part of all rows of a weight buffer that rank `split.rank` has. The result consists of views."""
+    """Return the part of a weight buffer that rank `split.rank` has, as views. `whole` has all rows of the buffer."""
     out, base = [], 0
     for share in row_shares(buffer, split):
         begin = base + share.first
@@ -137,12 +138,12 @@ def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[Weigh
 
 
 def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
-    """The columns of some rows that rank `split.rank` has, as a view."""
+    """Return the columns that rank `split.rank` has of the rows `part`, as a view."""
     return WeightRows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
 
 
 def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
-    """The bytes of a row in the type `dtype` that a rank has. Raises MegakernelError if they begin inside a block."""
+    """Return the bytes of a row that a rank has. Raises MegakernelError if they begin inside a quantised block."""
     _, first, count = column_share(buffer, split)
     if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(
@@ -154,13 +155,13 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
 
 
 def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-    """`checkpoint.rows`, checked to be rows of a model with the sizes `split`. Raises MegakernelError."""
+    """Return `checkpoint.rows(...)`. Raises MegakernelError if they do not have the sizes in `split`."""
     rows = checkpoint.rows(buffer, layer, split)
     count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
     if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
         raise MegakernelError(
-            f"{checkpoint.name}: {buffer.name} of layer {layer} is not what the program needs: {count} rows of "
-            f"{inner} weights"
+            f"{checkpoint.name}: {buffer.name} of layer {layer} does not have the {count} rows of {inner} weights that "
+            "the program needs"
         )
     return rows
 
@@ -168,14 +169,15 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) ->
 def array_of(
     checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split, dtype: Dtype | None = None
 ) -> NDArray[np.generic]:
-    """A rank's rows as a new array [rows, columns] of the float type `dtype`, by default the type in BUFFERS."""
+    """Return the weights of a rank as a new array [rows, columns] of the float type `dtype`. By default, this is the
+    type that the buffer is declared with."""
     rows = rows_of(checkpoint, buffer, layer, split)
     shape = sum(len(part.data) for part in rows), column_share(buffer, split).size
     return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split.model) if dtype is None else dtype)
 
 
 def floats(parts: Iterable[WeightRows], shape: tuple[int, int], dtype: Dtype) -> NDArray[np.generic]:
-    """The values of rows of any type as a new array [rows, columns] of the float type `dtype`."""
+    """Return the weights in `parts`, of any types, as a new array of this shape and of the float type `dtype`."""
     out = np.empty(shape, dtype.numpy)
     if not out.size:
         return out
@@ -191,7 +193,7 @@ def floats(parts: Iterable[WeightRows], shape: tuple[int, int], dtype: Dtype) ->
 
 
 def converted(rows: Sequence[WeightRows], inner: int, dtype: Dtype) -> list[WeightRows]:
-    """Rows of `inner` weights each, in the float type `dtype`. Parts that have this type are not copied."""
+    """Return rows of `inner` weights in the float type `dtype`. Parts that have this type are not copied."""
     return [
         part
         if part.dtype is dtype

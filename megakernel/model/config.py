@@ -1,4 +1,4 @@
-"""The shape of a model, independent of its file format, and the keys of the files that declare it."""
+"""The sizes and properties of a model, independent of the file format, and a reader for configuration files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ class RopeKind(Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
-    FACTORS = "factors"  # each RoPE pair has a divisor of its frequency, as in GGUF files of Llama 3.1
+    FACTORS = "factors"  # each RoPE pair has its own divisor of the frequency, as in GGUF files of Llama 3.1
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding of a model.
+    """A model's rotary position embedding (RoPE), with its scaling for long contexts.
 
-    `factor` divides all frequencies (LINEAR) or only the low ones (LLAMA3, YARN), and `attention` multiplies all
-    cosines and sines. A frequency is low if it turns fewer than `low_freq_factor` times within `original_context`
-    tokens (YaRN's beta_slow), and it is not changed above `high_freq_factor` turns (beta_fast). YaRN interpolates
-    between the RoPE pairs at these borders, which are whole numbers if `truncate` is true. `factors` divide the
-    frequencies one by one. With LONGROPE, `short_factors` take their place if the context is not longer than
-    `original_context`. With `ends`, contexts end there, because behind it queries are scaled by their position, which
-    no operation does. Only the first `dims` elements of a head are rotated; 0 means all.
+    `factor` divides all frequencies (LINEAR) or only low ones (LLAMA3, YARN). A frequency is low if its RoPE pair turns
+    fewer than `low_freq_factor` times (YaRN's beta_slow) within `original_context` tokens. Pairs that turn more than
+    `high_freq_factor` times (beta_fast) keep their frequency. YaRN interpolates between the pairs at these two borders,
+    whose numbers are rounded if `truncate` is true. `attention` multiplies all cosines and sines.
+
+    `factors` are divisors of the individual frequencies. With LONGROPE, `short_factors` replace them if the context is
+    not longer than `original_context`. If `ends` is true, contexts end at `original_context`, because queries after it
+    would be multiplied by a number that depends on their position, which no operation does. Only the first `dims`
+    elements of a head are rotated; 0 means all.
     """
 
     theta: float = 10000.0
@@ -50,9 +52,8 @@ class Rope:
     dims: int = 0
 
     def longest(self, context: int) -> int:
-        """The longest context of a model whose file names `context`. Files with YaRN often name the shorter context
-        that the model had before. As in vLLM, they get the longer one.
-        """
+        """Return the model's longest context. `context` is the number in its file. Files with YaRN often contain the
+        shorter context before its extension; the result is the longer one, as in vLLM."""
         if self.ends:
             return min(context, self.original_context)
         extended = int(self.original_context * min(self.factor, 1e9)) if self.kind is RopeKind.YARN else 0
@@ -61,19 +62,19 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. RoPE does not rotate in the layers `nope_layers`. If a layer has `experts`, `ffn` is the
-    width of one of them, and with `normalised_routes` the weights of a token's experts are divided by their sum.
+    """The sizes and properties of a model. Most fields have the names of Hugging Face's config.json.
 
-    In all layers except `full_layers`, a row attends to `window` tokens, its own included; 0 means that no layer has a
-    sliding window. RoPE has the base `local_theta` in these layers, without any scaling, unless it is 0. With
-    `post_norms`, what a layer adds to the residual is normalised first. With `rounds_embedding`, the embeddings'
-    multiplier is rounded to the compute type.
+    RoPE does not rotate q and k in the layers `nope_layers`. If a layer has `experts`, `ffn` is the width of one
+    expert, and with `normalised_routes`, the routing weights of a token's experts are divided by their sum. In all
+    layers except `full_layers`, a token attends to the last `window` tokens, itself included; 0 means that no layer has
+    a sliding window. In layers with a window, RoPE has the base `local_theta` and no scaling, unless `local_theta` is
+    0. With `post_norms`, the outputs of attention and of the MLP are normalised before they are added to the residual.
 
-    Embeddings are multiplied by `embedding_multiplier`, what a layer adds to the residual by `residual_multiplier`,
-    and attention scores by `attention_multiplier` (None: 1 / sqrt(head_dim)). Logits are divided by `logits_scaling`.
-    These numbers are folded into the sizes, the RoPE table and the scale of the last norm. The residual is divided by
-    its multiplier, so that what layers add needs no multiplication; with an epsilon that is divided by the square of
-    the multiplier, RMS norms have the same results.
+    Embeddings are multiplied by `embedding_multiplier` (rounded to the compute type with `rounds_embedding`), the
+    outputs of attention and of the MLP by `residual_multiplier`, and attention scores by `attention_multiplier` (None:
+    1 / sqrt(head_dim)). Logits are divided by `logits_scaling`. No operation knows these numbers. Instead, they change
+    the embedding's scale, the RoPE table and the scale of the last norm. For `residual_multiplier`, the whole residual
+    is divided by it, and the epsilon of RMS norms by its square, which leaves the norms' results unchanged.
     """
 
     vocab: int
@@ -108,7 +109,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
-        """The sizes of the model when it computes in `dtype`."""
+        """The model's sizes for the compute type `dtype`, optionally with a quantised KV cache or 8-bit activations."""
         names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
         own = {name: getattr(self, name) for name in names}
         own["normalised_routes"] = int(self.normalised_routes)
@@ -122,9 +123,8 @@ class ModelConfig:
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
 
     def full_places(self) -> dict[str, int]:
-        """The fields of ModelSizes that say which layers have no window: those before a first one with a window, then
-        some at equal distances. `check_config` refuses other `full_layers`.
-        """
+        """Return the fields of ModelSizes that say which layers have no sliding window. They can express some layers at
+        the start and then every n-th layer; `check_config` refuses other `full_layers`."""
         full = set(self.full_layers)
         first = next(layer for layer in itertools.count() if layer not in full)
         rest = sorted(layer for layer in full if layer > first)
@@ -134,11 +134,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Keys:
-    """Reads the keys of a configuration file. Every method raises a MegakernelError that names the file and the key."""
+    """Reads the keys of a configuration file. For an invalid value, MegakernelError names the file and the key."""
 
     raw: dict[str, Any]
     source: str
-    prefix: str = ""  # of every key that the methods name
+    prefix: str = ""  # a prefix of every key, which the arguments of methods leave out
 
     def get(self, key: str) -> Any:
         return self.raw.get(self.prefix + key)
@@ -160,7 +160,7 @@ class Keys:
         return float(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """The token ids of a key whose value is one id, a list of ids or null. Files also write -1 for none."""
+        """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
@@ -168,13 +168,13 @@ class Keys:
         return tuple(i for i in ids if i != -1)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """The numbers of a key whose value is a list of finite numbers."""
+        """Return the numbers at a key whose value must be a list of finite numbers."""
         if not isinstance(value := self.get(key), list) or not all(map(_finite, value)):
             raise self._wrong(key, "a list of finite numbers")
         return tuple(map(float, value))
 
     def names(self, key: str, *allowed: str) -> list[str]:
-        """The list of names at a key, empty if its value is null. Raises an error for a name that is not `allowed`."""
+        """Return the list of names at a key; [] if it is null. Raises MegakernelError for names not `allowed`."""
         value = self.get(key) or []
         if not isinstance(value, list) or not all(name in allowed for name in value):
             raise self._wrong(key, "a list of " + " and ".join(allowed))
@@ -186,7 +186,7 @@ class Keys:
         return default if value is None else value
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
-        """Refuse any value but null and `allowed`. An absent key has the value `default`."""
+        """Raise MegakernelError unless a key's value is null or in `allowed`. `default` is for an absent key."""
         value = self.raw.get(self.prefix + key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(short, allowed)) or "null"
@@ -201,7 +201,7 @@ def _finite(value: Any) -> TypeGuard[float]:
 
 
 def short(value: Any) -> str:
-    """`value` as JSON of 60 characters at most, for an error."""
+    """Return `value` as JSON, cut to at most 60 characters, for an error message."""
     try:
         text = json.dumps(value)
     except RecursionError:

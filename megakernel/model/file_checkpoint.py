@@ -1,4 +1,4 @@
-"""Reads weights from files of any format, and declares which tensors form each buffer."""
+"""Reads weights from files of any format. A `Naming` says which tensors of a file form each buffer."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from .rope import rope_table
 
 
 class TensorFile(Protocol):
-    """A file, or several, with named tensors. A row is the part of a tensor at one index of all axes but the last."""
+    """One or several files with named tensors. A tensor's last axis is a row; its other axes count rows."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def where(self, name: str) -> Path:
-        """The file that contains `name`."""
+        """Return the path of the file that contains the tensor `name`."""
 
     def dtype(self, name: str) -> Dtype:
-        """The type of the elements that `rows` returns."""
+        """Return the type of the elements or blocks that `rows` returns."""
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Rows [start, end) as a 2-D array. A vector is one column, bfloat16 is uint16, quantised blocks are bytes."""
+        """Return rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """The names of the tensors of each buffer in a file format, in the order of the buffer's rows. `{}` is the layer. A
-    name that is repeated is one tensor with the rows of several matrices. If layers have `experts`, the names are those
-    of one expert: `{expert}` is its number, and a name without it is a tensor [experts, rows, columns] of all experts.
+    """The tensor names of a file format, for each buffer in the order of its rows. `{}` stands for the layer. A name
+    that occurs several times is one tensor that has the rows of several matrices. If layers have `experts`, the names
+    are those of one expert, and `{expert}` stands for its number; a name without it is a tensor [experts, rows,
+    columns] of all experts.
 
-    `halved` says how many of a buffer's tensors, counted from the first, have the rows of a RoPE pair half a head
-    apart. In all other tensors these rows are adjacent. With `biases_optional`, a bias that is absent counts as zero.
-    Tensors whose names end with one of `ignored` are not read, because they only repeat what the config says. The
-    values of `plus_one`, which are vectors, are 1 less than the weights.
+    In the first `halved` tensors of a buffer, the two rows of a RoPE pair are half a head apart; in all others, they
+    are adjacent. With `biases_optional`, an absent bias counts as zero. Tensors whose names end with one of `ignored`
+    are not read, because they only repeat what the configuration says. The vectors in `plus_one` are stored minus 1.
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
@@ -73,14 +73,14 @@ class Naming:
         return [part.format(layer, expert=expert) for expert in experts for part in self.parts[buffer]]
 
     def stacked(self, buffer: Buffer) -> bool:
-        """Whether all experts of a layer are in one tensor."""
+        """Whether one tensor has the weights of all experts of a layer."""
         return bool(self.experts) and BUFFERS[buffer].per_expert and "{expert}" not in self.parts[buffer][0]
 
 
 class FileCheckpoint:
-    """A Checkpoint that reads from a TensorFile. The constructor checks every name and shape, but reads no weights.
+    """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
-    `widened` has the bytes that the file has in each type that no backend computes with, by the type's name.
+    `widened` lists the bytes that the file stores in types which must be converted, by the type's name.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class FileCheckpoint:
         kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
         self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
         self.storage = {buffer: s for buffer, s in matrices.items() if kinds[buffer] - {Dtype.F32, Dtype.BF16}}
-        if kinds.get(Buffer.W_ROUTER) == {Dtype.F32}:  # rounding a router could change the choice of experts
+        if kinds.get(Buffer.W_ROUTER) == {Dtype.F32}:  # rounding could change which experts are chosen
             self.storage[Buffer.W_ROUTER] = matrices[Buffer.W_ROUTER]
         if config.tied and Buffer.EMBED in self.storage:
             self.storage[Buffer.LM_HEAD] = self.storage[Buffer.EMBED]
@@ -111,12 +111,13 @@ class FileCheckpoint:
             return [vector(rope_table(self.config, layer))]
         source = Buffer.EMBED if buffer is Buffer.LM_HEAD and self.config.tied else buffer
         wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split.model)
-        out, begin = [], Counter[str]()  # the rows of a tensor that earlier parts of the buffer have taken
+        # `begin` counts, for each tensor, the rows that earlier matrices of the buffer have taken.
+        out, begin = [], Counter[str]()
         names = self._naming.names(source, layer)
         for index, (name, share) in enumerate(zip(names, row_shares(buffer, split), strict=True)):
             if name in self._tensors.shapes:
                 part = self._read(name, share._replace(first=begin[name] + share.first), buffer, split, wanted)
-            else:  # the bias is absent, which _check has accepted
+            else:  # an absent bias, which `_check` has accepted
                 part = vector(np.zeros(share.size, np.float32))
             if buffer in self._naming.plus_one:
                 part = vector(part.data.view(np.float32) + np.float32(1))
@@ -128,17 +129,16 @@ class FileCheckpoint:
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
-        """The type and the number of rows of each tensor that the buffer consists of."""
+        """Return the type and the number of rows of each tensor that forms the buffer."""
         shares = row_shares(buffer, Split(self.config.sizes(Dtype.F32)))
         layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
         parts = (zip(self._naming.names(buffer, layer), shares, strict=True) for layer in layers)
         return Storage(tuple(tuple(StoredRows(self._tensors.dtype(n), s.whole) for n, s in layer) for layer in parts))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
-        """A rank's part of a tensor in the float type `dtype`, or as a view of the file if this is the tensor's type or
-        None. NaN and infinity are refused: one such weight would make every token meaningless, and a later error could
-        not name the weight.
-        """
+        """Return a rank's part of a tensor in the float type `dtype`. If the tensor has this type, or if `dtype` is
+        None, the result is a view of the file. Raises MegakernelError if a weight is NaN or infinite: it would make
+        every token meaningless, and later errors could not name it."""
         kind, end = self._tensors.dtype(name), share.first + share.size
 
         def part(start: int, stop: int) -> WeightRows:
@@ -158,9 +158,9 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], config: ModelConfig, *, back: bool = False) -> NDArray[Any]:
-    """Turn rows in Hugging Face's order, in which the two rows of a RoPE pair are half of the rotated part of a head
-    apart, into adjacent pairs, or `back`. The rows of a head that are not rotated stay where they are.
-    """
+    """Reorder rows of q or k so that the two rows of each RoPE pair are adjacent. In Hugging Face's order, they are
+    half of the rotated part of a head apart; `back` restores this order. Rows of a head that are not rotated stay where
+    they are."""
     rotated = config.rope.dims or config.head_dim
     order = np.arange(config.head_dim)
     order[:rotated] = order[:rotated].reshape((-1, 2) if back else (2, -1)).T.ravel()
@@ -168,13 +168,14 @@ def _interleave(rows: NDArray[Any], config: ModelConfig, *, back: bool = False) 
 
 
 def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator[tuple[str, NDArray[np.generic]]]:
-    """Yield the tensors of `expected_shapes`, in order, as a file with this naming stores them: bfloat16 as uint16."""
+    """Yield all tensors (name, array) that a file with this naming must have, in the order of `expected_shapes`.
+    bfloat16 is stored as uint16."""
     split = Split(checkpoint.config.sizes(dtype))
     shapes = expected_shapes(checkpoint.config, naming)
     for buffer in _expected_buffers(checkpoint.config):
         for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
             left = array_of(checkpoint, buffer, layer, split)
-            if buffer is Buffer.FINAL_NORM:  # the inverse of `FileCheckpoint.rows`
+            if buffer is Buffer.FINAL_NORM:  # undoes the division in `FileCheckpoint.rows`
                 left = np.multiply(left, np.float32(checkpoint.config.logits_scaling))
             if buffer in naming.plus_one:
                 left = np.subtract(left, np.float32(1))
@@ -190,7 +191,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
 
 
 def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor that a file must have."""
+    """Return the name and the shape of every tensor that a file with this naming must have."""
     expected: dict[str, tuple[int, ...]] = {}
     split = Split(config.sizes(Dtype.F32))
     for buffer in _expected_buffers(config):
@@ -210,7 +211,7 @@ def _expected_buffers(config: ModelConfig) -> list[Buffer]:
 
 
 def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
-    """Check that the file has every tensor that the config requires, in the right shape, and no others."""
+    """Raise MegakernelError unless the file has exactly the tensors that the configuration requires."""
     expected = expected_shapes(config, naming)
     biases = [p.bias for p in forward(config) if p.bias is not None]
     optional = {
@@ -237,7 +238,7 @@ def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """Map a non-empty file into memory, and return its bytes as an array. The bytes are read on access."""
+    """Map a file into memory and return its bytes, which are read on access. An empty file is an error."""
     try:
         with file_errors(f"read {path}"):
             return np.memmap(regular(path), dtype=np.uint8, mode="r").view(np.ndarray)
@@ -246,7 +247,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:
-    """Check that byte ranges (begin, end, tensor) lie inside [start, end) of `path` and do not overlap."""
+    """Raise MegakernelError unless byte ranges (begin, end, tensor) are disjoint and inside [start, end)."""
     last, previous = start, ""
     for begin, stop, name in sorted(ranges):
         if stop > end:

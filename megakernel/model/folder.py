@@ -1,4 +1,4 @@
-"""Finds the model in a folder or a file that a user names, or says why there is none and what helps."""
+"""Finds the model in a folder or a file that a user names. If there is none, an error says why, and what to do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 from ..errors import MegakernelError, file_errors, regular
 from .hf_config import read_json
 
-INDICES = ("model.safetensors", "model.safetensors.index.json")  # a folder with weights has one of these files
-# The name of one of several files that together contain a GGUF model.
+# A folder with safetensors weights has one of these files.
+INDICES = ("model.safetensors", "model.safetensors.index.json")
+# Matches the name of one of several files that together contain a GGUF model.
 GGUF_PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
 
 _ORIGINAL = "Meta's or Mistral's own format: fetch the model's Hugging Face version, or convert it with transformers"
 _PICKLE = "pickled weights, which may run code when they are loaded: save them as safetensors with transformers"
 _FOREIGN = "weights in another format: fetch the model's safetensors or a GGUF file"
 _TOKENIZER = "a tokenizer but no weights: fetch config.json and model.safetensors too"
-# Files of folders without a model, and what such a folder has. The first file that is found decides.
+# File name patterns that show what a folder without a usable model contains, and the error text for each. The first
+# pattern that matches a file decides.
 _FOLDERS = {
     "params.json": _ORIGINAL,
     "consolidated*": _ORIGINAL,
@@ -39,14 +41,13 @@ _FILES = {
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether the folder has safetensors that can be opened."""
+    """Whether the folder has safetensors files that a Checkpoint can read."""
     return any((folder / name).exists() for name in INDICES)
 
 
 def model_file(path: Path, *, weights: bool) -> Path:
-    """The Hugging Face folder or the GGUF file that `path` names: `path` itself, or the only GGUF model in a folder.
-    Unless `weights` are needed, a folder with only a config.json suffices. Raises MegakernelError.
-    """
+    """Return the Hugging Face folder or the GGUF file that `path` means: `path` itself, or the only GGUF model in a
+    folder. If `weights` is false, a folder needs only a config.json. Raises MegakernelError."""
     with file_errors(f"read {path}"):
         if not path.is_dir():
             return _gguf(path)
@@ -55,7 +56,7 @@ def model_file(path: Path, *, weights: bool) -> Path:
         files = [file for file in sorted(path.iterdir()) if file.suffix.lower() == ".gguf" and file.is_file()]
         models: dict[str, Path] = {}
         for file in files:
-            if not file.name.lower().startswith("mmproj"):  # the part of a model that reads images
+            if not file.name.lower().startswith("mmproj"):  # such a file is only the image encoder of a model
                 models.setdefault(GGUF_PART.sub(r"\1\4", file.name), file)
         if len(models) == 1:
             return next(iter(models.values()))
@@ -80,7 +81,8 @@ def model_file(path: Path, *, weights: bool) -> Path:
 
 
 def _gguf(path: Path) -> Path:
-    """`path` if it is a GGUF file. Files of Ollama have no suffix, so the file's beginning counts too."""
+    """Return `path` if it is a GGUF file; otherwise raise MegakernelError. Ollama stores GGUF files without a suffix,
+    so the first bytes of the file count too."""
     with regular(path).open("rb") as file:
         start = file.read(4)
     if path.suffix.lower() == ".gguf" or start == b"GGUF":

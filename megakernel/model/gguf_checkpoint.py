@@ -1,8 +1,8 @@
-"""Opens GGUF files, versions 2 and 3, as checkpoints, for the architectures that the model families name.
+"""Opens GGUF files, versions 2 and 3, of the model architectures that the package supports.
 
-ggml's `docs/gguf.md` describes the layout. The reader of the `gguf` package trusts every count and length, and keeps an
-array for each string. This reader first checks each count and length against a limit or the file's size. Only
-dequantisation uses the package.
+ggml's `docs/gguf.md` describes the layout. The package `gguf` has a reader too, but it trusts every count and length in
+a file, and it creates an array for each string. This reader first compares each count and length with a limit or with
+the file's size. From the package, only the dequantisation is used.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .rope import yarn_attention
 
 _LISTS = GGUFValueType.STRING, GGUFValueType.ARRAY
 _SCALARS = {int(kind): np.dtype(kind.name.lower()).newbyteorder("<") for kind in GGUFValueType if kind not in _LISTS}
-# `rows` returns tensors of these types as they are stored. It converts tensors of all other types to float32.
+# Tensors of these types are returned as they are stored. Tensors of all other types are converted to float32.
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
 ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-# Metadata keys, without the architecture's prefix. The keys in `_READ` are read, and those in `_HARMLESS` never change
-# a forward pass. Any other key with this prefix is refused by name, unless its value is empty, zero or false.
+# Metadata keys, without the prefix that names the architecture. Those in `_READ` are used, and those in `_HARMLESS`
+# never change a forward pass. Any other key with the prefix is an error, unless its value is empty, zero or false.
 _READ = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.sliding_window", "attention.temperature_scale", "attention.value_length", "block_count",
@@ -49,7 +49,7 @@ _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "tensor_data_layout"}
 
 
 class _Cursor:
-    """Reads the bytes of a file in order, from `offset` on."""
+    """Reads values from the bytes of a file, one after another, starting at `offset`."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path, self._data, self.offset = path, data, 0
@@ -81,7 +81,7 @@ class _Cursor:
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """Return `number`, the number of elements that follow. Raises MegakernelError if the total is too large."""
+        """Return `number`, a count of elements. Raises MegakernelError if the sum of counts exceeds the limit."""
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             raise MegakernelError(
@@ -110,9 +110,8 @@ class _Cursor:
 
 
 class GgufFile:
-    """A GGUF file, or all parts of a model that is split into several, as a TensorFile. `path` is any of the parts. The
-    values of `metadata`, which is the first part's, are numbers, strings, and lists of either.
-    """
+    """A GGUF model as a TensorFile: one file, or all parts of a model that is split into several files. `path` is any
+    of the parts. `metadata` is the metadata of the first part: numbers, strings, and lists of either."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -123,7 +122,7 @@ class GgufFile:
             self._open_others(path, count, self.metadata.get("split.no"))
 
     def _open_others(self, path: Path, count: Any, number: Any) -> None:
-        """Open all parts but `path`, which is number `number`, counted from 0, of `count`."""
+        """Open all parts of a split model except `path`. `path` is part `number`, counted from 0, of `count` parts."""
         if not (isinstance(count, int) and isinstance(number, int) and 0 <= number < count):
             raise MegakernelError(
                 f"{path} is damaged: it cannot be part {number!r:.20} of {count!r:.20}, counted from 0"
@@ -150,7 +149,7 @@ class GgufFile:
             )
 
     def _open(self, path: Path) -> dict[str, Any]:
-        """Add the tensors of one file, and return its metadata."""
+        """Add the tensors of the file `path`, and return the file's metadata."""
         data = map_file(path)
         try:
             return self._parse(path, _Cursor(path, data), data)
@@ -160,7 +159,7 @@ class GgufFile:
             ) from e
 
     def widened(self) -> dict[str, int]:
-        """The bytes of all tensors that `rows` converts to another type, by the name of their type."""
+        """The bytes of tensors that `rows` converts to float32, by the name of their type in the file."""
         sizes = Counter[str]()
         for type_, data, _ in self._tensors.values():
             sizes[type_.name] += 0 if type_ in _KEPT else data.nbytes
@@ -210,7 +209,8 @@ class GgufFile:
         return metadata
 
     def _tensor_entry(self, path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
-        """Return a tensor's name, type, offset and size in bytes, and add its shape to `shapes`, slowest axis first."""
+        """Read a tensor's entry. Return its name, type, offset and size in bytes, and add its shape to `shapes`, in
+        which the slowest axis comes first."""
         name, axes = cursor.string(), cursor.u32()
         if name in self.shapes or not 1 <= axes <= 4:
             what = "appears twice" if name in self.shapes else f"has {axes} axes"
@@ -250,7 +250,7 @@ def gguf_naming(config: ModelConfig) -> Naming:
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """The configuration that a file's metadata and tensor names declare."""
+    """Return the model's configuration, which follows from the file's metadata and its tensor names."""
     metadata, source = file.metadata, str(file.path)
 
     def refuse(what: str) -> MegakernelError:
@@ -315,7 +315,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 def _rope(file: GgufFile, keys: Keys) -> Rope:
     theta, context = keys.number("rope.freq_base", Rope.theta), keys.count("context_length")
-    # The default type is that of llama.cpp. Linear scaling without a factor, or with a factor of 1, has no effect.
+    # As in llama.cpp, the default type is "linear". Linear scaling with a factor of 1, or without one, has no effect.
     kind = keys.get("rope.scaling.type") or "linear"
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
     if kind not in ("none", "linear", "yarn", "longrope"):

@@ -1,4 +1,4 @@
-"""Builds a tokenizer from a vocabulary that is described in the terms of GGUF's metadata."""
+"""Builds a tokenizer from a vocabulary in the form of GGUF's metadata."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from .limits import MOST_SPLIT_CHARACTERS
 from .splits import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors
 
-NORMAL, _UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # the numbers that GGML gives to types of tokens
-# The texts of tokens that end a turn in published models. A file often names only one of its ends by id.
+# The types of tokens, with the numbers that GGML gives them.
+NORMAL, _UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# The tokens that end a turn in published models. They are listed here because a file often names the id of only one.
 _ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
     "<|calls|>", "<|flush|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "</s>",
     "<EOT>", "_<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-# A text ends nothing in a vocabulary that has all tokens of one of these sets, where it has another meaning.
+# These texts do not end a turn in a vocabulary that also has all tokens of one of the sets.
 _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
-# The names of special tokens in templates, and their names in GGUF's keys.
+# The names of special tokens in chat templates, and in GGUF's metadata keys.
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls"}
 _NAMED |= {"mask": "mask"}
-_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # where a file names no others
+_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # used if a file names no other ids
 
 
 def open_gguf_tokenizer(metadata: Mapping[str, Any], source: str, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the tokenizer of the GGUF file `source`. The arguments and errors are those of `ggml_tokenizer`."""
+    """Open the tokenizer of the GGUF file `source`, whose metadata are given. Otherwise like `ggml_tokenizer`."""
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     texts = {name: text for name, key in keys.items() if isinstance(text := metadata.get(key), str)}
     templates = {name: ChatTemplate(text, source) for name, text in texts.items()}
@@ -47,11 +48,12 @@ def ggml_tokenizer(
     special: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Tokenizer | None:
-    """Build a tokenizer: byte-level BPE ("gpt2") with the splitting rule that `tokenizer.ggml.pre` names, or
-    SentencePiece's BPE ("llama"). Return None if there is none.
+    """Build a tokenizer from GGUF metadata: byte-level BPE ("gpt2"), which first splits a text by the rule that
+    `tokenizer.ggml.pre` names, or SentencePiece's BPE ("llama"). Return None if the file has no tokenizer.
 
-    `special` are texts of special tokens by their names, which precede those of the metadata. `more` is passed to
-    `Tokenizer`. Raises MegakernelError, and UnknownTokenizer for another tokenizer or rule.
+    `special` maps names of special tokens to their texts, which replace those of the metadata. `more` is passed to
+    `Tokenizer`. Raises UnknownTokenizer for another kind of tokenizer or another rule, and MegakernelError for damaged
+    data.
     """
     keys = Keys(dict(metadata), source, "tokenizer.ggml.")
     model, pre = keys.get("model"), keys.get("pre") or "default"
@@ -97,7 +99,8 @@ def ggml_tokenizer(
 
 
 def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> list[tuple[str, str]]:
-    """All pairs of `known` tokens that join to a token of `ranked`; those that join to the first token come first."""
+    """Return the BPE merges of a vocabulary: all pairs of `known` tokens that join to a token of `ranked`. Pairs that
+    join to the first token come first."""
     if (characters := sum(len(token) ** 2 for token in ranked)) > MOST_SPLIT_CHARACTERS:
         raise MegakernelError(
             f"{source}: the tokens are too long: their parts have {characters} characters, more than the limit of "
@@ -112,7 +115,7 @@ def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> lis
 
 
 def _tokens(keys: Keys) -> tuple[list[str], list[int]]:
-    """The texts and the types of all tokens. A token without text gets a name that no text has."""
+    """The texts and the types of all tokens. A token with an empty text gets a name that does not occur in texts."""
     tokens, types = keys.get("tokens"), keys.get("token_type")
     if not _list_of(tokens, str):
         raise MegakernelError(f"{keys.source}: {keys.prefix}tokens is missing or is not a list of texts")
@@ -124,7 +127,8 @@ def _tokens(keys: Keys) -> tuple[list[str], list[int]]:
 
 
 def _merging(keys: Keys, tokens: list[str], pre: Any, unk: str | None) -> Backend:
-    """A BPE tokenizer that makes merges in the order in which the metadata list them."""
+    """Return a BPE tokenizer that applies merges in the order of the metadata. `pre` is the rule that splits a text
+    first, and `unk` is the token for unknown characters."""
     if not isinstance(pre, str) or pre not in SPLITS.keys() | SPELLED:
         raise UnknownTokenizer(f"{keys.source}: the pre-tokeniser {short(pre)} is not supported")
     if not _list_of(merges := keys.get("merges"), str):
@@ -146,7 +150,7 @@ def _merging(keys: Keys, tokens: list[str], pre: Any, unk: str | None) -> Backen
 
 
 def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unk: str | None) -> Backend:
-    """A SentencePiece BPE tokenizer, which first makes the merge whose resulting token has the best score."""
+    """Return a SentencePiece BPE tokenizer. It applies first the merge whose resulting token has the best score."""
     scores = keys.get("scores")
     right = _list_of(scores, float, int) and len(scores) == len(tokens) and all(score == score for score in scores)
     if not right or keys.get("token_type") is None:
@@ -159,7 +163,7 @@ def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unk: str | N
 
 
 def _spelled(backend: Backend, *, space_prefix: bool) -> Backend:
-    """Add the steps for a vocabulary in which "▁" stands for a space and "<0x0A>" for a byte."""
+    """Return the tokenizer, adapted to a vocabulary in which "▁" stands for a space and "<0x0A>" for a byte."""
     prepend = [normalizers.Prepend("▁")] if space_prefix else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
@@ -173,5 +177,5 @@ def _bpe(keys: Keys, tokens: list[str], pairs: list[tuple[str, str]], **options:
 
 
 def _list_of(value: Any, *kinds: type) -> bool:
-    """Whether `value` is a list of these types that is not empty. All elements of a GGUF list have the same type."""
+    """Whether `value` is a non-empty list of these types. All elements of a list in GGUF have the same type."""
     return isinstance(value, list) and bool(value) and type(value[0]) in kinds

@@ -1,4 +1,4 @@
-"""Writes any checkpoint as a GGUF file for other programs: the inverse of `gguf_checkpoint`."""
+"""Writes any checkpoint as a GGUF file, so that other programs can run the same weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ROUTER = Buffer.W_ROUTER
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
-    """Write a checkpoint as a GGUF file, with matrices in the type `kind`, quantised as with `--weights`, and vectors
-    and routers in float32.
+    """Write a checkpoint as a GGUF file. Matrices get the type `kind`, quantised as by `--weights`; vectors and routers
+    get float32.
 
-    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file has no tokenizer and works with token
-    ids only. Raises MegakernelError.
+    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file works with token ids only. Raises
+    MegakernelError.
     """
     config = checkpoint.config
     family, naming = FAMILIES[config.family], gguf_naming(config)
@@ -116,7 +116,7 @@ def _add_tokenizer(writer: Any, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """The divisor of each RoPE pair's frequency; None if they are not scaled, or all by the same number."""
+    """The divisor of each RoPE pair's frequency; None if all have the same one, or none."""
     if config.rope.kind in (RopeKind.DEFAULT, RopeKind.LINEAR):
         return None
     rotated = config.rope.dims or config.head_dim

@@ -1,4 +1,4 @@
-"""Reads Hugging Face's `config.json` in its old and new spellings."""
+"""Reads Hugging Face's `config.json`, as written by old and new versions of transformers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _READ = {
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Other keys that never change the logits, each under its reason. Besides these, keys that begin with "_" are notes of
-# the software that wrote the file, keys with "drop" in their name are for training, those with "flash" choose a kernel,
-# and those that end with "_token_id" name tokens that a forward pass treats like any other.
+# Keys of config.json that never change the logits, each group under the reason. Some more are recognised by their
+# names: keys that begin with "_" are notes of the software that wrote the file, keys with "drop" are for training, keys
+# with "flash" choose a kernel, and keys that end with "_token_id" name tokens that a forward pass treats like any
+# other.
 _HARMLESS = {
     "for training": """aux_loss_alpha gradient_checkpointing ignore_index initializer_factor initializer_range
         label_smoothing neftune_noise_alpha use_reentrant_checkpointing z_loss""",
@@ -44,7 +45,8 @@ _HARMLESS = {
 }
 _IGNORED = {key for keys in _HARMLESS.values() for key in keys.split()}
 
-# The architecture that contains a language model of a family, with its settings in `text_config`, and its own keys.
+# An architecture that sees images. It contains a language model, whose settings are in the key `text_config`. The other
+# keys below are ignored.
 _WITH_IMAGES = "Mistral3ForConditionalGeneration"
 _OF_IMAGES = {
     "architectures", "image_token_index", "model_type", "multimodal_projector_bias", "projector_hidden_act",
@@ -52,7 +54,7 @@ _OF_IMAGES = {
 }  # fmt: skip
 
 _ORIGINAL = "original_max_position_embeddings"
-# The keys that each kind of RoPE needs, and those that it may have.
+# The keys that each kind of RoPE scaling requires, and those that it may have.
 _NEEDS = {
     RopeKind.DEFAULT: set[str](),
     RopeKind.LINEAR: {"factor"},
@@ -68,10 +70,10 @@ _MAY_HAVE = {
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
-    """Read `folder/config.json`, and add the end-of-text ids of `generation_config.json` if that file exists.
+    """Read `folder/config.json`, and the end-of-text ids in `generation_config.json` if that file exists.
 
-    A key that is neither read nor known to be harmless is refused by name, unless its value is null, false, zero or
-    empty, because it may change the result. Raises MegakernelError.
+    An unknown key may change the model's results, so it is an error that names the key, unless its value is null,
+    false, zero or empty. Raises MegakernelError.
     """
     path = folder / "config.json"
     config = parse_hf_config(read_json(path), str(path))
@@ -83,7 +85,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that contains one JSON object. Raises MegakernelError, which names the file."""
+    """Read a file that contains one JSON object. Raises a MegakernelError that names the file."""
     try:
         if (size := regular(path).stat().st_size) > MOST_JSON_BYTES:
             raise MegakernelError(f"{path} has {size} bytes, more than the limit of {MOST_JSON_BYTES}")
@@ -100,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
-    """The configuration that `raw` declares. `source` is the name of its file in error messages."""
+    """Return the configuration that `raw`, the contents of a config.json, declares. Errors call the file `source`."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
@@ -144,7 +146,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
 
 
 def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """The settings of the language model inside a model that also sees images; `raw` itself for other models."""
+    """The settings of the language model inside a model that also sees images. For other models, return `raw`."""
     if raw.get("architectures") != [_WITH_IMAGES]:
         return raw
     text = raw.get("text_config")
@@ -155,10 +157,10 @@ def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
-    """The family to which both `architectures` and `model_type` belong."""
+    """The model family that `architectures` and `model_type` in `raw` name. Raises MegakernelError if they disagree."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     for family in FAMILIES.values():
-        # The second is the model without its LM head, as embedding models are saved.
+        # Embedding models are saved without an LM head, and then the name of their architecture ends in "Model".
         same = architectures in ([family.architecture], [family.architecture.replace("ForCausalLM", "Model")])
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
@@ -172,7 +174,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """`raw`, with the settings of RoPE in layers without a sliding window, if there are others."""
+    """If layers with a sliding window have RoPE settings of their own, return `raw` with those of all other layers."""
     table = raw.get("rope_parameters")
     if "rope_local_base_freq" in family.keys and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}
@@ -180,9 +182,8 @@ def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
-    """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
-    `context` is the model's longest context.
-    """
+    """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (older
+    versions). `context` is the model's longest context, in tokens."""
     raw, source = keys.raw, keys.source
     both = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
     if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
@@ -202,7 +203,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
         raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
     if missing := sorted(_NEEDS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
-    # Keys that other RoPE kinds need are accepted, because they have no effect and some configs contain them.
+    # Keys of other kinds of RoPE scaling are accepted, because some files contain them and they have no effect.
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, *_MAY_HAVE.get(kind, ())}
     for extra in sorted(set(table) - known_keys.union(*_NEEDS.values())):
         if table[extra] is not None and table[extra] is not False:
@@ -248,22 +249,20 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
 
 
 def _once(outer: Keys, inner: Keys, key: str, default: float) -> float:
-    """The number of a key that may be at the top level, in the table of RoPE settings, or in both with one value."""
+    """The number at a key that may be at the top level, among the RoPE settings, or in both with the same value."""
     values = {keys.number(key) for keys in (outer, inner) if keys.get(key) is not None}
     if len(values) > 1:
         raise MegakernelError(f"{inner.source}: {key} is {inner.get(key)}, but {outer.get(key)} at the top level")
     return values.pop() if values else default
 
 
-# The keys of generation_config.json that vLLM applies, and their names in SamplingParams.
+# The keys of generation_config.json that vLLM applies too, and their names in SamplingParams.
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _SAMPLING |= {"max_new_tokens": "max_tokens"}
 
 
 def read_sampling(folder: Path) -> dict[str, Any]:
-    """The defaults of sampling in `folder/generation_config.json`, with their names in SamplingParams. Raises
-    MegakernelError.
-    """
+    """Return the parameters in generation_config.json, as SamplingParams names them. Raises MegakernelError."""
     path = folder / "generation_config.json"
     keys = Keys(read_json(path), str(path))
     given = {key: name for key, name in _SAMPLING.items() if keys.get(key) is not None}

@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a Hugging Face folder: the tokenizer's own file, special tokens and chat templates."""
+"""Opens the tokenizer of a Hugging Face folder, with its special tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .hf_config import read_json
 from .limits import MOST_VOCABULARY
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors, byte_alphabet
 
-# Texts that models of other kinds, or with other rules for white space and for similar characters, split differently.
+# Test texts, which other kinds of tokenizers, or other rules for white space and similar characters, split differently.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
     " a ",
@@ -28,10 +28,11 @@ _SAMPLES = (
 
 
 def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the folder's `tokenizer.json`, or else its `tekken.json` or `tokenizer.model`. Without any, return None.
+    """Open the folder's `tokenizer.json`, or else its `tekken.json` or `tokenizer.model`. Return None if it has none of
+    them.
 
-    `eos_ids` are from the model's configuration. Raises MegakernelError, and UnknownTokenizer for a tokenizer that does
-    not run here.
+    `eos_ids` are the end-of-text ids in the model's configuration. Raises UnknownTokenizer for a kind of tokenizer that
+    is not supported, and MegakernelError for a damaged file.
     """
     config = _optional(folder / "tokenizer_config.json")
     special, listed = _special(folder, config)
@@ -55,9 +56,8 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Refuse huge token ids, because the package `tokenizers` allocates memory in proportion to the largest id, and two
-    tokens of the vocabulary with the same id.
-    """
+    """Raise MegakernelError for huge token ids, because the package `tokenizers` allocates memory in proportion to the
+    largest id, and for two tokens with the same id."""
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     own = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
@@ -71,7 +71,8 @@ def _check_ids(declared: dict[str, Any], path: Path) -> None:
 
 
 def _tekken(path: Path) -> dict[str, Any]:
-    """The vocabulary of Mistral's `tekken.json` in GGUF's terms: special tokens, then pieces of bytes by rank."""
+    """Return the vocabulary of Mistral's `tekken.json` in the form of GGUF's metadata. Special tokens come first, and
+    then byte sequences by their rank."""
     declared, letters = read_json(path), {byte: letter for letter, byte in byte_alphabet().items()}
     try:
         room, total = (int(declared["config"][f"default_{name}"]) for name in ("num_special_tokens", "vocab_size"))
@@ -89,7 +90,7 @@ def _tekken(path: Path) -> dict[str, Any]:
 
 
 def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer | None:
-    """The tokenizer of a SentencePiece model, with the tokens that other files add to it."""
+    """Return the tokenizer of a SentencePiece model, with the tokens that other files of the folder add."""
     from gguf import vocab
 
     remedy = "put the model's tokenizer.json beside it"
@@ -125,9 +126,10 @@ def _ggml(path: Path, facts: dict[str, Any], **more: Any) -> Tokenizer | None:
 
 
 def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The texts of special tokens by their names, and lists of more of them, as templates see them.
+    """Return the special tokens that templates can use: their texts by name, and lists of further texts by name.
 
-    As in transformers, `special_tokens_map.json` has precedence, but not over a configuration that lists added tokens.
+    As in transformers, `special_tokens_map.json` takes precedence over the configuration, unless that lists added
+    tokens.
     """
     mapped = _optional(folder / "special_tokens_map.json")
     config = {name: value for name, value in config.items() if value is not None}
@@ -148,7 +150,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """The templates `default` and `tool_use`. Those in files have precedence over those in the configuration."""
+    """Return the chat templates `default` and `tool_use`. Template files take precedence over the configuration."""
     default, tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     found = {name: _template(file) for name, file in (("default", default), ("tool_use", tools)) if file.exists()}
     if "default" in found:

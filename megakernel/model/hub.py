@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face hub, with the hub's own client and cache."""
+"""Downloads models from the Hugging Face hub, with the package huggingface_hub and its cache."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SPEC = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 def is_hub_spec(spec: str) -> bool:
-    """Whether `spec` has the form ORG/NAME or ORG/NAME@REVISION."""
+    """Whether `spec` has the form of a model on the hub: ORG/NAME or ORG/NAME@REVISION."""
     return _SPEC.fullmatch(spec) is not None and not spec.startswith((".", "/"))
 
 
 def fetch(spec: str, *, weights: bool) -> Path:
-    """Download the configuration, the tokenizer and, with `weights`, the safetensors of the hub spec ORG/NAME[@REV]
-    unless they are in the cache, and return their local folder.
+    """Download the model ORG/NAME[@REV] unless it is in the cache, and return its local folder: the configuration, the
+    tokenizer and, with `weights`, the safetensors.
 
-    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files are used. Raises
-    MegakernelError, which names a remedy.
+    Honours HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Without a network, the cached files are used. Raises a
+    MegakernelError that says what to do.
     """
     repo, _, named = spec.partition("@")
     revision = named or None
@@ -62,13 +62,13 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except HFValidationError as e:
         raise MegakernelError(f"{spec!r} is not a valid hub name: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        # The type of the exception depends on the client's version, because versions use different HTTP libraries.
+        # All exceptions are caught, because their type depends on the HTTP library that the client's version uses.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Check that the repo has safetensors, and that the disk has room for those that are not in the cache."""
+    """Raise MegakernelError if the repository has no safetensors, or the disk no room for those not in the cache."""
     wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
     if not wanted:
         raise MegakernelError(

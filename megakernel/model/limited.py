@@ -1,4 +1,4 @@
-"""Runs an untrusted program in a process with limits on time and memory, which answers requests line by line."""
+"""Runs an untrusted script in a process with limits on time and memory. The process answers requests line by line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..errors import MegakernelError
 
 
 class Ended(Exception):
-    """Raised if the process ended without an answer. The exception's text says why."""
+    """Raised if the process ended without an answer. The text says why."""
 
 
 class LimitedProcess:
-    """Runs `script` in a process that may use `seconds` of processor time per answer and `memory_bytes` bytes of
+    """Runs `script` in a process that may use `seconds` of processor time per answer, and `memory_bytes` bytes of
     memory. Further arguments are passed to the script.
 
-    The process starts at the first request, with `begin` as its first input line, and ends with this object. An answer
-    is one line of JSON, {kind: text}. If the kind is "broken", the next request starts a new process.
+    The process starts at the first request. Its first input line is `begin`. An answer is one line of JSON, {kind:
+    text}. If the kind is "broken", the next request starts a new process.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:
@@ -33,7 +33,7 @@ class LimitedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, values: object) -> tuple[str, str]:
-        """Send `values` to the process, and return the kind of its answer and the text. Raises Ended."""
+        """Send `values` to the process as JSON, and return the kind and the text of its answer. Raises Ended."""
         with self._lock:
             if self._process is None:
                 process = self._start()
@@ -51,7 +51,7 @@ class LimitedProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
-                process_group=0,  # so Ctrl-C reaches only the parent process
+                process_group=0,  # so that Ctrl-C does not reach this process
             )
         except OSError as e:
             raise MegakernelError(f"cannot start a process with limits: {e.strerror}") from e
@@ -59,7 +59,7 @@ class LimitedProcess:
         return process
 
     def _exchange(self, process: subprocess.Popen[str], values: object) -> tuple[str, str]:
-        """Send `values`, and return the answer. A process that has ended or was interrupted is not used again."""
+        """Send `values` and return the answer. A process that ended or was interrupted is not used again."""
         assert process.stdin is not None and process.stdout is not None
         self._process = None
         try:
@@ -88,6 +88,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with suppress(OSError):  # closing a pipe writes buffered data, which fails if the process has ended
+        with suppress(OSError):  # closing a pipe writes its buffered data, which fails if the process has ended
             pipe.close()
     process.wait()

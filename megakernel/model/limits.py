@@ -1,4 +1,4 @@
-"""The limits of a model's files, each with its reason, and the checks for configurations from every source."""
+"""Limits on the contents of a model's files, each with its reason, and checks of a model's configuration."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from ..errors import MegakernelError
 from ..isa.record import MOST_LAYERS
 from .config import ModelConfig, RopeKind
 
-# The instruction set stores sizes as int32. Products of two sizes are computed in 64 bits.
+# Sizes are stored as int32; products of two sizes are computed in 64 bits.
 _LARGEST = 2**31 - 1
-# The maximum number of tokens of a vocabulary, which is the size of arrays such as a row of logits. The largest
-# published vocabularies have 2^18 tokens.
+# The maximum number of tokens of a vocabulary, because there are arrays of this length, such as a row of logits. The
+# largest published vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
-# The largest published chat templates have 20,000 characters. Jinja parses in linear time.
+# The maximum length of a chat template. Jinja parses in linear time. The longest published one has 20,000 characters.
 MOST_TEMPLATE_CHARACTERS = 1 << 20
-# The processor time, in seconds, that compiling or rendering a template once may take. It usually takes milliseconds.
-# Processor time does not depend on how busy the machine is.
+# The processor time, in seconds, of compiling or rendering a template once. It usually takes milliseconds. Processor
+# time, unlike elapsed time, does not depend on how busy the machine is.
 MOST_TEMPLATE_SECONDS = 2.0
-# The maximum memory of the process that renders a template. Python and Jinja take 50 MB, and the longest prompt exists
-# in a few copies.
+# The maximum memory of the process that renders a template. Python and Jinja take 50 MB, and the process may have
+# several copies of the longest prompt.
 MOST_TEMPLATE_BYTES = 1 << 30
-# The maximum length of a rendered prompt: four times the bytes of the longest HTTP request.
+# The maximum length of a rendered prompt: four times the maximum length of an HTTP request in bytes.
 MOST_PROMPT_CHARACTERS = 1 << 26
-# JSON files are read into memory as a whole. The largest published tokenizers have 40 MB.
+# The maximum size of a JSON file, because it is read as a whole. The largest published tokenizers have 40 MB.
 MOST_JSON_BYTES = 1 << 28
-# The maximum number of elements of a GGUF file's metadata. Each element becomes a Python object. A large vocabulary,
-# with its merges and scores, has 2^20 elements.
+# The maximum number of elements of a GGUF file's metadata, because each becomes a Python object. A large vocabulary
+# with its merges and scores has 2^20 elements.
 MOST_METADATA_ELEMENTS = 1 << 22
-# The maximum number of bytes of a string in a GGUF file. The longest string is the chat template.
+# The maximum length of a string in a GGUF file, in bytes. The longest string is usually the chat template.
 MOST_STRING_BYTES = 1 << 22
 # The largest alignment of tensors in a GGUF file, in bytes.
 MOST_ALIGNMENT = 1 << 20
-# To derive merges, each token of a SentencePiece vocabulary is split at every place. This is the maximum number of
-# characters of all parts, which takes seconds. Published vocabularies have 2^26.
+# To derive BPE merges, each token of a SentencePiece vocabulary is split at every place. This is the maximum number of
+# characters of all parts together, which takes seconds. Published vocabularies have 2^26.
 MOST_SPLIT_CHARACTERS = 1 << 30
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
-    """Return `config`. Raises an error that names the first impossible field, if there is one."""
+    """Return `config`. Raises MegakernelError, which names the first field whose value is impossible."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")

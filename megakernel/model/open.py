@@ -1,4 +1,4 @@
-"""Turns the argument of `--model` into a checkpoint, its configuration and its tokenizer."""
+"""Opens the model that the argument of `--model` names: its checkpoint, its configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from .gguf_checkpoint import GgufFile
     from .tokenizer import Tokenizer
 
-# The module that reads a kind of model is imported only where it is used, so that other kinds of models run without
-# gguf, tokenizers, jinja2 or huggingface_hub.
+# The modules for each kind of model are imported where they are used. Therefore, a model of one kind runs without the
+# packages that only other kinds need (gguf, tokenizers, jinja2, huggingface_hub).
 
 _RANDOM = "random:"
 _POOLINGS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # names of sentence-transformers
 
 
 def open_checkpoint(spec: str) -> Checkpoint:
-    """The weights that `spec` names, opened and checked but not read.
+    """Open the weights of the model `spec` and check the file, without reading the weights.
 
-    `spec` is a known name (`smollm2-135m`, downloaded if necessary), a Hugging Face folder, a GGUF file, a folder with
-    one, ORG/NAME[@REV] on the hub, or `random:NAME[:SEED]`. Raises MegakernelError.
+    `spec` is a known name (such as `smollm2-135m`), a Hugging Face folder, a GGUF file or a folder with one,
+    ORG/NAME[@REV] on the hub, or `random:NAME[:SEED]`. The model is downloaded if necessary. Raises MegakernelError.
     """
     if spec.startswith(_RANDOM):
         config, seed = _random(spec)
@@ -38,7 +38,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 
 def local_checkpoint(spec: str) -> Checkpoint | None:
-    """`open_checkpoint`, or None if the weights are not here. Only the small files of a hub model are downloaded."""
+    """Like `open_checkpoint`, but without downloading weights: return None if they are not on this computer. The small
+    files of a hub model are downloaded."""
     if spec.startswith(_RANDOM):
         return open_checkpoint(spec)
     path = _resolve(spec, weights=False)
@@ -46,13 +47,13 @@ def local_checkpoint(spec: str) -> Checkpoint | None:
 
 
 def gguf_path(spec: str) -> Path | None:
-    """The GGUF file that `spec` names, downloaded if necessary; None if `spec` names none."""
+    """Return the GGUF file of the model `spec`, downloaded if necessary; None if the model is not a GGUF file."""
     path = None if spec.startswith(_RANDOM) else _resolve(spec, weights=True)
     return path if path is not None and path.is_file() else None
 
 
 def load_config(spec: str) -> ModelConfig:
-    """The configuration of the model that `spec` names. No weights are read or generated."""
+    """Return the configuration of the model `spec`. No weights are read or generated."""
     if spec.startswith(_RANDOM):
         return _random(spec)[0]
     path = _resolve(spec, weights=False)
@@ -60,9 +61,10 @@ def load_config(spec: str) -> ModelConfig:
 
 
 def load_tokenizer(spec: str) -> Tokenizer | None:
-    """The tokenizer of the model that `spec` names; None if it has none, so that it works with token ids only.
+    """Return the tokenizer of the model `spec`, or None if the model has none and works with token ids only.
 
-    Raises MegakernelError, and UnknownTokenizer for a tokenizer that does not run here; token ids work then, too.
+    Raises UnknownTokenizer if the tokenizer is not supported; the model still works with token ids. Raises
+    MegakernelError for other errors.
     """
     if spec.startswith(_RANDOM):
         _random(spec)
@@ -79,8 +81,8 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
 
 
 def load_pooling(spec: str) -> str:
-    """How the model that `spec` names turns the hidden states of a text's tokens into an embedding: "last", "mean", or
-    the name of another way. Models that declare none use the last token, as in vLLM."""
+    """Return how the model `spec` turns the hidden states of a text's tokens into an embedding: "last" (token), "mean",
+    or the name of another way. Models that do not say use the last token, as in vLLM."""
     if spec.startswith(_RANDOM):
         return "last"
     path = _resolve(spec, weights=False)
@@ -98,9 +100,7 @@ def load_pooling(spec: str) -> str:
 
 
 def load_sampling(spec: str) -> dict[str, Any]:
-    """The sampling parameters that the author of the model `spec` recommends, as `read_sampling` returns them. A model
-    without a generation_config.json has none.
-    """
+    """Return the sampling parameters that the model's author recommends (see `read_sampling`); {} if there are none."""
     if spec.startswith(_RANDOM):
         return {}
     folder = _resolve(spec, weights=False)
@@ -132,7 +132,7 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 
 
 def _resolve(spec: str, *, weights: bool) -> Path:
-    """The local folder or file that `spec` names, downloaded if necessary. `spec` must not begin with `random:`."""
+    """The local folder or file of the model `spec`, downloaded if necessary. `spec` must not begin with `random:`."""
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec).expanduser()

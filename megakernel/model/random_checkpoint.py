@@ -1,4 +1,4 @@
-"""Checkpoints with a public model's shape and seeded random weights, for measurements of speed."""
+"""Generates random weights in the shape of a public model, to measure speed without downloading the model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _llama3(
     return ModelConfig(128256, hidden, ffn, layers, heads, kv_heads, head_dim, 131072, 1e-5, rope, tied)
 
 
-# From the models' own config.json, but without the end-of-text ids, because text from random weights has no meaningful
-# end.
+# The configurations of public models, without end-of-text ids, because text from random weights has no meaningful end.
 KNOWN_SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, 64, 32.0, True),
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, 128, 32.0, True),
@@ -67,21 +66,21 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
     ),
 }
 
-# To turn random bits into bfloat16 weights, all exponent bits but the lowest are fixed. The sign, the lowest exponent
-# bit and the mantissa stay random, and the magnitude lies in [2^-7, 2^-5). The standard deviation is 0.019, near the
-# 0.02 of Llama's initialisation.
+# Turns random bits into bfloat16 weights: all bits of the exponent except the lowest are fixed, and the sign, the
+# lowest bit of the exponent and the mantissa stay random. The magnitude then lies in [2^-7, 2^-5), and the standard
+# deviation is 0.019, close to 0.02, with which Llama is initialised.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
-_CHUNK = 1 << 18  # number of 64-bit words generated at a time; each has four weights
+_CHUNK = 1 << 18  # 64-bit words generated at a time; each has the bits of four weights
 _NORMS = [buffer for buffer in Buffer if buffer.name.endswith("NORM")]
 
 
 class RandomCheckpoint:
-    """A Checkpoint of bfloat16 weights (and biases) with log-uniform magnitudes and random signs.
+    """A Checkpoint of random bfloat16 weights and biases, with log-uniform magnitudes and random signs.
 
-    Norm weights are float32, uniform in [0.5, 1.5): if all were 1, a norm that used another norm's weights would pass
-    every check. Activations stay finite at any depth. Each buffer of each layer has a random stream of its own, which
-    depends only on (seed, buffer, layer). So each buffer can be generated alone, as fast as the generator runs.
+    Norm weights are float32, uniform in [0.5, 1.5). If all were 1, a norm that used another norm's weights by mistake
+    would pass every check. Activations stay finite at any depth. Each layer of a buffer is generated from its own
+    random stream, which depends only on (seed, buffer, layer). So any buffer can be generated alone.
     """
 
     dtype = Dtype.BF16
@@ -101,12 +100,12 @@ class RandomCheckpoint:
         return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))
 
     def _whole(self, buffer: Buffer, layer: int, split: Split) -> WeightRows:
-        """All rows of a buffer. If there are several ranks, each thread keeps the rows for the next rank."""
+        """Generate all rows of a buffer. With several ranks, each thread keeps the rows for the next rank."""
         key = buffer, layer if BUFFERS[buffer].layered else 0
         made: tuple[object, WeightRows] | None = getattr(self._last, "made", None)
         if made is not None and made[0] == key:
             return made[1]
-        self._last.made = made = None  # frees memory before more is allocated
+        self._last.made = made = None  # free the old rows before new ones are allocated
         generator = np.random.Generator(np.random.SFC64([self._seed, *map(int, key)]))
         shape = sum(share.whole for share in row_shares(buffer, split)), column_share(buffer, split).whole
         if buffer in _NORMS:
@@ -122,8 +121,7 @@ def _draw(generator: np.random.Generator, count: int) -> NDArray[np.uint16]:
     out = np.empty(count, dtype=np.uint16)
     for start in range(0, count, 4 * _CHUNK):
         part = out[start : start + 4 * _CHUNK]
-        # For the full range of 64 bits, `integers` returns the same words as `random_raw`. Unlike `random_raw`, it
-        # releases the GIL.
+        # For all 64 bits, `integers` returns the same words as `random_raw`, but it releases Python's GIL.
         words = generator.integers(_ALL, size=-(-len(part) // 4), dtype=np.uint64, endpoint=True)
         words &= _KEEP
         words |= _SET

@@ -1,4 +1,4 @@
-"""Computes RoPE's inverse frequencies, with the scaling for which a model was trained."""
+"""Computes the frequencies of RoPE (rotary position embeddings), with the scaling for which a model was trained."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .config import ModelConfig, Rope, RopeKind
 
 
 def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
-    """Return what the RoPE operation reads for a layer, float32 [2, head_dim / 2]: the inverse frequency of each pair,
-    for contexts of `config.max_context` tokens; then the factor of its cosine and sine.
+    """Return the weights of the RoPE operation for a layer, float32 [2, head_dim / 2]: the inverse frequency of each
+    pair for contexts of `config.max_context` tokens, and a factor by which the pair's cosine and sine are multiplied.
 
-    A pair that is not rotated has the frequency 0. The factors, which multiply both q and k, make up for another
-    multiplier of attention scores than 1 / sqrt(head_dim).
+    A pair that is not rotated has the frequency 0. The factors multiply both q and k. With them, attention scores can
+    have another multiplier than 1 / sqrt(head_dim).
     """
     table = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
     local = config.local_theta and layer not in config.full_layers
@@ -30,12 +30,12 @@ def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
 
 def inverse_frequencies(rope: Rope, head_dim: int, context: int | None = None) -> NDArray[np.float32]:
     """Return RoPE's inverse frequencies, theta ** (-2i / head_dim) for i < head_dim / 2, scaled as `rope` says, as a
-    float32 array [head_dim / 2]. `context` is the longest context (None: any), which matters only for LongRoPE.
+    float32 array [head_dim / 2]. `context` is the longest context in tokens (None: any); it matters only for LongRoPE.
 
-    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`, so that positions far into
-    a context get the same rotation as in Hugging Face's code. The power is the only exception: this function rounds it
-    correctly, while Hugging Face's result is within one unit in the last place. Llama 3's scaling follows "The Llama 3
-    Herd of Models" (2024) and Meta's `apply_scaling`.
+    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`. Otherwise, tokens far into
+    a context would be rotated by a slightly different angle than in Hugging Face's code. Only the power differs: here
+    it is correctly rounded, while Hugging Face's result may differ by one unit in the last place. Llama 3's scaling
+    follows "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = np.power(np.float64(np.float32(rope.theta)), exponent.astype(np.float64)).astype(np.float32)
@@ -58,10 +58,11 @@ def inverse_frequencies(rope: Rope, head_dim: int, context: int | None = None) -
 
 
 def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Divide frequencies of long wavelengths by `factor`, keep those of short ones, and interpolate in between."""
+    """Scale frequencies as Llama 3 does: divide those of long wavelengths by `factor`, keep those of short wavelengths,
+    and interpolate between them."""
     context, factor = rope.original_context, np.float32(rope.factor)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    # Torch computes number / tensor as the reciprocal of the tensor times the number, and so does this code.
+    # Torch computes number / tensor as number * (1 / tensor). This code does the same, so that the rounding is equal.
     wavelength = np.float32(1) / frequencies * np.float32(2 * math.pi)
     long = wavelength > np.float32(context / low)
     medium = ~long & ~(wavelength < np.float32(context / high))
@@ -72,13 +73,13 @@ def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]
 
 
 def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
-    """YaRN ("YaRN: Efficient Context Window Extension of Large Language Models", 2023): divide low frequencies by
-    `factor`, keep high ones, and interpolate linearly in the number of the RoPE pair in between.
+    """Scale frequencies as YaRN does ("YaRN: Efficient Context Window Extension of Large Language Models", 2023):
+    divide low ones by `factor`, keep high ones, and interpolate linearly between them by the number of the RoPE pair.
     """
     pairs = len(power)
 
     def pair(turns: float) -> float:
-        """The RoPE pair, as a real number, that turns so many times within the original context."""
+        """The number of the RoPE pair (a real number) that turns `turns` times within the original context."""
         return pairs * math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = pair(rope.high_freq_factor), pair(rope.low_freq_factor)
@@ -94,7 +95,7 @@ def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def yarn_attention(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """YaRN's factor of cosines and sines, as DeepSeek generalises it with two more numbers, which are not negative."""
+    """Return YaRN's factor of cosines and sines. The two optional numbers (>= 0) are DeepSeek's generalisation."""
 
     def of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,8 +1,8 @@
-"""Reads the weights in Hugging Face folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
+"""Reads the weights in Hugging Face folders: `model.safetensors`, or several files with `model.safetensors.index.json`.
 
 A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and data_offsets of each tensor,
-and the data (huggingface.co/docs/safetensors). This module does not use the package safetensors to read files, because
-NumPy has no bfloat16.
+and the data (huggingface.co/docs/safetensors). The package safetensors is not used, because it cannot return bfloat16
+as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .folder import INDICES
 from .hf_config import read_hf_config, read_json
 
 _DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
-_HEADER_LIMIT = 100_000_000  # the limit that the format sets, in bytes
+_HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
-# How other classes of models name the tensors that begin with "model.": an embedding model, which is saved without an
-# LM head, and models that also see images, in the older and in the newer order.
+# How other kinds of models name the tensors whose names usually begin with "model.": embedding models, which have no LM
+# head, and models that also see images, as saved by older and newer software.
 _PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OF_IMAGES = tuple(f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower"))
 
@@ -40,7 +40,7 @@ class _Tensor(NamedTuple):
 
 
 class SafetensorsFiles:
-    """A TensorFile for all files of a folder. The constructor checks the headers and maps the files."""
+    """All safetensors files of a folder as a TensorFile. The constructor checks the headers and maps the files."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -54,7 +54,7 @@ class SafetensorsFiles:
             raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
 
     def rename(self, old: str, new: str) -> None:
-        """Replace the prefix `old` of tensor names, and leave out the tensors that only images need."""
+        """In names of tensors, replace the prefix `old` by `new`, and leave out the tensors that only images need."""
         kept = (name for name in self.shapes if not name.startswith(_OF_IMAGES))
         names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in kept}
         self.shapes = {renamed: self.shapes[name] for name, renamed in names.items()}
@@ -117,7 +117,8 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, list[int]]:
-    """Check a header entry, and return its shape, type and byte range, which must have the size that they require."""
+    """Return a tensor's shape, type and byte range from its header entry. Raises MegakernelError if the range does not
+    have the size that the shape and the type require."""
 
     def whole(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
@@ -161,10 +162,8 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Check that a model with tied embeddings has no LM head of its own, or an LM head that equals the embeddings.
-
-    If the two differ, the file is refused, because programs disagree about which one to use.
-    """
+    """Raise MegakernelError if the configuration says that the LM head shares the embedding table (tied), but the file
+    has an LM head with other values. Programs disagree about which of the two to use."""
     if not config.tied or _HEAD not in tensors.shapes:
         return
     same = tensors.shapes[_HEAD] == tensors.shapes.get(_EMBED) and all(

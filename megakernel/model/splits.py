@@ -1,11 +1,12 @@
-"""The rules by which tokenizers of GGUF files split a text into pieces before BPE, by the names that llama.cpp knows.
+"""Before BPE, a tokenizer splits a text into pieces. This module lists the splitting rules by llama.cpp's names for
+them.
 
 The regular expressions are those of the models' own tokenizers.
 """
 
 from __future__ import annotations
 
-# Parts of the expressions: English endings, words of any case, and what follows words and numbers in most rules.
+# Parts of the regular expressions: English endings such as 's, words, and what usually follows words and numbers.
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -16,7 +17,8 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 
 def _camel(ending: str, without: str = "") -> str:
-    """Words that end before a capital letter which follows a small one. `without` excludes characters."""
+    """Return an expression for words, which end where a lower-case letter precedes a capital. `ending` matches an
+    optional ending, and `without` excludes characters."""
     upper, lower = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for case in (r"Lu}\p{Lt", "Ll"))
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"
@@ -30,7 +32,7 @@ _DEEPSEEK3 = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The letters of DeepSeek LLM's expression: those with upper and lower case in most scripts that have both.
+# The letters in DeepSeek LLM's expression: those of most scripts that have upper and lower case.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
@@ -45,11 +47,11 @@ _CASED = (
 )
 _ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
-# Vocabularies of this rule begin a text with BOS, and a piece that is itself a token is not built by merges.
+# Vocabularies with this rule put BOS before a text. A piece that is itself a token becomes that token without merges.
 _LLAMA3_NAMES = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 
-# The names of a rule, and its expressions. Each splits the pieces of the one before: a match is a piece, and so is the
-# text between two matches.
+# For each rule, its names and its regular expressions. The first expression splits the text into its matches and the
+# parts between them. Each further expression splits the resulting pieces in the same way.
 _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert gigachat "
@@ -130,11 +132,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 SPLITS = {name: expressions for names, expressions in _RULES for name in names.split()}
-# Rules of vocabularies that spell tokens as SentencePiece does, although they list merges. Only line breaks split them.
+# Rules of vocabularies that write tokens as SentencePiece does ("▁" for a space). Only line breaks split their texts.
 SPELLED = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
-# If a piece of the text is itself a token of these vocabularies, no merges are applied to it.
+# With these rules, a piece that is itself a token becomes that token, without applying merges.
 WHOLE_PIECES = {*_LLAMA3_NAMES.split(), "tekken", "minicpm5", "youtu", "granite-embed-multi-97m"}
-# The rules of tokenizers that put BOS before a text if the file does not say otherwise.
+# With these rules, BOS is put before a text unless the file says otherwise.
 BEGUN = {*_LLAMA3_NAMES.split(), "tekken", "chameleon", "gemma4", "granite-embed-multi-311m"}
-# The tokenizers of these models compose characters first, such as e and an accent.
+# With these rules, characters are composed first (Unicode NFC), such as e and an accent.
 COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}

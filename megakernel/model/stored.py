@@ -1,4 +1,4 @@
-"""The types in which matrices are kept in memory, which may differ from the compute type."""
+"""Decides in which types a model's matrices are kept in memory; they may differ from the compute type."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from .families import weights
 from .quantise import quantise
 from .rope import rope_table
 
-# The values of `--weights` besides `auto`, which keeps the checkpoint's own types.
+# The values of the flag `--weights`, except `auto`, which keeps the checkpoint's types.
 WEIGHT_TYPES = {kind.name.lower(): kind for kind in Dtype if kind is not Dtype.I32}
-# The values of `--kv-cache-dtype` besides `auto`, which is the compute type.
+# The values of the flag `--kv-cache-dtype`, except `auto`, which means the compute type.
 KV_TYPES = {Dtype.Q8_0.name.lower(): Dtype.Q8_0}
 
 
 def quantised_kv(name: str) -> bool:
-    """Whether `--kv-cache-dtype name` quantises K and V. Raises MegakernelError."""
+    """Whether `--kv-cache-dtype name` means a quantised cache. Raises MegakernelError for an unknown name."""
     if name != "auto" and name not in KV_TYPES:
         raise MegakernelError(f"cannot store K and V in {name!r}: choose from auto, {', '.join(KV_TYPES)}")
     return name in KV_TYPES
 
 
 def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
-    """Whether `--activations name` rounds the inputs of quantised weights to 8 bits. `storage` lists the matrices that
-    a backend keeps in the checkpoint's types. Raises MegakernelError.
+    """Whether, with the value `name` of `--activations`, inputs of quantised weights are rounded to 8 bits. `storage`
+    lists the matrices that are kept in other types than the compute type. Raises MegakernelError for an unknown value.
     """
     if name not in ("auto", "q8", "float"):
         raise MegakernelError(f"cannot compute activations in {name!r}: choose from auto, q8, float")
@@ -53,21 +53,21 @@ def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
 
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """`checkpoint` with its matrices stored in the type `name`; `auto` keeps them. Raises MegakernelError."""
+    """Return `checkpoint` with its matrices converted to the type `name`, a value of `--weights`; `auto` keeps their
+    types. Raises MegakernelError."""
     return checkpoint if name == "auto" else _Stored(checkpoint, _weight_type(name))
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
-    """The matrices that `--weights NAME` keeps in another type than the compute type, and their types. Without a
-    checkpoint (None), `auto` means the compute type. Raises MegakernelError.
-    """
+    """Return the matrices that `--weights NAME` keeps in another type than the compute type, and their types. Without a
+    checkpoint (None), `auto` means the compute type. Raises MegakernelError."""
     if name != "auto":
         return _all_in(config, _weight_type(name))
     return {} if checkpoint is None else checkpoint.storage
 
 
 def bits_of(config: ModelConfig, storage: Mapping[Buffer, Storage]) -> dict[Buffer, float]:
-    """The mean bits per weight of each buffer in `storage`, in the form that `compile_program` takes."""
+    """Return the mean number of bits per weight of each matrix in `storage`."""
     split = Split(config.sizes(Dtype.F32))
     return {buffer: stored.bits(column_share(buffer, split).whole) for buffer, stored in storage.items()}
 
@@ -79,9 +79,8 @@ def _weight_type(name: str) -> Dtype:
 
 
 def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
-    """The `storage` of a checkpoint that stores all matrices of a model in one type, except that routers are never
-    quantised: they are small, and rounding could change the choice of experts.
-    """
+    """Return the `storage` of a model whose matrices all have the type `kind`. Routers are not quantised: they are
+    small, and rounding could change which experts they choose."""
     split = Split(config.sizes(Dtype.F32))
     rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
     kinds = {b: Dtype.F32 if b is Buffer.W_ROUTER and kind.quantised else kind for b in rows}
@@ -90,8 +89,8 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """The bytes that all matrices of a model take in memory, by the name of their type. Tied embeddings count once.
-    `storage` lists the matrices that are not in the compute type `dtype`.
+    """Return the bytes that all matrices of a model take in memory, by the name of their type. If the LM head shares
+    the embedding table (tied), it counts once. `storage` lists the matrices that do not have the compute type `dtype`.
     """
     split, out = Split(config.sizes(dtype)), Counter[str]()
     for buffer, kept in {**_all_in(config, dtype), **storage}.items():
@@ -103,7 +102,7 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class _Stored:
-    """The checkpoint that `stored_as` returns."""
+    """A checkpoint whose matrices are converted to another type when they are read. `stored_as` returns it."""
 
     def __init__(self, whole: Checkpoint, dtype: Dtype) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
@@ -111,12 +110,12 @@ class _Stored:
         self._whole = whole
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        exact = replace(split, model=replace(split.model, dtype=int(Dtype.F32)))  # floats that are not rounded yet
+        exact = replace(split, model=replace(split.model, dtype=int(Dtype.F32)))  # do not round twice
         rows = self._whole.rows(buffer, layer, exact)
         kind = self.storage[buffer].layers[0][0].dtype if buffer in self.storage else None
         if kind is None or {part.dtype for part in rows} == {kind}:
             return rows
-        column_bytes(kind, buffer, split)  # raises an error if the columns begin inside a block
+        column_bytes(kind, buffer, split)  # raises MegakernelError if the rank's columns would begin inside a block
         inner = column_share(buffer, split).size
         if not kind.quantised:
             return converted(rows, inner, kind)
@@ -125,13 +124,13 @@ class _Stored:
 
 
 def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:
-    """`checkpoint` for contexts of up to `tokens` tokens, for which LongRoPE may have other frequencies."""
+    """Return `checkpoint` for contexts of at most `tokens` tokens, which determine LongRoPE's frequencies."""
     rope = checkpoint.config.rope
     return _Shorter(checkpoint, tokens) if rope.short_factors and tokens <= rope.original_context else checkpoint
 
 
 class _Shorter:
-    """The checkpoint that `for_contexts` returns."""
+    """A checkpoint with a lower limit on the context. `for_contexts` returns it."""
 
     def __init__(self, whole: Checkpoint, tokens: int) -> None:
         self.name, self.dtype, self.storage = whole.name, whole.dtype, whole.storage

@@ -1,8 +1,8 @@
 """Renders one chat template in a process of its own, because a template is a program from an unknown author.
 
-The first line of standard input is the template. Each further line has the values to render, and is answered by one
-line of JSON: {"text": ...}, {"broken": ...} or {"failed": ...}. The system ends a process that computes too long or
-takes too much memory. The script imports nothing of the package, so that the process starts quickly.
+The first line of standard input is the template. Each further line has the values to render, and is answered by a line
+of JSON: {"text": ...}, {"broken": ...} or {"failed": ...}. The operating system ends the process if it uses too much
+time or memory. The script imports nothing from the package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders the text between `{% generation %}` and `{% endgeneration %}`, which mark it for training, as usual."""
+    """Renders the text between `{% generation %}` and `{% endgeneration %}` (marks for training) as usual."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -40,7 +40,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """A Jinja environment with the globals and whitespace rules that Hugging Face's templates expect."""
+    """Return a Jinja environment with the functions and whitespace rules that Hugging Face's templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -60,7 +60,7 @@ def _answer(kind: str, make: Callable[[], str | None], most: int) -> dict[str, s
 def main(cpu_seconds: float, memory_bytes: int, most_characters: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C is meant for the parent. When the parent ends, standard input closes and this process ends too.
+    # Ctrl-C is meant for the parent process. When the parent ends, standard input closes, and this process ends too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     source = json.loads(next(lines))

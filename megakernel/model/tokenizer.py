@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, without ever splitting a character."""
+"""Converts text to token ids, and token ids to text that never ends inside a character."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .chat_template import ChatTemplate
 
 
 class UnknownTokenizer(MegakernelError):
-    """Raised for a tokenizer that this package cannot run. The model still works with token ids."""
+    """Raised for a kind of tokenizer that is not supported. The model still works with token ids."""
 
 
 class Tokenizer:
     """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes added tokens.
 
-    `special` has the texts of special tokens by their names, such as `bos_token`, if the model has them. `templates`
-    are the chat templates `default` and `tool_use`, of which the latter is used for conversations with tools. `listed`
-    are more template variables. `before` and `after` are the ids that begin and end a text, besides those that the
-    backend adds. `before` also begins a conversation whose template does not write it.
+    `special` maps names such as `bos_token` to the texts of special tokens. `templates` are the chat templates
+    `default` and `tool_use`; the latter is for conversations with tools. `listed` has further template variables.
+    `before` and `after` are ids to put before and after a text, in addition to those that `backend` (of the package
+    `tokenizers`) adds. `before` also begins a conversation unless the template has written it.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class Tokenizer:
         self._bytes = [cache(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The ids of `text`, in which special tokens are recognised. `add_special` adds BOS if the model wants it."""
-        # An incomplete tokenizer.json may refer to something that it does not define.
+        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required."""
+        # Encoding can fail, because a damaged tokenizer.json may refer to something that it does not define.
         with backend_errors("the model's tokenizer failed"):
             try:
-                # The package's function `encode_batch_fast` releases the GIL, but its function `encode` does not.
+                # `encode_batch_fast` releases Python's GIL, and `encode` does not.
                 [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
-            except (TypeError, UnicodeEncodeError) as e:  # the version of `tokenizers` determines which one it raises
+            except (TypeError, UnicodeEncodeError) as e:  # which one depends on the version of `tokenizers`
                 raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         ids: list[int] = list(encoding.ids)
         return [*self._before, *ids, *self._after] if add_special else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of the token ids `ids`. Bytes that are not UTF-8 become U+FFFD."""
         stream = self.stream(skip_special=skip_special)
         return "".join(map(stream.add, ids)) + stream.finish()
 
@@ -77,9 +77,11 @@ class Tokenizer:
         continue_final: bool = False,
         add_special: bool = False,
     ) -> list[int]:
-        """The ids of a conversation of messages with `role` and `content`, up to where the assistant's answer begins.
+        """Return the token ids of a conversation, up to where the assistant's answer begins. Each message has a `role`
+        and a `content`.
 
-        `values` are more template variables. With `continue_final`, the answer continues the last message's text.
+        `values` are further template variables. With `continue_final`, the answer continues the text of the last
+        message.
         """
         values = {**self.special, **self._listed, **(values or {})}
         if (template := self._template(bool(values.get("tools")))) is None:
@@ -112,7 +114,7 @@ class Tokenizer:
         return self._templates.get("tool_use", default) if tools else default
 
     def stream(self, *, skip_special: bool = True, after: Iterable[int] = ()) -> TextStream:
-        """Return a decoder for ids that arrive one at a time and continue the text of the ids `after`."""
+        """Return a decoder for ids that arrive one at a time. Their text continues that of the ids `after`."""
         starts = not any(map(self._bytes[skip_special], after))
         return TextStream(self._bytes[skip_special], self._strip and starts)
 
@@ -124,7 +126,7 @@ class Tokenizer:
             return _sentencepiece(added.content) if self._piece is _sentencepiece else added.content.encode()
         piece = self._backend.id_to_token(token)
         if piece is None:
-            return b""  # the id is padding of the vocabulary and has no text
+            return b""  # the id has no text, because it only pads the vocabulary to a round size
         return self._piece(piece)
 
     def special_ids(self) -> list[int]:
@@ -143,17 +145,17 @@ class Tokenizer:
 
 @contextmanager
 def backend_errors(what: str) -> Iterator[None]:
-    """Turn an error of the package `tokenizers` into a MegakernelError: `what`, with the package's message."""
+    """Turn an error of the package `tokenizers` into a MegakernelError, which begins with `what`."""
     try:
         yield
     except (MegakernelError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # the package raises Exception, or BaseException after a panic in Rust
+    except BaseException as e:  # the package raises BaseException after a panic in its Rust code
         raise MegakernelError(f"{what}: {str(e)[:500]}") from e
 
 
-# Stands after the text of a message that the answer continues, to find the text's end in the rendered conversation. If
-# the space is missing there, the template has removed white space from the text's end.
+# When an answer continues a message, this mark is appended to the message to find its end in the rendered conversation.
+# If the mark's final space is missing there, the template has removed white space from the message's end.
 _MARK = "THE-ANSWER-CONTINUES-HERE "
 
 
@@ -165,7 +167,7 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _up_to_mark(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cut a rendered conversation off at the end of its last message, as transformers does."""
+    """Return a rendered conversation up to the end of its last message, so that an answer can continue this message."""
     head, mark, tail = text.rpartition(_MARK.strip())
     if not mark or messages[-1]["content"].strip() not in text:
         raise MegakernelError("the chat template changes the last message's text, so an answer cannot continue it")
@@ -173,7 +175,7 @@ def _up_to_mark(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 class TextStream:
-    """Turns tokens into text as they arrive. An incomplete character is held back until its last byte arrives."""
+    """Turns tokens into text as they arrive. An incomplete character waits for its remaining bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], strip: bool) -> None:
         self._token_bytes = token_bytes
@@ -181,22 +183,22 @@ class TextStream:
         self._strip = strip
 
     def add(self, token: int) -> str:
-        """The characters that `token` completes, possibly none."""
+        """Add a token, and return the characters that it completes, perhaps none."""
         text = self._utf8.decode(self._token_bytes(token))
         if self._strip and text:
             text, self._strip = text.removeprefix(" "), False
         return text
 
     def finish(self) -> str:
-        """The end of the text: U+FFFD if the last character is incomplete, otherwise nothing."""
+        """Return the rest of the text: U+FFFD if the last character is incomplete, otherwise ""."""
         return self._utf8.decode(b"", final=True)
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """A function from an entry of the vocabulary to its bytes, and whether the first space of a text is dropped.
+    """Return a function from a vocabulary entry to its bytes, and whether the first space of a text must be dropped.
 
-    A vocabulary uses one of two alphabets: GPT-2's, where a printable character stands for each byte, or
-    SentencePiece's, where "▁" stands for a space and "<0x0A>" for a byte.
+    A vocabulary is written in one of two ways. In GPT-2's, a printable character stands for each byte. In
+    SentencePiece's, "▁" stands for a space and "<0x0A>" for a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
@@ -211,9 +213,9 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: the byte for which each character stands (the inverse of `bytes_to_unicode`, Radford 2019).
+    """Return the byte for which each character of GPT-2's vocabulary stands (the inverse of its `bytes_to_unicode`).
 
-    Printable Latin-1 characters stand for their own byte, and those from U+0100 on for the other bytes, in order.
+    Printable Latin-1 characters stand for their own byte, and characters from U+0100 on for the other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

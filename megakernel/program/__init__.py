@@ -1,4 +1,4 @@
-"""Compiled programs: their arrays, their file format, and the checks that every program must pass."""
+"""Compiled programs: their contents, their file format, and the checks that every program must pass."""
 
 from .checks import check, check_arrays
 from .file import load_program, program_from_bytes

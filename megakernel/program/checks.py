@@ -1,7 +1,8 @@
-"""Checks a program before anything executes it. The checks look at each record, not at the order of records.
+"""Checks a program before anything executes it. Most checks look at one instruction at a time, not at their order.
 
-Code that reads a program without violations never reads outside the program's arrays. `scheduler.verify` begins with
-the same checks and also proves that the program computes what its phases define, and that it ends.
+Code that executes a program without violations never accesses memory outside the program's arrays. `scheduler.verify`
+begins with these checks. It also proves that the program computes the same as its phases run one after another, and
+that it ends.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from .part import Part, Use, each, extent, uses
 from .phases import MOST, all_dims, check_phases
 from .program import SEGMENTS, TOTALS, Program, Segment
 
-# The maximum number of workers, because a trace stores the number of a worker in 16 bits.
+# The maximum number of workers, because a trace stores a worker's number in 16 bits.
 MOST_WORKERS = 1 << 16
-# The maximum number of counters of one rank in all layers together. On a CPU, each counter has a cache line of its own,
-# so the counters take 1 GiB at most.
+# The maximum number of a rank's counters in all layers. On a CPU, each has a cache line, so they take up to 1 GiB.
 MOST_COUNTERS = 1 << 24
-# The maximum number of words in a step table, which every launch copies. These words are 256 MiB. Block tables of 64
+# The maximum length of a step table in words (256 MiB), because every launch copies the table. The page lists of 64
 # sequences of a million tokens take 2^22 words.
 MOST_STEP_WORDS = 1 << 26
 
@@ -35,23 +35,24 @@ _GROUPS = bits.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups"
 
 
 class Checks:
-    """The checks of one program, and what they decode."""
+    """The stages of checks of one program, and the decoded program that they share."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The decoded segments. Relies on the first stage."""
+        """The decoded prologue, body and epilogue. They can be decoded if the first stage has found no violation."""
         return [Part(self.program, name) for name in SEGMENTS]
 
     @cached_property
     def uses(self) -> list[Use]:
-        """The regions that instructions access. Relies on all stages but the last."""
+        """The buffer regions that instructions access. All stages but the last must have passed."""
         return uses(self.parts)
 
     def stages(self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: ()) -> Iterator[Iterable[str]]:
-        """Yield each stage's violations. A stage relies on earlier ones. `of_target` checks what a target requires."""
+        """Yield the violations that each stage of checks finds. Run a stage only if the earlier ones found none.
+        `of_target` checks what the kind of processor requires."""
         yield _layout(self.program)
         yield check_phases(self.program.forward, self.program.dims)
         yield _records(self.program, self.parts)
@@ -63,19 +64,19 @@ _FOUND: WeakKeyDictionary[Program, str | None] = WeakKeyDictionary()
 
 
 def violation(program: Program) -> str | None:
-    """Describe a program's first violation and its place; None if there is none. Only the first call takes time."""
+    """Describe a program's first violation, or return None. The result is kept for later calls."""
     if program not in _FOUND:
         _FOUND[program] = next((found for stage in Checks(program).stages() for found in stage), None)
     return _FOUND[program]
 
 
 def check(program: Program, name: str = "the program") -> None:
-    """Raise MegakernelError, which calls the program `name`, if it has a violation."""
+    """Raise MegakernelError if the program has a violation. The error calls the program `name`."""
     _raise(name, violation(program))
 
 
 def check_arrays(program: Program) -> None:
-    """Raise MegakernelError if an array's length does not match the sizes. Native code relies on these lengths."""
+    """Raise MegakernelError if an array's length does not match the sizes. Native code does not check these lengths."""
     _raise("the program", next(_arrays(program), None))
 
 
@@ -85,7 +86,7 @@ def _raise(name: str, found: str | None) -> None:
 
 
 def _arrays(program: Program) -> Iterator[str]:
-    """Check the arrays' shapes, and the offsets of the streams in them. All indexing relies on these."""
+    """Yield violations in the shapes of the arrays, and in the offsets at which streams begin in them."""
     if program.ranks < 1 or program.workers < 1 or program.dims.model.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
@@ -101,7 +102,7 @@ def _arrays(program: Program) -> Iterator[str]:
 
 
 def _layout(program: Program) -> Iterator[str]:
-    """Check arrays and sizes, on which all later checks rely."""
+    """Yield violations in arrays and sizes. All later checks rely on the result."""
     dims = program.dims
     found = list(_arrays(program))
     yield from found
@@ -124,7 +125,7 @@ def _layout(program: Program) -> Iterator[str]:
 
 
 def _sizes(d: Dims) -> Iterator[str]:
-    """Check that sizes are in range and fit each other. All phases and step tables rely on these checks."""
+    """Yield violations in the sizes: those that are out of range or contradict each other."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if d.flat[name] < 1]
     if low:
@@ -160,8 +161,8 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"a window of {d.model.window} tokens in some layers is out of range"
     if d.bucket.kv_block < 1 or d.bucket.kv_block % d.bucket.kv_page:
         yield f"pages of {d.bucket.kv_page} tokens do not divide KV blocks of {d.bucket.kv_block}"
-    # A step can need this many attention items, because an item begins wherever a sequence, the padding rows or a row
-    # block begins.
+    # A step may need this many attention items, because a new item begins with each sequence, with the padding rows,
+    # and with each row block (group of rows).
     items = min(d.bucket.tokens, d.bucket.row_blocks + d.bucket.max_seqs)
     if d.bucket.items < items or d.bucket.partials < 0 or d.bucket.bias_entries < 0 or d.bucket.mask_rows < 0:
         yield f"{d.bucket.items} attention items, {d.bucket.partials} partials: at least {items} and 0 are needed"
@@ -178,7 +179,8 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def _records(program: Program, parts: list[Part]) -> Iterator[str]:
-    """Check each record except the regions that it accesses, then all attention instructions and drains together."""
+    """Yield violations in instruction records: first in each record alone, except for the data that it accesses; then
+    in all attention instructions and all drains together."""
     dims = all_dims(program.dims)
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -240,8 +242,8 @@ def _counters(part: Part) -> Iterator[str]:
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
-            # A grid of counters has one counter for each row block. If attention items wait for the grid, it has one
-            # counter for each row block and group of KV heads.
+            # An indexed word names a group of counters, one for each row block. If attention waits for them, there is
+            # one for each pair (row block, group of KV heads).
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)
@@ -251,9 +253,8 @@ def _counters(part: Part) -> Iterator[str]:
 
 
 def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check the attention instructions. The step table may give any item to any of a rank's
-    attention instructions, so all of them must name the same grids of counters.
-    """
+    """Yield violations in the attention instructions. The step table may give any attention item to any attention
+    instruction of a rank, so all of these must name the same counters."""
     phase = body.phases.attention
     if phase is None:
         return
@@ -281,7 +282,8 @@ def _attention(program: Program, body: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _drains(program: Program, body: Part) -> Iterator[str]:
-    """Check that drains name queues of their rank, claim only records that exist, and together claim all of them."""
+    """Yield violations in the drains, which claim instructions from queues. They must name queues of their own rank,
+    claim only existing instructions, and together claim all of them."""
     rows = body.rows(DRAIN)
     lengths = np.diff(program.queues.offsets).astype(np.int64)
     columns = DRAIN.columns(body.records[rows])
@@ -300,7 +302,7 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
 
 
 def _boxes(found: list[Use]) -> Iterator[str]:
-    """Check that accessed regions lie inside their buffers, and that ranks use only their own rows of the residual."""
+    """Yield instructions whose accessed regions exceed their buffers, or that access other ranks' residual."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return
@@ -323,9 +325,8 @@ def _boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Check that a rank uses only its own row blocks of the residual. Also check that each instruction on the residual
-    or on partial sums has rows of only one row block, because partial sums are stored by row block.
-    """
+    """Yield instructions that access residual rows which their rank does not own. Also yield those that access rows of
+    several row blocks, because the residual and partial sums are divided among ranks by row block."""
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
     if not residual and all(a.buffer not in phases.partial for a in use.accesses):

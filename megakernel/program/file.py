@@ -1,4 +1,4 @@
-"""Loads program files. A file may come from anyone, so every field's type and range are checked before use."""
+"""Loads program files. A file may come from anyone, so every field's type and range are checked before it is used."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from ..isa.record import WORDS
 from .checks import check
 from .program import ALIGNMENT, HASHED, MAGIC, SEGMENTS, START, TOTALS, VERSION, Program, Segment
 
-# The maximum length of the header. With sizes and up to 29 phases, it has about 10 kB. A longer header is not decoded.
+# The maximum length of the header in bytes, which needs about 10 kB. A longer one is not decoded.
 MOST_HEADER_BYTES = 1 << 20
-# The maximum length of a machine's or a phase's name, which tables print. A machine's name may be a
-# file name, which has at most 255 bytes.
+# The maximum length of the name of a machine or a phase, because tables print it. A machine's name may be a file name,
+# which has at most 255 bytes.
 MOST_NAME = 255
 _COUNTS = ("ranks", "workers", "counters")
 _SEGMENTS = (*SEGMENTS, "queues")
-# Names of phases stand in pages, tables and commands.
+# The allowed names of phases, which appear in HTML pages, tables and command lines.
 _PHASE_NAME = rf"[\w.+-]{{1,{MOST_NAME}}}"
 _ARRAYS = (*(f"{name}.{what}" for name in _SEGMENTS for what in ("records", "offsets")), *TOTALS)
 
 
 def load_program(path: Path) -> Program:
-    """Load a program file. Raises MegakernelError if it cannot be read, or if the program is not valid."""
+    """Load a program file. Raises MegakernelError if the file cannot be read or the program is invalid."""
     with file_errors(f"read program {path}"):
         return program_from_bytes(regular(path).read_bytes(), str(path))
 
 
 def program_from_bytes(data: bytes, name: str) -> Program:
-    """The inverse of `Program.to_bytes`, with all checks. Error messages call the program `name`."""
+    """Return the program that `Program.to_bytes` has converted to `data`. Raises MegakernelError, which calls the
+    program `name`, if it is invalid."""
     if data[: len(MAGIC)] != MAGIC:
         raise MegakernelError(f"{name} is not a megakernel program")
     if len(data) < START or data[len(MAGIC)] != VERSION:
@@ -55,7 +56,7 @@ def program_from_bytes(data: bytes, name: str) -> Program:
 
 
 def _decode(data: bytes) -> Program:
-    """Decode a file whose checksum is right. The program's arrays are views of `data`. Raises ValueError."""
+    """Decode a program whose checksum is right. Its arrays are views of `data`. Raises ValueError."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"the file's header cannot have {size} bytes")
@@ -103,7 +104,7 @@ def _dims(sizes: Any) -> Dims:
 
 
 def _lengths(listed: Any) -> dict[str, int]:
-    """Return the number of words of each array in the header's list of arrays, whose lengths count records or words."""
+    """Return the number of 32-bit words of each array. `listed` is the header's list of arrays and their lengths."""
     if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in _ARRAYS]:
         raise ValueError(f"the header's list of arrays must be {', '.join(_ARRAYS)}")
     if any(len(entry) != 2 for entry in listed):

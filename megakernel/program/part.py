@@ -1,4 +1,4 @@
-"""A program's records as the checks and the verifier read them: decoded, with the regions that they access."""
+"""Decodes a program's instructions for the checks and the verifier, and finds the data that they access."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Word:
-    """The wait words, or the signal words, of some records, as arrays with one entry for each word that is not empty:
-    the `row` of the record, the `slot` of the word in the record, and the fields of the word.
-    """
+    """All wait words, or all signal words, of some records, as arrays with an entry for each word that is not empty:
+    the index `row` of its record, the word's position `slot` in the record, and the fields of the word."""
 
     row: Ints
     slot: Ints
@@ -46,12 +45,11 @@ def _words(words: NDArray[np.int32]) -> Word:
 
 
 class Part:
-    """A segment's records, with each record's stream and its position in this stream, and the
-    decoded wait and signal words.
+    """A decoded segment (prologue, body or epilogue): its records, the stream and the position in the stream of each
+    record, and all wait and signal words.
 
-    In the body (the segment that every layer runs), the queues' records follow those of the streams, as in a trace. For
-    a queue's record, `queue` is the number of the queue, counted over all ranks, and `position` the position in it. For
-    other records, `queue` is -1.
+    The body also contains the records of queues, after those of streams. For a record of a queue, `queue` is the
+    queue's number, counted over all ranks, and `position` its place in the queue. For all other records, `queue` is -1.
     """
 
     def __init__(self, program: Program, name: str) -> None:
@@ -79,7 +77,7 @@ class Part:
         return np.nonzero(self.number == (phase.number if phase else -1))[0]
 
     def label(self, row: int) -> str:
-        """The text that names an instruction in the description of a violation."""
+        """Describe an instruction in the text of a violation: its phase, its operands, and where it is."""
         phase = self.phases.by_number.get(int(self.number[row]))
         name, operands = f"phase {self.number[row]}", ""
         if phase:
@@ -94,13 +92,13 @@ class Part:
 
 
 def each(part: Part, rows: Iterable[np.intp] | Ints, what: str) -> Iterator[str]:
-    """Yield a violation, described by `what`, for each of some rows of a part."""
+    """Yield a violation for each instruction of a segment that `rows` lists. `what` describes the violation."""
     for row in rows:
         yield f"{part.label(int(row))}: {what}"
 
 
 def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
-    """The number of rows and of columns in a rank's copy of a buffer, as `Access` counts them."""
+    """Return the number of rows and columns in one rank's copy of a buffer, counted as `Access` counts them."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return dims.bucket.tokens, dims.split.kv_cols
     rows, *cols = BUFFERS[buffer].shape(dims, 0)
@@ -111,7 +109,7 @@ def extent(buffer: Buffer, dims: Dims) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Use:
-    """The instructions of one phase on one rank, with all regions of buffers that they read or write."""
+    """The instructions (`rows`) of one phase on one rank, with all buffer regions that they read or write."""
 
     part: Part
     phase: Phase
@@ -121,7 +119,7 @@ class Use:
 
 
 def uses(parts: list[Part]) -> list[Use]:
-    """Group the instructions of each part (a decoded segment) by phase and rank. Joins and drains are left out."""
+    """Group the instructions of all segments by phase and rank. Control instructions are left out."""
     out = []
     program = parts[0].program
     dims = all_dims(program.dims)

@@ -1,8 +1,8 @@
-"""Checks that a program's phases make sense on every rank.
+"""Checks that a program's phases (operations with parameters) make sense on every rank.
 
-A program file contains its phases, and all proofs about its records rely on them. So a phase must
-name exactly the buffers that its operation uses, with the right space, type and shape. Otherwise
-the boxes that follow from the phase would not describe the data that a backend reads and writes.
+A program file contains its phases, and what is known of its instructions follows from them. If a phase did not name
+exactly the buffers that its operation uses, with the right purpose, type and shape, an instruction could access other
+data than it declares.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from .program import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# The maximum of each operand, of each size, and of each product of sizes that is a number of rows or columns. The sum
-# of several such numbers still fits into int32.
+# The maximum of each operand, each size, and each number of rows or columns that is a product of sizes. It is so small
+# that the sum of several such numbers fits into int32.
 MOST = (1 << 28) - 1
 
 
 @lru_cache(maxsize=64)
 def all_dims(dims: Dims) -> list[Dims]:
-    """Return the sizes as each rank sees them: one Dims per rank, with the sizes of the rank's shards and buffers."""
+    """Return the sizes as seen by each rank, in the order of ranks. The result is cached."""
     return dims.ranks
 
 
 class Phases:
-    """What the checks of records need to know of a program's phases. Arrays are indexed by the phase's number."""
+    """Facts about a program's phases that the checks of instructions need. Arrays are indexed by the phase's number."""
 
     def __init__(self, forward: Forward) -> None:
         self.by_number = forward.by_number
         self.known = np.isin(np.arange(256), list(self.by_number))
-        self.segment: Ints = np.full(256, -1)  # index into SEGMENTS of the phase's segment; -1: any segment
+        self.segment: Ints = np.full(256, -1)  # index of the phase's segment in SEGMENTS; -1: any
         self.segment[DRAIN.number] = _BODY
-        # The least and greatest allowed value of each operand of a phase. MOST is so small that the sum of two
-        # operands fits into int32. Words after a phase's operands may have any value.
+        # The least and the greatest allowed value of each operand, by phase number and operand. MOST is so small that
+        # the sum of two operands fits into int32. Words after a phase's operands may have any value.
         self.least = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
@@ -52,10 +52,10 @@ class Phases:
         self.matmuls = [phase for phase in forward if phase.is_matmul]
         self.experts = [phase for phase in forward if phase.operation is Operation.EXPERTS]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
-        # Instructions of these phases wait for the row blocks that contain their logit rows.
+        # The phases that compute only the rows that get logits. They wait for the row blocks that contain these rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # These operations write the residual. Unless every rank keeps the whole residual, a rank keeps
-        # only the residual of its own row blocks.
+        # The buffers of the residual: the outputs of phases that look up embeddings or add to the residual. Unless
+        # every rank keeps the whole residual, a rank has only its own row blocks (groups of rows) in them.
         writers = (Operation.GATHER, Operation.REDUCE)
         self.residual = {
             p.output for p in forward if p.operation in writers or p.result in (Result.RESIDUAL, Result.STORED)
@@ -70,7 +70,7 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """Return the first violation in each phase; if there is none, the violations of several phases together."""
+    """Describe the first violation in each phase or, without any, violations that concern several phases."""
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -113,7 +113,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:
-    """Check that the phase is in a segment where it may be, and that its rows are allowed in this segment."""
+    """Yield a violation if the phase, or its kind of rows, is not allowed in this segment (prologue, body, ...)."""
     rows = OPERATIONS[p.operation].rows(p)
     if p.result is Result.HEADS or p.operation is Operation.ATTENTION:
         home = {_BODY}
@@ -161,7 +161,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the last phase of its segment to write the inputs of `p` stored partial sums of the same weights."""
+    """Whether the phase that last wrote the inputs of `p` stored partial sums made with the weights of `p`."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

@@ -1,26 +1,24 @@
-"""A compiled program: a stream of instruction records for each worker of each rank, and the
-counters that order the instructions.
+"""A compiled program: a stream of instruction records for each worker (SM or CPU core) of each rank, and the counters
+by which instructions wait for each other.
 
-A program has three segments: prologue, body and epilogue. The body is stored once and runs
-`dims.layers` times. Run l of the body uses the copies of layered buffers for layer l, and counter
-block l. There are `dims.layers` + 1 blocks of `counters` counters, and each rank has a copy of them.
+A program has three segments: prologue, body and epilogue. The body is stored once and runs once per layer. Its run for
+layer l uses layer l of the weights and of the KV cache, and counter block l. Each rank has its own copy of the
+counters: `dims.layers` + 1 blocks of `counters` counters.
 
-A signal word with the NEXT bit names a counter in the next block: in run l of the body, in block
-l + 1. So block l has the counters that run l - 1 signals for run l. The prologue signals block 0
-with words without this bit, and the epilogue uses block `dims.layers`.
+An instruction adds to a counter when it has stored its results (a signal). A signal word with the NEXT bit names a
+counter in the next layer's block, so block l has the counters by which layer l - 1 signals to layer l. The prologue
+signals block 0, with words without this bit, and the epilogue uses block `dims.layers`.
 
-The total of a counter is the number of arrivals that it gets per launch. The first and the last block may have other
-totals than the middle blocks: in block 0, the prologue takes the place of the previous layer, and no run of the body
-uses the last block. Totals are therefore stored separately for the first block, the middle blocks and the last block.
+The total of a counter is the number that is added to it per launch. Totals are stored for the first block, the middle
+blocks and the last block separately, because the prologue takes the place of a previous layer for block 0, and no layer
+runs with the last block.
 
-A rank may also have queues: records that belong to the body but to no worker. In each run of the body, `drain`
-instructions claim these records in order. In traces and messages, record i of the queues is instruction
-len(body.records) + i.
-
-`forward` has the phases that records name by number.
+A rank may also have queues: instructions of the body that belong to no worker. In each layer, `drain` instructions in
+the streams claim and run them in order. In traces and messages, record i of the queues has the number len(body.records)
++ i.
 
 With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction waits until all
-other work of every rank is done. The barrier is the only thing that orders consecutive launches.
+other work of every rank is done. Nothing else keeps the next launch from starting too early.
 """
 
 from __future__ import annotations
@@ -39,17 +37,18 @@ from ..errors import whole_file
 from ..isa import Column, Dims, Forward, Phase
 from ..isa.record import WORDS, Records, phase_number
 
-# The format of a program file:
-#
-#     7 bytes  MAGIC                    1 byte   VERSION
-#     32       SHA-256 of everything that follows
-#     8        length of the header     then the header: JSON, and spaces up to a multiple of ALIGNMENT
-#     then the arrays, int32, in the order in which the header lists them with their lengths
+# The format of a program file, with lengths in bytes:
+#   7   MAGIC
+#   1   VERSION
+#   32  SHA-256 of everything that follows
+#   8   length of the header
+#   ..  the header: JSON, and spaces up to a multiple of ALIGNMENT
+#   ..  the arrays, int32, in the order in which the header lists their names and lengths
 MAGIC = b"MKPROG\0"
 VERSION = 7
-HASHED = 40  # the SHA-256 covers all bytes from this offset on
+HASHED = 40  # the SHA-256 covers all bytes of the file from this offset on
 START = 48  # offset of the header in the file
-ALIGNMENT = 64  # the arrays begin at a multiple of this number of bytes in the file
+ALIGNMENT = 64  # in the file, arrays begin at multiples of this number of bytes
 
 SEGMENTS = ("prologue", "body", "epilogue")
 TOTALS = ("totals_first", "totals_middle", "totals_last")
@@ -57,7 +56,8 @@ TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Segment:
-    """All ranks' streams. Worker w of rank r has records[offsets[s]:offsets[s+1]], s = r * workers per rank + w."""
+    """The streams of all ranks. Worker w of rank r has stream s = r * (workers per rank) + w, which is
+    records[offsets[s]:offsets[s+1]]."""
 
     records: Records
     offsets: NDArray[np.int32]
@@ -68,7 +68,8 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An immutable program. `machine` is a name for people. `counters` is the number of counters in a block."""
+    """An immutable program. `forward` has the phases that instructions name by number, and `machine` is a name for
+    people. `counters` is the number of counters of a block."""
 
     dims: Dims
     forward: Forward
@@ -86,26 +87,27 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """The number of instructions that all ranks together execute in one launch. The body counts once per layer."""
+        """The number of instructions that all ranks execute per launch. Those of the body count once per layer."""
         body = len(self.body.records) + len(self.queues.records)
         return len(self.prologue.records) + self.dims.model.layers * body + len(self.epilogue.records)
 
     @property
     def rank_queues(self) -> int:
-        """The number of queues per rank; queue q of rank r is `queues.stream(r * rank_queues + q)`."""
+        """The number of queues per rank. Queue q of rank r has the index r * rank_queues + q in `queues`."""
         return (len(self.queues.offsets) - 1) // self.ranks
 
     @property
     def processors(self) -> int:
-        """The number of SMs or cores that a rank's workers occupy."""
+        """The number of SMs or CPU cores that a rank's workers occupy."""
         return self.workers * self.dims.worker.sms
 
     def rank_dims(self, rank: int) -> Dims:
-        """Return the sizes as rank `rank` sees them, with the sizes of its shards and buffers."""
+        """Return the sizes as rank `rank` sees them."""
         return self.dims.on(rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Return segment `index` as traces number it (queues follow the body), and the rank of each record."""
+        """Return the records of a segment in the order in which traces number them (a queue's records follow those of
+        streams), and the rank of each record. `index` is the segment's index in SEGMENTS."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -115,7 +117,8 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """For each rank and phase with records in segment `index`: phase, sizes, indices in `numbered`, operands."""
+        """For each rank and each phase with records in a segment, yield the phase, the rank's sizes, the indices of the
+        records in `numbered(index)`, and their operands."""
         records, ranks = self.numbered(index)
         numbers = phase_number(records)
         for rank in range(self.ranks):
@@ -124,12 +127,12 @@ class Program:
                 yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
-        """Return segment `index` as a list of phases. Each phase is a Segment with all of the
-        phase's instructions, in the streams of all ranks.
+        """Return a segment as a list of phases. Each phase is a Segment with all instructions of this phase, in the
+        streams of all ranks.
 
-        A program can be run without counters: the phases run one after another, with a barrier over all ranks after
-        each phase, and the body is repeated for each layer. The program with its counters must give the same results as
-        this run. Joins and drains are removed, and a queue's instructions are divided among the workers of its rank.
+        The phases can run without counters: one after another, with a barrier over all ranks in between, and the body
+        repeated for each layer. With its counters, the program must give the same results. Control instructions are
+        left out, and the instructions of a queue are divided among the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])
@@ -153,7 +156,7 @@ class Program:
         return (self.dims.model.layers + 1) * self.counters
 
     def totals(self) -> NDArray[np.int32]:
-        """Return the totals of all counters as an array [layers + 1, ranks, counters]."""
+        """Return what is added to each counter per launch, as an array [layers + 1, ranks, counters]."""
         middle = np.broadcast_to(self.totals_middle, (self.dims.model.layers - 1, self.ranks, self.counters))
         return np.concatenate([self.totals_first[None], middle, self.totals_last[None]])
 

@@ -1,7 +1,8 @@
-"""How close a step comes to the limits of the machine, and what these limits allow.
+"""Computes the least time of a step that the hardware allows (the roofline), and how close measured times come to it.
 
-`work` and `ceilings` are about steps that have run, and `program_step` is about the phases of a compiled program. `ask`
-answers questions about chips, networks and parallelism, without a program."""
+`work` and `ceilings` are about steps that have run, and `program_step` is about compiled programs. `ask` answers
+questions about chips, networks and parallelism without a program.
+"""
 
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit

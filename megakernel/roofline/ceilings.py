@@ -1,4 +1,4 @@
-"""The ceilings of a machine: its rates of reading memory, multiply-adds, and sending to other ranks."""
+"""The maximum rates (ceilings) of a machine: reading memory, multiply-adds, and sending to other ranks."""
 
 from __future__ import annotations
 
@@ -11,37 +11,35 @@ from ..machine import Machine, busy
 
 _REPEATS = 3
 _PROBE_S = 0.25
-_CACHE_FACTOR = 8  # the probe reads this many times the size of the last-level cache, so that reads miss it
+_CACHE_FACTOR = 8  # a multiple of the last-level cache's size is read, so that reads come from memory
 _UNKNOWN_CACHE = 32 << 20
-# The maximum number of bytes that the probe reads. It is needed because some virtual machines report the cache of a
-# whole socket.
+# The maximum number of bytes to read, because some virtual machines report the cache of a whole socket.
 _LARGEST_READ = 2 << 30
-# The bytes that each thread reads to measure the last-level cache, which are more than the other caches of a core hold.
-# Threads read fewer bytes if the last-level cache is small.
+# The bytes that each thread reads to measure the last-level cache. They do not fit a core's own caches. If the
+# last-level cache is small, threads read less.
 _IN_CACHE = 8 << 20
-QUIET = 0.05  # the fraction of all cores' time that others may use during a valid measurement
+QUIET = 0.05  # a measurement is valid if other programs use at most this fraction of all cores' time
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates of all workers together. `flops` counts in `unit`. `how` says where the rates come from, and
-    `warning` why they may be too low. These three texts are for people."""
+    """The maximum rates of all workers together. `unit` is the unit of `flops`, `how` says where the rates come from,
+    and `warning` says why they may be too low. These three texts are for people."""
 
     read_bytes_per_s: float
-    flops: float  # per second; a multiply-add counts as two
+    flops: float  # multiply-adds per second, counted as two operations each
     threads: int
     how: str
-    link_bytes_per_s: float | None = None  # the rate from each rank to the others; None if ranks share one memory
+    link_bytes_per_s: float | None = None  # rate at which a rank sends to other ranks; None if ranks share one memory
     cache_bytes_per_s: float | None = None  # the rate of the last-level cache; None if it was not measured
     warning: str | None = None
-    integer_ops: float | None = None  # per second, on 8-bit integers; None if they were not measured
-    vector_flops: float | None = None  # per second, in floats outside matmuls; None if it is `flops`
+    integer_ops: float | None = None  # operations/s on 8-bit integers; None if not measured
+    vector_flops: float | None = None  # FLOP/s outside matmuls; None if it equals `flops`
     unit: str = "FLOP/s"
 
     @property
     def of_integers(self) -> Ceilings:
-        """These ceilings for steps that multiply quantised weights in 8-bit integers. Attention, norms and activations
-        remain in floats."""
+        """The ceilings for steps that multiply quantised weights in integers, and do all else in floats."""
         if self.integer_ops is None:
             return self
         return replace(self, flops=self.integer_ops, vector_flops=self.flops, unit="OP/s")
@@ -49,9 +47,9 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Measured:
-    """The best rates that this number of threads reached on this CPU. `probes` is the number of measurements, and
-    `date` is the day of the last one. `others` is the fraction of all cores' time that other programs used during the
-    quietest measurement; None if unknown."""
+    """The highest rates that `threads` threads have reached on this CPU, in `probes` measurements until `date`.
+    `others` is the fraction of all cores' time that other programs used during the least disturbed measurement; None if
+    unknown."""
 
     threads: int
     read_bytes_per_s: float
@@ -67,8 +65,7 @@ class Measured:
         return self.others is None or self.others <= QUIET
 
     def better(self, earlier: Measured | None) -> Measured:
-        """Return the best rates of this measurement and an earlier one. Other programs can only make a measured rate
-        lower."""
+        """Return the higher rates of two measurements. Other programs can only make a measured rate lower."""
         if earlier is None:
             return self
         known = [one for one in (self.others, earlier.others) if one is not None]
@@ -102,11 +99,11 @@ class Measured:
 
 
 ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in total, approximate seconds) -> bytes/s
-FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of independent multiply-adds from registers, or integer ops/s
+FmaProbe = Callable[[int], float]  # (threads) -> FLOP/s of multiply-adds in registers, or integer ops/s
 
 
 def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) -> Measured:
-    """Measure this machine's rates with this number of threads. Each rate is the best of several probes."""
+    """Measure this machine's maximum rates with `threads` threads. Each rate is the best of several measurements."""
     cache = last_level_cache()
     size, inside = min(_CACHE_FACTOR * cache, _LARGEST_READ), min(_IN_CACHE * threads, cache // 2)
     begin = busy.now()
@@ -122,7 +119,7 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) ->
 
 
 def machine_ceilings(machine: Machine) -> Ceilings:
-    """Return the rates that a machine's datasheet states. For `host`, these are nominal rates."""
+    """Return the maximum rates of a machine according to its datasheet. For `host`, they are rough estimates."""
     return Ceilings(
         machine.memory_bytes_per_s,
         machine.matrix_flops,
@@ -134,7 +131,7 @@ def machine_ceilings(machine: Machine) -> Ceilings:
 
 
 def last_level_cache(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The bytes of the largest cache that Linux reports for core 0, or a common size if it reports none."""
+    """The size in bytes of the largest cache that Linux reports for core 0, or a typical size if it reports none."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = []
     for file in root.glob("index*/size"):

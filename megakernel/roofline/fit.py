@@ -1,4 +1,4 @@
-"""Checks whether a step's buffers fit a device, and how many sequences would fit."""
+"""Computes whether a step fits into a device's memory, and how many sequences would fit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 @dataclass(frozen=True)
 class Fit:
-    """The bytes that a step needs on the rank that needs the most, and the bytes that a rank has (`memory_bytes`).
-    `sequences_at_most` is the number of sequences of the step's context that fit together with weights and activations.
-    """
+    """The bytes that a step needs on the rank that needs most, and the bytes that a rank has (`memory_bytes`).
+    `sequences_at_most` is how many sequences, with as many tokens as the step's, fit beside weights and activations."""
 
     weight_bytes: float
     kv_bytes: float
@@ -31,8 +30,8 @@ class Fit:
 
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
-    """Return how a rank's `weight_bytes`, a KV cache for `sequences` of `context` tokens each, and the step's buffers
-    of activations and outputs fit into `memory_bytes`."""
+    """Return the memory that a step needs on the rank that needs most: `weight_bytes`, a KV cache for `sequences` of
+    `context` tokens each, and activations. `ranks` are the sizes as each rank sees them."""
     one = max(float(d.model.layers * d.split.rank_kv_heads * context * kv_bytes(d.model)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations

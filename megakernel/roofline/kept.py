@@ -1,4 +1,4 @@
-"""Keeps the measured ceilings of this machine: one file in the cache folder, which any process may read and replace."""
+"""Stores the measured maximum rates of this machine in the cache folder, in one file that all processes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20
-# Higher rates than this are not believed: a wrong rate would stay forever, because only a higher rate replaces it.
+# Stored rates above this are ignored. Otherwise a wrong rate would stay forever, because only a higher one replaces it.
 _MOST = 1e18
 log = logging.getLogger(__name__)
 
@@ -25,20 +25,19 @@ def path() -> Path:
 
 
 def this_machine(simd: str) -> str:
-    """Return a name for this machine, which differs from those of other kinds of machines that share the folder."""
+    """Return a name for this machine's processor and instruction set, because machines may share the folder."""
     return f"{processor()}, {cpu_count()} cores, {last_level_cache() >> 20} MiB of cache, {simd}"
 
 
 def recall(machine: str, threads: int) -> Measured | None:
-    """Return the earlier measurement for this number of threads, or None if there is none. A damaged file counts as
-    missing, and one line of the log reports it."""
+    """Return the stored measurement for `threads` threads, or None if there is none. If the file is damaged, this is
+    logged, and the result is None."""
     found = _read().get(machine, {}).get(str(threads))
     return None if found is None else _measured(found, threads)
 
 
 def keep(machine: str, found: Measured) -> None:
-    """Save a measurement, and keep those of other machines. If the folder cannot be written, one line of the log says
-    so."""
+    """Store a measurement beside those of other machines. If the folder cannot be written, this is logged."""
     everything = _read()
     everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
     try:
@@ -70,7 +69,7 @@ def _damaged(why: str) -> dict[str, dict[str, object]]:
 
 
 def _measured(found: Any, threads: int) -> Measured | None:
-    """Return `found` as a Measured, or None if `keep` cannot have written it."""
+    """Return stored data as a Measured, or None if `keep` cannot have written them."""
     try:
         one = Measured(**found)
         date.fromisoformat(one.date)

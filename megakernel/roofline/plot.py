@@ -1,4 +1,4 @@
-"""Draws the roofline figure with matplotlib: FLOP/s over FLOPs per byte, both logarithmic."""
+"""Draws the roofline plot with matplotlib: FLOP/s against FLOPs per byte, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLE: Any = {
     **{"svg.fonttype": "none", "svg.hashsalt": "roofline", "font.size": 9.0, "font.family": "sans-serif"},
     "text.parse_math": False,  # names may contain dollar signs
 }
-_GAP = 0.045  # least distance of two labels, as a fraction of the height of the axes
+_GAP = 0.045  # least distance between two labels, as a fraction of the axes' height
 _PAGE = """<!doctype html><meta charset=utf-8><title>Roofline</title>
 <meta http-equiv=Content-Security-Policy content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <style>body{margin:0}svg{display:block;width:100vw;height:100vh}</style>
@@ -27,7 +27,7 @@ _PAGE = """<!doctype html><meta charset=utf-8><title>Roofline</title>
 
 
 class Mark(Enum):
-    """The kind of a point, and matplotlib's name of its shape: a dot, a diamond or a ring."""
+    """What a point shows. The value is matplotlib's name of its marker: a dot, a diamond or a ring."""
 
     INSTRUCTION = "o"
     STEP = "D"
@@ -36,8 +36,8 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the figure. `flops_per_s` is what the machine allows or what was achieved. `flops_per_byte` counts
-    bytes of main memory. A point for an instruction has the colour of the instruction's `family`."""
+    """A point of the plot. `flops_per_s` is what the machine allows, or what was achieved. `flops_per_byte` counts
+    bytes of main memory. `family` gives the point of an operation its colour."""
 
     label: str
     flops_per_byte: float
@@ -47,10 +47,10 @@ class Point:
 
 
 def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: str, roof: str = "bf16") -> None:
-    """Write the figure to `path`: an HTML page if its name ends in .html, otherwise an SVG file. The rate `roof` is
-    drawn as the roofline, and other rates as dashed lines. The labels of the points are listed on the right, the
-    highest rate first. Raises MegakernelError without matplotlib, for a point that a logarithmic scale lacks, and for a
-    file that cannot be written."""
+    """Write the plot to `path`, as an HTML page if its name ends in .html, otherwise as an SVG file. The rate of the
+    type `roof` is drawn as a roofline, and the machine's other rates as dashed lines. The labels of the points are on
+    the right, the highest rate first. Raises MegakernelError if matplotlib is missing, if a point is not positive, or
+    if the file cannot be written."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -96,8 +96,7 @@ def _si(value: float, unit: str) -> str:
 
 
 def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: str) -> None:
-    """Draw the whole roofline of the rate `roof`, and a horizontal line for each other rate of the machine. Rates
-    that are equal share a line and a label."""
+    """Draw the roofline of the rate `roof`, and a horizontal line for each other rate. Equal rates share a line."""
     bandwidth, peak = hardware.chip.hbm_bytes_per_s, hardware.flops_per_s(roof)
     rates = {name: rate for name in _ROOFS if (rate := getattr(hardware.rates, name))}
     right = max([p.flops_per_byte for p in points] + [max(rates.values()) / bandwidth]) * 5
@@ -114,8 +113,8 @@ def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: st
 
 
 def _draw_points(axes: Any, points: Sequence[Point]) -> None:
-    """Draw the markers, their legend, and right of the axes the labels, each joined with its marker by a line."""
-    groups: dict[tuple[Any, ...], list[Point]] = {}  # points that lie on each other share a marker and a label
+    """Draw markers, a legend, and labels to the right of the axes, each joined with its marker by a line."""
+    groups: dict[tuple[Any, ...], list[Point]] = {}  # points at the same place share a marker and a label
     for point in points:
         place = f"{point.flops_per_byte:.2g}", f"{point.flops_per_s:.2g}"
         groups.setdefault((*place, point.mark, point.family), []).append(point)

@@ -1,4 +1,4 @@
-"""The cost of a step's phases, and the least time of the step on a machine."""
+"""Computes the work of each phase of a compiled program, and the least time of a step on a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..isa import Dims, Dtype, ModelSizes, Operation, OperationFamily, Phase, at
 from ..isa.access import Columns
 from ..machine import Hardware
 
-# For each type of operands that programs compute with, the name by which `Hardware.flops_per_s` knows it.
+# The names that `Hardware.flops_per_s` uses for the compute types.
 _RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 _Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
 BOUNDS = ("math", "vector", "memory", "comms")
@@ -17,7 +17,8 @@ BOUNDS = ("math", "vector", "memory", "comms")
 
 @dataclass(frozen=True)
 class PhasePart:
-    """All instructions of one phase of rank `dims.rank`, in a segment that runs `runs` times."""
+    """The instructions of one phase on rank `dims.rank`, with their operands. `runs` is the number of layers for a
+    phase of the body, and 1 for others."""
 
     phase: Phase
     columns: Columns
@@ -27,10 +28,10 @@ class PhasePart:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The work of one phase in a whole step, and the least times for this work. `instruction` is the phase's name. Each
-    amount of work is that of the rank with the largest amount. The phase sends `sent_bytes` to other ranks, in `hops`
-    messages of `message_bytes`. Each message is one for which a later instruction waits. `comms_measured_s` uses the
-    measured bandwidth of collectives at this message size; it is None if this bandwidth was not measured."""
+    """The work of one phase in a step, all layers together, and the least times for it. `instruction` is the phase's
+    name. Each amount is that of the rank with most of this work. The phase sends `sent_bytes` to other ranks, in `hops`
+    messages for which later instructions wait. `comms_measured_s` is the time at the bandwidth of collectives that was
+    measured for this message size; None if it was not measured."""
 
     instruction: str
     family: OperationFamily
@@ -56,10 +57,10 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """The least times of a step in seconds. Each time is that of the rank with the longest. `t_latency_s` is the
-    latency of all hops one after another. `t_comms_s` adds to it the bytes sent divided by the egress bandwidth.
-    `t_comms_measured_s` uses the machine's measured collective bandwidth at the size of each message; it is None if
-    this bandwidth was not measured."""
+    """The least times of a step in seconds, each for the rank with most of this work. `t_latency_s` is the latency of
+    all messages one after another. `t_comms_s` is this latency plus the bytes sent divided by the links' bandwidth.
+    `t_comms_measured_s` is the time at the bandwidth of collectives that was measured for these message sizes; None if
+    it was not measured."""
 
     t_math_s: float
     t_vector_s: float
@@ -74,13 +75,12 @@ class StepRoofline:
 
     @property
     def step_s(self) -> float:
-        """The time of the step if everything overlaps."""
+        """The least time of the step if all kinds of work overlap: the longest of their times."""
         return max(self._times)
 
     @property
     def step_without_overlap_s(self) -> float:
-        """The time of the step if nothing overlaps: the sum of the times for matrices, vectors, memory and
-        communication."""
+        """The least time of the step if nothing overlaps: the sum of the times of all kinds of work."""
         return sum(self._times)
 
     @property
@@ -97,18 +97,18 @@ class StepRoofline:
 
 
 def bound_name(*seconds: float) -> str:
-    """The name of the longest of the four times, which are in the order of BOUNDS; among equals the first."""
+    """Return the name, in BOUNDS, of the longest of four times; of equal ones, the first."""
     return BOUNDS[seconds.index(max(seconds))]
 
 
 def rate_of(model: ModelSizes, hardware: Hardware) -> str:
-    """The type whose rate limits a model's matmuls: int8 where quantised weights are multiplied in integers and the
-    hardware's rate of integers is known, else the compute type."""
+    """Return the type whose FLOP/s limits a model's matmuls: int8 if quantised weights are multiplied in integers and
+    the machine's integer rate is known, otherwise the compute type."""
     return "int8" if model.q8_activations and hardware.rates.int8 else _RATE[Dtype(model.dtype)]
 
 
 def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
-    """The roofline of a step in which every token row has `context` KV tokens of its own."""
+    """Return the least times of a step in which every token row attends to `context` KV tokens of its own."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(rate_of(dims.model, hardware))
     egress = hardware.link.egress_bytes_per_s
@@ -153,14 +153,14 @@ def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float
 
 
 def _work(part: PhasePart, context: float) -> _Work:
-    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of a part, for all of its runs together."""
+    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of a part, over all of its runs."""
     d = part.dims
     done = cost(part.phase, part.columns, d)
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
     if part.phase.operation is Operation.ATTENTION and d.split.rank_heads:
         seen = sum(layers * min(context, span) for span, layers in d.model.spans.items()) / d.model.layers
         flops, kv_bytes = attention_cost(d.model, d.bucket.tokens * d.split.rank_kv_heads, seen)
-        # If several ranks share a KV head, a rank has only some of the query heads that use this KV head.
+        # If several ranks have the same KV head, a rank has only some of the query heads that use it.
         matrix += flops * d.split.rank_heads / (d.split.rank_kv_heads * d.model.group_size)
         memory += kv_bytes
     sent = float(link_bytes(part.phase, part.columns, d).sum()) if d.split.tp > 1 else 0.0
@@ -168,7 +168,7 @@ def _work(part: PhasePart, context: float) -> _Work:
 
 
 def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
-    """For each kind of work, the amount on the rank with the largest amount."""
+    """Return the four amounts of work, each of the rank that has most of it."""
     sums: dict[int, _Work] = {}
     for part, (matrix, vector, memory, sent) in work:
         a, b, c, d = sums.get(part.dims.split.rank, (0.0, 0.0, 0.0, 0.0))
@@ -178,9 +178,9 @@ def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
-    """Return the seconds of a collective within a node according to the machine's measured curve, or None if this
-    number of GPUs was not measured. Bus bandwidth counts the bytes that each member sends. So an all-reduce counts as
-    two `passes`, and a gather or a reduce-scatter as one."""
+    """Return the seconds of a collective over `members` GPUs of a node, from the measured bandwidths of all-reduces;
+    None if they were not measured for this number. An all-reduce has two `passes` over the array, and a gather or a
+    reduce-scatter one."""
     curve = hardware.curve("all_reduce", members)
     if curve is None:
         return None
@@ -188,8 +188,8 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Return the seconds that `messages` gathers of equal size take at the measured bandwidth; None if not measured. A
-    rank sends `sent_bytes` in all, which is (N - 1) / N of the gathered arrays, where N is the number of ranks."""
+    """Return the seconds of `messages` gathers of equal size at the measured bandwidth; None if it was not measured. A
+    rank sends `sent_bytes` in all, which is (N - 1) / N of the gathered arrays for N ranks."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

@@ -1,4 +1,4 @@
-"""Computes the work that a step cannot avoid, the least time for this work, and how close measured times come to it."""
+"""Computes the work that a step cannot avoid, the least time for it, and how close measured times come to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .ceilings import Ceilings
 
 @dataclass(frozen=True)
 class StepWork:
-    """FLOPs (a multiply-add counts as two) and bytes of one step on one rank."""
+    """The FLOPs (a multiply-add counts as two) and the bytes of one step on one rank."""
 
     flops: float
     weight_bytes: float
@@ -42,19 +42,18 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The rates of a measured step. `fraction` is the least possible time (see `bound`) divided by the measured time.
-    `error` is None unless the fraction is above 1. In that case `error` says that the ceilings or the time were
-    measured wrongly, and the fraction means nothing."""
+    """The rates of a measured step. `fraction` is the least possible time divided by the measured time. If it is above
+    1, the maximum rates or the time were measured wrongly; then `error` says so, otherwise it is None."""
 
     fraction: float
     read_bytes_per_s: float
     flops: float
-    limit: str  # what limits the step: "memory", "math" or "link"
+    limit: str  # what limits the step's speed: "memory", "math" or "link"
     error: str | None
 
 
 def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
-    """The bytes in memory of each weight buffer that the phases of rank `split.rank` name, over all layers."""
+    """The bytes in memory of each weight buffer that the phases use on rank `split.rank`, all layers together."""
     out: dict[Buffer, int] = {}
     for phase in phases:
         for buffer in (phase.weights, phase.norm, phase.bias):
@@ -69,17 +68,19 @@ def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
 def step_work(
     forward: Forward, split: Split, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
 ) -> StepWork:
-    """The necessary work of one step.
+    """Return the work that a step of the phases `forward` cannot avoid on rank `split.rank`.
 
-    Sequence i adds `rows[i]` new tokens and has `contexts[i]` KV tokens afterwards, the new ones included.
+    Sequence i adds `rows[i]` new tokens, and has `contexts[i]` KV tokens afterwards, including the new ones.
 
-    FLOPs: 2 x weights x rows of each matmul + 4 x query heads x head_dim x layers x (query, key) pairs, where each row
-    sees itself and everything before it, in a layer with a sliding window only its last tokens. Norms, RoPE and softmax
-    are ignored: they take a few operations per element.
-    Bytes: every weight once, but of E experts those that B rows with k each can need at most, min(B k, E), and the LM
-    head only if there are logit rows; K and V of every visible token once. Of the
-    embedding table, only the gathered rows are counted, or none if the LM head is `tied` to the table and has read it
-    anyway. `_link_bytes` gives the bytes sent to other ranks."""
+    FLOPs are those of matmuls, 2 x weights x rows, and of attention, 4 x query heads x head_dim x layers x (query, key)
+    pairs. A token attends to itself and to all tokens before it or, with a sliding window, to the last ones. Norms,
+    RoPE and softmax are ignored, because they take only a few operations per element.
+
+    Every weight is read once. Of E experts, only min(B k, E) are read, the most that B rows with k experts each can
+    need. The LM head is read only if there are logit rows. Of the embedding table, only the rows of the tokens are
+    read, and none if the LM head is `tied` to the table and is read anyway. K and V of every visible token are read
+    once. `_link_bytes` gives the bytes sent to other ranks.
+    """
     if len(rows) != len(contexts):
         raise ValueError(
             f"there are {len(rows)} row counts but {len(contexts)} contexts: each sequence needs one of each"
@@ -109,33 +110,33 @@ def step_work(
 
 
 def _used(buffer: Buffer, split: Split, rows: int) -> float:
-    """Return the part of a weight buffer that `rows` rows need, as if all their experts were different ones."""
+    """Return the fraction of a weight buffer that `rows` token rows read, if no two of them choose the same expert."""
     model = split.model
     every = not (model.experts and BUFFERS[buffer].per_expert)
     return 1.0 if every else min(1.0, rows * model.experts_per_token / model.experts)
 
 
 def attended(model: ModelSizes, new: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, int]:
-    """Return two sums over all layers and sequences: the (query, key) pairs of `new` rows in a sequence that has
-    `after` tokens afterwards, and the tokens that at least one of these rows sees."""
+    """Return two sums over all layers and sequences: the number of (query, key) pairs, and the number of tokens to
+    which at least one new token attends. Sequence i has new[i] new tokens, and after[i] tokens in all."""
     pairs, tokens = 0, 0
     for span, layers in model.spans.items():
         before = after - new
-        whole = np.clip(span - before, 0, new)  # the rows that see all tokens before them
+        whole = np.clip(span - before, 0, new)  # number of new tokens that attend to all tokens before them
         pairs += layers * int((whole * before + whole * (whole + 1) // 2 + (new - whole) * span).sum())
         tokens += layers * int(np.minimum(after, new + span - 1).sum())
     return pairs, tokens
 
 
 def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
-    """Return the bytes that each of Y ranks stores on the other ranks, as if all shards were equally large.
+    """Return the bytes that each of Y ranks stores on the other ranks, if all shards have equal sizes.
 
-    A layer has four exchanges: two gathers of normalised rows, the reduction of the MLP's output, and the reduction of
-    the attention output. Each exchange moves (Y - 1) / Y of `rows` rows of the hidden size. With a replicated O
-    projection, the attention output is not reduced: each rank sends only its own heads of a row to the row's owner,
-    so this exchange moves only 1 / Y as many bytes. If all ranks have the whole residual, there are no gathers, and the
-    two other exchanges send their rows to every rank. Logit rows are counted in addition: they are gathered, and their
-    float32 logits go to the ranks that sample."""
+    A layer has four exchanges: two gathers of normalised rows, and the reductions of the attention output and of the
+    MLP's output. Each moves (Y - 1) / Y of `rows` rows of the hidden size. With a replicated O projection, the
+    attention output is not reduced: each rank sends its own heads of a row to the rank that owns the row, which is only
+    1 / Y as much. If all ranks keep the whole residual, there are no gathers, and the two reductions send their rows to
+    every rank. In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample.
+    """
     others = (split.tp - 1) / split.tp
     copies = split.tp if split.replicated_residual else 1
     gathers = 0 if split.replicated_residual else 1
@@ -146,7 +147,7 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
 
 
 def bound(work: StepWork, ceilings: Ceilings) -> float:
-    """The least time of a step in seconds: the longest of its times for arithmetic, memory and links, which overlap."""
+    """The least time of a step in seconds: the longest of the times for arithmetic, memory and links, which overlap."""
     return max(_times(work, ceilings).values())
 
 
@@ -168,8 +169,8 @@ def achieved(work: StepWork, ceilings: Ceilings, seconds: float) -> Achieved:
 
 
 def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:
-    """Return an error message if `fraction`, a fraction of the roofline, is above 1, which is impossible; otherwise
-    None."""
+    """Return an error message if `fraction`, the fraction of the roofline that a step reached, is above 1, which is
+    impossible; otherwise None."""
     if fraction <= 1:
         return None
     return f"{fraction:.2f} of the roofline is impossible: the ceilings ({ceilings.how}) or the time are wrong"

@@ -1,4 +1,4 @@
-"""Executes programs. The modules of this package build step tables, and each backend has its own subpackage."""
+"""Executes programs. This package builds the step tables that launches need; each backend has its own subpackage."""
 
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, rank_machine, registered

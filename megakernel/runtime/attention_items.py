@@ -1,17 +1,17 @@
-"""Divides a step's attention (rows x KV heads x KV tokens) into equal shares of work, one for each attention slot.
+"""Divides the attention of a step (rows x KV heads x KV tokens) into equal shares, one per attention instruction.
 
-An attention slot is the list of work items of one attention instruction. Each rank has its own items,
-for the KV heads that its query heads use.
+A unit of attention work is called an item: some rows of a sequence, some KV heads, and a range of KV blocks. The list
+of items of one attention instruction is called a slot. Each rank has its own items, for its own KV heads.
 
-Rows are first grouped into query tiles, and the KV heads of a tile into parts. All work is then laid out on one line:
+Rows are first grouped into query tiles, and the KV heads of a tile into parts. Then all work is laid out on a line:
 tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. If a slot's
-share ends inside a tile, the tile is cut there, either between two parts or inside a part. A cut inside a part lies
-between two rows or between two KV blocks. A part that is cut between KV blocks is called a split. So there are at most
-as many items as tiles, plus three per slot.
+share ends inside a tile, the tile is divided there, either between two parts or inside a part. A part is divided
+between two rows or between two KV blocks. A part divided between KV blocks is called a split, and the partial results
+of its items must be merged. So there are at most as many items as tiles, plus three per slot.
 
-A CPU core processes one KV head after another, so a part is one head. An SM computes `pages.UNITS` units side by side.
-A unit has `pages.QUERY_TILE` (query row, query head) pairs. In a full tile for an SM, one KV head has enough pairs to
-fill all units. In a tile with fewer rows, a part has several KV heads.
+A CPU core processes one KV head after another, so a part is one head. An SM processes `pages.UNITS` units at the same
+time, each with `pages.QUERY_TILE` (query row, query head) pairs of one KV head. If a tile has so few rows that one KV
+head does not fill all units, a part has several KV heads.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from .cuda import pages
 from .targets import target_of
 
 Ints = NDArray[np.signedinteger]
-# The items of all ranks. Ranks with the same number of KV heads have the same items, so this number
-# is the key. The value is the pair (items by step-table field, slot_items).
+# The attention items of all ranks. Ranks with the same number of KV heads have the same items, so this number is the
+# key. The value has the items, as a dict of step-table columns, and the first item of each slot.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
-# Rows of a query tile on a CPU, which share each read of K and V. With 32 rows, each loaded element
-# is used in enough multiply-adds to hide its load, and the scores (rows x query heads of the group
-# x one KV block) still fit a core's L1 cache.
+# The number of rows of a query tile on a CPU. The rows of a tile share each read of K and V. With 32 rows, each loaded
+# element is used in enough multiply-adds to hide its load, and the scores (rows x query heads of a KV head x KV tokens
+# of a block) still fit into a core's L1 cache.
 QUERY_TILE = 32
-# The number of KV blocks in the smallest item of a split on a CPU. For a smaller item, the hand-off
-# and the merge of partial results cost more than the split saves. On a GPU, this number is 1: a
-# block takes longer than the hand-off, and with few rows most SMs would otherwise be idle.
+# The least number of KV blocks of an item on a CPU if an attention's KV range is divided. For a smaller item,
+# exchanging and merging partial results would cost more than is saved. On a GPU, this number is 1: a KV block takes
+# longer than the exchange, and with few rows most SMs would otherwise be idle.
 SPLIT_GRAIN = 2
-# While an SM computes one pass over a KV block, it can load K and V of about this many KV heads from
-# HBM. On an H200, the 8 units of a pass (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5
-# TFLOP/s) and their softmax take 3 us. K and V of a head (64 KiB at an SM's 36 GB/s) take 1.8 us.
+# While an SM computes with a KV block, it can load K and V of about this many KV heads from HBM. On an H200, the 8
+# query tiles (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5 TFLOP/s) and their softmax take 3 us. K and V of a
+# head (64 KiB at an SM's 36 GB/s) take 1.8 us.
 PASS_HEADS = 2
-# If a cut is closer to a part's border than this fraction of a slot's share, it moves to the
-# border. The shares become less equal, but this avoids a split and makes fewer items.
+# If the end of a slot's share is this close to the border of a part, as a fraction of the share, it moves to the
+# border. The shares become less equal, but fewer parts are divided and there are fewer items.
 SLACK = 1 / 8
 
 
 class _Cut(Enum):
-    """The places at which a step's attention work may be cut into items, from fine to coarse."""
+    """The places where attention work may be divided into items, from fine to coarse."""
 
     INSIDE_PARTS = 0
     BETWEEN_PARTS = 1
@@ -59,41 +59,44 @@ class _Cut(Enum):
 
 @dataclass(frozen=True)
 class _Tiles:
-    """The query tiles, as arrays: consecutive rows of one chunk, or padding (`seq` is -1), in one row block."""
+    """The query tiles, as arrays with an element per tile. A tile has consecutive rows of one chunk, or padding rows
+    (`seq` is -1), inside one row block."""
 
     row: Ints
     rows: Ints
     seq: Ints
-    position: Ints  # position of the first row in its sequence; 0 for padding
-    chunk_row: Ints  # first row of the chunk to which the tile belongs
-    first: Ints  # first KV block that a row sees in any layer: 0 unless all layers have sliding windows
-    blocks: Ints  # KV blocks from there up to the last row's position; 0 for padding
+    position: Ints  # position of the tile's first row in its sequence; 0 for padding
+    chunk_row: Ints  # first row of the sequence's chunk that contains the tile
+    first: Ints  # first KV block that a row attends to in any layer: 0 unless all layers have sliding windows
+    blocks: Ints  # number of KV blocks from `first` to the last row's position; 0 for padding
 
 
 def moves(dims: Dims, position: Ints) -> bool:
-    """Whether a row at one of these positions sees other KV blocks than the row before it."""
+    """Whether a row at one of these positions attends to other KV blocks than a row at the position before."""
     here, before = (_seen(dims, at, at) for at in (position, position - 1))
     return bool((here[0] != before[0]).any() or (here[1] != before[1]).any())
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """The KV blocks [begin, end) that the rows at positions `first` to `last` see, in the layers that see most."""
+    """Return the KV blocks [begin, end) that rows at positions `first` to `last` see with the longest window."""
     begin = np.maximum(first + 1 - max(dims.model.spans), 0) // dims.bucket.kv_block
     return begin, last // dims.bucket.kv_block + 1
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
-    """Compute every rank's items. Chunk i has `count[i]` rows of sequence `seq[i]`, which begin at position `start[i]`.
+    """Compute the attention items of every rank. Chunk i has `count[i]` rows of sequence `seq[i]`, from position
+    `start[i]` on.
 
-    Chunks are in row order. If `dims.items` is too small, tiles are cut more coarsely; if `dims.partials` is too small,
-    fewer parts are split. Raises MegakernelError if not even one item per chunk and row block fits.
+    Chunks are in row order. If there would be more than `items` items, tiles are divided more coarsely. If there is no
+    room for the partial results, fewer parts are divided between KV blocks. Raises MegakernelError if there is no room
+    for one item per chunk and row block.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
 
 
 def write_items(table: StepTable, dealt: Dealt) -> None:
-    """Write the result of `deal_items` into every rank's slot_items and item_* fields."""
+    """Write the attention items to the step table, for every rank. `dealt` is the result of `deal_items`."""
     for rank in range(table.dims.split.tp):
         view = table.rank(rank)
         view.item_split[:] = -1
@@ -104,7 +107,7 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
-    """Return the items of one rank as a dict with a column for each step-table field, and the rank's slot_items."""
+    """Return the attention items of one rank, as a dict of step-table columns, and the first item of each slot."""
     gpu_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.model.group_size)
     query_rows = gpu_rows if target_of(dims).pages else QUERY_TILE
     for tile_rows in (query_rows, dims.bucket.row_block):
@@ -121,7 +124,7 @@ def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, In
 
 def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _Tiles:
     live = int(count.sum())
-    # Padding is treated as one more chunk at the end.
+    # The padding rows count as one more chunk at the end.
     chunk_row = np.append(np.cumsum(count) - count, live)
     seq, start = np.append(seq, -1), np.append(start, 0)
     run = np.union1d(chunk_row, np.arange(0, dims.bucket.tokens, dims.bucket.row_block))
@@ -141,16 +144,16 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
 
 @dataclass(frozen=True)
 class _Parts:
-    """The division of tiles into parts. Each array has one element per tile."""
+    """How tiles are divided into parts, which are groups of KV heads. Each array has one element per tile."""
 
     wide: Ints  # number of KV heads in a part; a divisor of the rank's KV heads
-    cost: Ints  # cost of one part, in the unit of _core_parts or _gpu_parts
-    by_blocks: NDArray[np.bool_]  # whether a part is cut between KV blocks instead of rows
-    grain_blocks: int  # number of KV blocks in the smallest item
+    cost: Ints  # cost of a part, in a unit of its own for CPUs and for GPUs
+    by_blocks: NDArray[np.bool_]  # whether a part is divided between KV blocks; otherwise between rows
+    grain_blocks: int  # the least number of KV blocks of an item if a part is divided between KV blocks
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Divide tiles into parts for CPU cores. The cost of a part is its number of multiply-adds: rows x KV tokens."""
+    """Divide tiles into parts of one KV head, for CPUs. A part costs its number of (row, KV token) pairs."""
     before = tiles.first * dims.bucket.kv_block
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows - before)
     share = dims.split.rank_kv_heads * int(cost.sum()) / dims.bucket.attention_slots
@@ -158,12 +161,12 @@ def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Divide tiles into parts for SMs. Parts are cut between KV blocks, never between rows: an SM takes
-    as long for a part of a KV block, or of its units, as for all of it.
+    """Divide tiles into parts for SMs. Parts are divided between KV blocks only, because an SM takes as long for a part
+    of a KV block, or with some units idle, as for all of it.
 
-    A part gets at most the number of KV heads that fill all units. This number is reduced until one KV block of the
-    part is a small fraction of a slot's share, because cuts between large blocks would make the shares unequal. But
-    PASS_HEADS heads, which keep memory busy, are always allowed if there are enough blocks for all slots.
+    A part has at most the number of KV heads that fill all units. It has fewer if a KV block of the part would
+    otherwise be a large fraction of a slot's share, which would make the shares unequal. If there are enough blocks for
+    all slots, a part may have PASS_HEADS heads in any case, because fewer would not keep memory busy.
     """
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.model.group_size // pages.QUERY_TILE)  # of one head
@@ -176,9 +179,10 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 class _Line:
-    """All work on one line (see the module's docstring). Its unit of length is a grain, which is never cut.
+    """All attention work on one line, as the module's docstring describes. Arrays have one element per tile.
 
-    A grain is a row, or a run of KV blocks if the part is cut between KV blocks. Arrays have one element per tile.
+    The unit of length on the line is a grain, which is never divided: a row, or a run of KV blocks if the part is
+    divided between KV blocks.
     """
 
     def __init__(self, dims: Dims, tiles: _Tiles, cut: _Cut) -> None:
@@ -195,39 +199,39 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Ends:
-    """Where the shares of all slots but the last end. Each array has one element per slot."""
+    """The places where the shares of slots end, except the last slot's. Each array has one element per slot."""
 
     tile: Ints
-    part: Ints  # index of the part in its tile
-    grain: Ints  # index of the first grain in the part that is not in the share any more
-    border: Ints  # the part's border nearest to the end: 0, or the number of its grains
+    part: Ints  # index in the tile of the part (group of KV heads) where the share ends
+    grain: Ints  # index in the part of the first grain (row or run of KV blocks) of the next share
+    border: Ints  # the nearer border of the part: 0, or its number of grains
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The tiles, cut into items. Each array has one element per item."""
+    """The items into which the tiles are divided. Each array has one element per item."""
 
     slot: Ints  # in ascending order
     tile: Ints
-    part: Ints  # index of the first part in its tile
-    grain: Ints  # index of the first grain in the part
+    part: Ints  # index in the tile of the item's first part (group of KV heads)
+    grain: Ints  # index in this part of the item's first grain (row or run of KV blocks)
     length: Ints  # in grains
     line: _Line
 
     @property
     def partly(self) -> NDArray[np.bool_]:
-        """Whether the item has only a part of a part. Otherwise it has one or more whole parts of its tile."""
+        """Whether an item is less than one part. Otherwise it has one or more whole parts of its tile."""
         partly: NDArray[np.bool_] = self.length % self.line.grains[self.tile] != 0
         return partly
 
 
 def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
-    """Divide the line into equal shares. An end close to a border of its part moves to the border."""
+    """Divide the line into equal shares. If an end is close to a border of its part, it moves to the border."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
-    progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]  # in parts of the tile
+    progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]  # measured in parts of the tile
     if cut is _Cut.BETWEEN_TILES:
         progress = parts[tile] * np.rint(progress / parts[tile])
     part = np.clip(progress, 0, parts[tile] - 1).astype(np.int64)
@@ -239,7 +243,7 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """Move ends to the borders of their parts where PARTIALS has no room for the results of further splits."""
+    """Where there is no room for more partial results, end shares at borders of parts instead of inside."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])
@@ -249,7 +253,7 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
 
 
 def _pieces(dims: Dims, tiles: _Tiles, cut: _Cut) -> _Pieces:
-    """Cut the tiles into items, at the ends of shares and at the borders of tiles and of parts that contain an end."""
+    """Divide tiles into items: at ends of shares, borders of tiles, and around each part that contains an end."""
     line = _Line(dims, tiles, cut)
     ends = _unsplit(dims, tiles, line, _ends(dims, line, cut))
     grains = line.grains[ends.tile]
@@ -257,14 +261,14 @@ def _pieces(dims: Dims, tiles: _Tiles, cut: _Cut) -> _Pieces:
     inside = (ends.grain > 0) & (ends.grain < grains)
     cuts = part_begin + ends.grain
     begin = np.unique(np.concatenate([line.borders, cuts, part_begin[inside], (part_begin + grains)[inside]]))
-    begin, length = begin[:-1], np.diff(begin)  # the last border is the end of the line
+    begin, length = begin[:-1], np.diff(begin)  # the last border is the end of the line, where no item begins
     tile = np.searchsorted(line.borders, begin, side="right") - 1
     part, grain = np.divmod(begin - line.borders[tile], line.grains[tile])
     return _Pieces(np.searchsorted(cuts, begin, side="right"), tile, part, grain, length, line)
 
 
 def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
-    """Return the items as a dict with a column for each step-table field."""
+    """Return the items as a dict with a column for each item field of the step table."""
     line, of, partly = pieces.line, pieces.tile, pieces.partly
     divided, wide = line.divided, line.divided.wide[of]
     by_rows, split = partly & ~divided.by_blocks[of], partly & divided.by_blocks[of]
@@ -279,7 +283,7 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     split_end = first + (pieces.grain + pieces.length) * divided.grain_blocks
     block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
-    # An item waits for its own row block, and for those whose KV it reads.
+    # An item waits for its own row block (group of rows), and for those of this step whose K and V it reads.
     own = row // dims.bucket.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
     needed = tiles.chunk_row[of] + np.maximum(block * dims.bucket.kv_block - step_start, 0)

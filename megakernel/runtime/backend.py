@@ -1,4 +1,4 @@
-"""The interface between an engine and a backend, which keeps weights and KV cache and runs each step as one launch."""
+"""The interface of backends. A backend has a model's weights and KV cache, and runs each step as one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..trace import Trace
 
 
 class HostRows(Protocol):
-    """Rows of an output: an array, or data that is copied from a device when it is read."""
+    """Rows of an output: an array, or an object that copies rows from a device when they are read."""
 
     def __getitem__(self, rows: Any, /) -> Any: ...
 
@@ -23,12 +23,12 @@ class HostRows(Protocol):
 
 @dataclass(frozen=True)
 class Output:
-    """The results of a launch on the host. The next launch overwrites the arrays; copy them to keep them."""
+    """The results of a launch, in host memory. The next launch overwrites the arrays, so copy those that you keep."""
 
     tokens: NDArray[np.int32]  # [logit_rows]
     logprobs: NDArray[np.float32]  # [logit_rows]
-    logits: HostRows  # [logit_rows, vocab], without penalties, temperature or other sampling parameters
-    hidden: HostRows  # [logit_rows, hidden], after the final norm, in the compute dtype (bfloat16 as uint16)
+    logits: HostRows  # [logit_rows, vocab], before penalties, temperature and other sampling parameters
+    hidden: HostRows  # [logit_rows, hidden], the output of the final norm, in the compute dtype (bfloat16 as uint16)
     seconds: float  # wall time of the launch
     trace: Trace | None
 
@@ -37,29 +37,29 @@ class Launch(Protocol):
     """A running launch."""
 
     def wait(self) -> Output:
-        """Wait for the end and return the output. Call it once. Ctrl-C aborts the launch within a second."""
+        """Wait until the launch ends, and return its output. Call it once. Ctrl-C aborts the launch within a second."""
 
     def abort(self) -> None:
-        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended."""
+        """Stop the launch, whose output is then lost, and return when it has stopped. Does nothing if it has ended."""
 
 
 class Backend(Protocol):
-    """An executor with one model's weights and one KV pool.
+    """Executes programs with one model's weights and one KV cache. `megakernel.runtime.create` returns a Backend.
 
-    `megakernel.runtime.create` makes one. Programs of different buckets (numbers of token rows and similar sizes) may
-    be launched in any order. A program must agree with the backend in every model dimension, page size and limit.
+    Programs for different maximum numbers of token rows and similar sizes may be launched in any order. They must have
+    the backend's model sizes, page size and limits.
     """
 
     name: str
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> Launch:
-        """Begin to execute one step. The previous launch must have ended, by `wait` or `abort`."""
+        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`."""
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        """Set HISTORY[slot, start : start + len(tokens)]. Allowed only between launches."""
+        """Set HISTORY[slot, start : start + len(tokens)], the tokens of a sequence. Allowed only between launches."""
 
     def close(self) -> None:
-        """Abort a running launch; release threads and memory. Further launches are errors."""
+        """Abort a running launch, and release threads and memory. Further launches are errors."""

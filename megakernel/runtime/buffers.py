@@ -1,4 +1,4 @@
-"""What backends share: allocating buffers, writing HISTORY, and rejecting programs and step tables that do not fit."""
+"""Shared by all backends: allocates buffers, writes the token history, refuses programs that do not fit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ..program import Program
 from ..settings import SETTINGS
 from .step_check import check_step
 
-# The sizes in which programs of one backend may differ. All others belong to the model, its numerics or the engine's
-# limits.
+# The sizes that may differ between a backend's programs. All others depend on the model or on the engine's limits.
 _BUCKET = {
     "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "mask_rows",
     "replicated_residual",
@@ -20,26 +19,26 @@ _BUCKET = {
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
-    """Return a zeroed array for a buffer, [layers, ...] if layered, in its dtype (uint16 for bfloat16)."""
+    """Return zeros for a buffer, in its dtype (bfloat16 as uint16), with an axis for layers if layered."""
     spec = BUFFERS[buffer]
     layers = (dims.model.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims.model).numpy)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if HISTORY has no room for the tokens."""
+    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if there is no room for them."""
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 
 
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
-    """Raise MegakernelError if a HISTORY of `shape` has no room for `count` tokens from `start` in `slot`."""
+    """Raise MegakernelError if a HISTORY of this shape has no room for `count` tokens of `slot` at `start`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
         raise MegakernelError(f"the history of slot {slot} has no room for {count} tokens from position {start} on")
 
 
 def check_program(dims: Dims, program: Program) -> None:
-    """Raise MegakernelError if `program` does not fit a backend made for `dims`. The error names the wrong size."""
+    """Raise MegakernelError, which names the wrong size, if `program` does not fit a backend with the sizes `dims`."""
     if program.ranks != dims.split.tp:
         raise MegakernelError(
             f"the program was compiled for {program.ranks} ranks, the backend has {dims.split.tp}: "
@@ -55,7 +54,7 @@ def check_program(dims: Dims, program: Program) -> None:
 
 
 def check_table(program: Program, table: StepTable, pages: int) -> None:
-    """Raise MegakernelError unless `table` was made for `program` and names only pages of a pool of `pages`."""
+    """Raise MegakernelError unless `table` was made for `program` and a KV cache of `pages` pages."""
     if table.dims != program.dims:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:

@@ -1,9 +1,9 @@
-"""Compares every instruction of a program on the GPU with the reference, phase by phase, from the same poisoned state.
+"""Compares every instruction of a program on the GPU with the NumPy reference, one phase (operation) after another.
 
-Before all instructions of a phase run together, the GPU receives the reference's buffers, with NaN wherever nothing has
-been written. This reveals an element that is not written, or wrongly written, and a value that changes between runs. If
-the results of a phase are wrong, its instructions run one by one, to find the first whose results are wrong even then.
-Running every instruction of every phase alone would take a quarter of an hour.
+Before all instructions of a phase run together, the GPU gets the reference's buffers, with NaN wherever nothing has
+been written. This reveals elements that are not written or wrongly written, and results that differ between runs. If a
+phase has wrong results, its instructions run one by one, to find the first that is wrong even then. Running all
+instructions of all phases alone would take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .reference.backend import ReferenceBackend
 _SUMMED, _ROUNDED = 2e-4, 4e-3
 _NAN_BF16 = 0x7FC0
 
-_Key = tuple[Buffer, int, int]  # (buffer, layer, rank), the arguments of the method `buffer` of both backends
+_Key = tuple[Buffer, int, int]  # (buffer, layer, rank), as the method `buffer` of both backends takes them
 _State = dict[_Key, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
 class PhaseDifference:
-    """An error in a phase; `what` also describes the first instruction that is wrong even when it runs alone."""
+    """A phase with wrong results. `what` also describes the first instruction that is wrong when run alone."""
 
     phase: str
     layer: int
@@ -41,7 +41,7 @@ class PhaseDifference:
 
 
 def prepare(reference: ReferenceBackend, seed: int) -> None:
-    """Fill the reference's activation and output buffers with NaN, and its KV cache with noise."""
+    """Fill the reference's activations and outputs with NaN, and its KV cache with random numbers."""
     rng = np.random.default_rng(seed)
     for buffer, layer, rank in _keys(reference):
         array, spec = reference.buffer(buffer, layer, rank), BUFFERS[buffer]
@@ -57,7 +57,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """A mask of the rows of REDUCE without a token, where a GPU stores the zeros that fill a tile's last box."""
+    """A mask of the rows of REDUCE that have no token. A GPU stores zeros there, because it stores whole boxes."""
     rows = np.arange(d.bucket.tokens)
     kept = rows if d.split.replicated_residual else rows[d.owner(rows) == d.split.rank]
     padding = np.ones(d.split.tp * d.own_rows, bool)
@@ -69,11 +69,11 @@ def _padding(d: Dims) -> NDArray[np.bool_]:
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
 ) -> Iterator[PhaseDifference | None]:
-    """Execute all phases of a step in order on both backends. For each phase, yield None if it is
-    correct, otherwise its Difference.
+    """Execute all phases of a step on both backends, in order. For each phase, yield None if its results are right,
+    otherwise a description of the difference.
 
-    The reference's buffers must be as `prepare` leaves them, with the program's sizes. Each phase runs `repeats` times
-    on the GPU and must give the same bits every time. A launch that fails counts as a difference too.
+    Call `prepare` for the reference first. Each phase runs `repeats` times on the GPU, and must give the same bits
+    every time. A failed launch counts as a difference too.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
@@ -81,7 +81,7 @@ def check_instructions(
         name = program.forward.by_number[int(record.phase_number(phase.records[0]))].name
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
-        except MegakernelError as e:  # the error of a failed launch names the instruction that waited
+        except MegakernelError as e:  # the error names the instruction that waited
             yield PhaseDifference(name, layer, str(e))
             continue
         if wrong is None:
@@ -93,14 +93,14 @@ def check_instructions(
 
 
 class _Twins:
-    """The two backends that are compared, and a copy of the GPU's buffers, which saves sending equal buffers again."""
+    """The GPU backend, the reference, and a copy of the GPU's buffers, so that equal ones are not sent again."""
 
     def __init__(self, gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable) -> None:
         self._gpu, self._reference, self._program, self._table = gpu, reference, program, table
         self._mirror: _State = {}
 
     def state(self) -> _State:
-        """A copy of the reference's buffers."""
+        """Return a copy of the reference's buffers."""
         return {key: self._reference.buffer(*key).copy() for key in _keys(self._reference)}
 
     def restore(self, state: _State) -> None:
@@ -109,7 +109,7 @@ class _Twins:
             self._reference.buffer(*key)[:] = array
 
     def wrong(self, before: _State, index: int, layer: int, work: Segment, repeats: int) -> str | None:
-        """Run `work` on both backends from the state `before`. Returns a description of the first error, or None."""
+        """Run `work` on both backends from the state `before`. Describe the first error, or return None."""
         for stream in range(len(work.offsets) - 1):
             for words in work.stream(stream):
                 rank = stream // self._program.workers
@@ -159,7 +159,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
-    """Yield (segment, layer, phase) for every phase of a step. A phase reads only what earlier ones have written."""
+    """Yield (segment, layer, phase) for all phases of a step, in order: each needs only earlier ones."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.model.layers) if index == BODY else (0,):
@@ -168,15 +168,16 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:
-    """Return a description of the error in the first wrong buffer; None if no buffer is wrong."""
+    """Describe the first buffer whose contents are wrong; None if all are right. `before` is the state before the
+    phase, `after` the reference's state after it, and `got` the GPU's."""
     for key, expected in after.items():
         found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
             if not np.array_equal(found, expected):
                 return f"{buffer.name} holds integers that differ from the reference's"
             continue
-        # Compare only the elements that at least one of the two backends has changed. Unchanged elements would
-        # make the relative error of the buffer look smaller.
+        # Only elements that at least one of the backends has changed are compared. Unchanged ones would make the
+        # relative error look smaller.
         bits = np.dtype(f"u{expected.dtype.itemsize}")
         old = before[key].view(bits)
         changed = (old != expected.view(bits)) | (old != found.view(bits))
@@ -195,10 +196,10 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 
 
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
-    """Return the allowed relative error of an instruction's results, in the Euclidean norm.
+    """Return the largest allowed relative error of an instruction's results, in the Euclidean norm.
 
-    For bfloat16, a few values may be rounded up instead of down, or the reverse. For float32, the order of
-    additions differs. PARTIALS are float32 but get the bfloat16 limit, because the tensor cores
-    take the probabilities of attention in bfloat16.
+    For bfloat16, a few values may be rounded up instead of down, or the reverse. For float32, the order of additions
+    differs. PARTIALS, the partial results of attention, are float32 but have bfloat16's limit, because tensor cores
+    take the softmax probabilities in bfloat16.
     """
     return _ROUNDED if dtype is Dtype.BF16 or buffer is Buffer.PARTIALS else _SUMMED

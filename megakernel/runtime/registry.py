@@ -1,6 +1,6 @@
-"""The table of all backends, which `--backend`, `doctor`, the engine and the benchmarks read.
+"""The table of all backends, from which `--backend`, `doctor`, the engine and benchmarks choose.
 
-The modules of a backend are imported when it is used, so that a machine without GPU packages can run the others.
+A backend's modules are imported only when it is used, so that a machine without GPU packages can run the others.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from .cpu.target import CPU
 from .cuda.target import HOPPER
 from .target import Target
 
-# Makes a backend from the arguments of `create`.
+# A function with the arguments of `create` that returns a backend.
 _Make = Callable[[Checkpoint, Dims, int, Dtype, int | None], Backend]
 
 
 @dataclass(frozen=True)
 class Registered:
-    """The properties of a backend. `lack` returns the reason why the backend cannot run a model
-    with a compute type on this machine, or None if it can. `machine` returns one rank's share of
-    this machine for given numbers of threads and ranks.
+    """The properties of a backend. `lack` returns the reason why it cannot run a model in a compute type on this
+    machine, or None if it can. `machine` returns the device that one rank gets, for a number of threads and of ranks.
 
-    `dtype` is the default compute type; None means the checkpoint's own. `target` is the target for
-    which programs are compiled. If `stores` is true, weights and KV cache may have other types in
-    memory than the compute type. If `automatic` is true, `--backend auto` may choose this backend. If `devices` is
-    true, each rank has its own memory. If `arithmetic` is false, the results are meaningless.
+    `dtype` is the default compute type; None means the checkpoint's. Programs must be compiled for `target`. If
+    `stores` is true, weights and KV cache may have other types than the compute type. If `automatic` is true,
+    `--backend auto` may choose the backend. If `devices` is true, each rank has its own memory. If `arithmetic` is
+    false, results are meaningless.
     """
 
     what: str
@@ -47,7 +46,7 @@ class Registered:
     arithmetic: bool = True
 
     def refuses(self, weights: str, kv_cache: str = "auto") -> str | None:
-        """Return why `--weights` or `--kv-cache-dtype` cannot be what is requested; None if they can."""
+        """Return why the backend cannot store weights or the KV cache as these flags request; None if it can."""
         if not self.stores and weights != "auto":
             return f"weights in {weights} are not supported on {self.what}: use --weights auto"
         if not self.stores and kv_cache != "auto":
@@ -56,7 +55,7 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """One rank's share of this machine, with at most one worker per core: two on one core would only wait."""
+    """One rank's part of this machine, with at most one worker per core, because two would wait for each other."""
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
 
@@ -94,7 +93,7 @@ def _cuda_lack(config: ModelConfig, dtype: Dtype) -> str | None:
     return missing() or model_refusal(config.sizes(dtype))
 
 
-# `auto` chooses the first backend that is `automatic` and whose `lack` returns None.
+# The value `auto` means the first backend that is `automatic` and can run the model here (`lack` returns None).
 REGISTRY: dict[str, Registered] = {
     "cuda": Registered(
         "a Hopper GPU", _cuda, _cuda_share, _cuda_lack, Dtype.BF16, HOPPER, stores=False, automatic=True, devices=True
@@ -107,22 +106,22 @@ BACKENDS = ("auto", *REGISTRY)
 
 
 def registered(name: str) -> Registered:
-    """The backend `name`. Raises MegakernelError if it does not exist."""
+    """Return the backend `name`. Raises MegakernelError if there is none."""
     if name not in REGISTRY:
         raise MegakernelError(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}")
     return REGISTRY[name]
 
 
 def backend_for(target: str) -> Registered:
-    """The backend that runs programs of a target."""
+    """Return the backend that runs programs compiled for `target`."""
     return next(backend for backend in REGISTRY.values() if backend.automatic and backend.target.name == target)
 
 
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """Return the backend's name, where `auto` is replaced by the chosen one, and the compute type, where None means the
-    checkpoint's own. `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
+    """Return the name of the backend to use, which replaces `auto`, and its compute type; None means the checkpoint's
+    type. `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
 
     Raises MegakernelError if `name` is unknown or cannot run this model here.
     """
@@ -140,11 +139,11 @@ def choose_backend(
 def create(
     name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, threads: int | None = None
 ) -> Backend:
-    """Make the backend `name` with the checkpoint's weights and a KV pool of `pages` pages. `auto`
-    chooses one as `choose_backend` does.
+    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. `auto` chooses as
+    `choose_backend` does.
 
-    `threads` defaults to the number of cores that this process may use; the reference backend uses
-    one. Raises MegakernelError for a backend that is unknown or not in this build.
+    `threads` is by default the number of cores that this process may use; the reference backend uses one. Raises
+    MegakernelError if the backend is unknown or its parts are not installed.
     """
     if name == "auto":
         name, _ = choose_backend(name, checkpoint.config, dtype)
@@ -152,5 +151,5 @@ def create(
 
 
 def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
-    """The machine for which a program is compiled: the share of this machine that each of `ranks` ranks has."""
+    """Return the device for which programs are compiled: what each of `ranks` ranks gets of this machine."""
     return registered(name).machine(threads, ranks)

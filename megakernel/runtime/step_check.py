@@ -1,4 +1,4 @@
-"""The invariants of a step table, on which programs, the verifier and backends rely."""
+"""Checks a step table against the conditions that programs, the verifier and backends rely on."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from ..isa import Dims, StepTable
 
 
 def check_step(table: StepTable) -> None:
-    """Raise MegakernelError naming the first invariant that the table breaks.
+    """Raise a MegakernelError that names the first condition that the step table violates.
 
     Rows
     - Live rows (row_seq >= 0) come first; padding rows have sequence -1, token 0, position 0.
-    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A deferred token is
-      stored as -1 - slot, and the row reads the token from HISTORY[slot]; slot < max_seqs.
-    - The rows of a sequence follow each other and have consecutive positions, so no two rows store K and V at the
-      same place.
+    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A token that is still being sampled is stored as
+      -1 - slot, and the row reads it from HISTORY[slot]; slot < max_seqs.
+    - The rows of a sequence follow each other and have consecutive positions, so no two rows store K and V at the same
+      place.
     - Page ids are >= 0, and no page that one sequence writes is used by another.
 
-    Attention items of each rank; KV heads are counted from the rank's first one
+    Attention items (units of attention work) of each rank; KV heads are counted from the rank's first one
     - slot_items ascends from 0. Its last entry is the number of items in use, at most `items`.
     - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
-    - Each pair (token row, KV head) belongs to exactly one unsplit item or exactly one split. A split is a set of
-      items that divide the KV blocks of the same rows.
-    - A padding item has no KV blocks. An unsplit item covers all KV blocks that its rows see: those from the first
-      one in any layer, which is 0 unless all layers have sliding windows, to the one with its last row's position.
-    - The items of a split have equal rows, heads, sequence, item_partial and item_span; item_splits is the number
-      of these items. Together they cover each KV block that an unsplit item would have (item_span blocks) exactly
-      once. Split indices are < items. The ranges of different splits in PARTIALS are disjoint and inside `partials`.
+    - Each pair (token row, KV head) belongs to exactly one unsplit item or exactly one split. A split is a set of items
+      that divide the KV blocks of the same rows.
+    - A padding item has no KV blocks. An unsplit item covers all KV blocks that its rows attend to: those from the
+      first one in any layer, which is 0 unless all layers have sliding windows, to the one with its last row's
+      position.
+    - The items of a split have equal rows, heads, sequence, item_partial and item_span; item_splits is the number of
+      these items. Together they cover each KV block that an unsplit item would have (item_span blocks) exactly once.
+      Split indices are < items. The ranges of different splits in PARTIALS are disjoint and inside `partials`.
     - An item waits for its own row block, and for the row blocks of all rows of this step whose KV it reads.
 
     Logit rows
@@ -40,8 +41,8 @@ def check_step(table: StepTable) -> None:
       repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
     - mask_count is at most mask_rows, and the mask of a row at most mask_count.
     - Sampled tokens go to distinct places of HISTORY, or nowhere, and never to a place that this step reads. A row
-      with a deferred token reads the place of that token. A row that samples with penalties has a history slot, and
-      reads all places of that slot before its sample position. It may store to another slot, or not at all.
+      whose token is still being sampled reads that token's place. A row that samples with penalties has a history slot,
+      and reads all places of that slot before its sample position. It may store to another slot, or not at all.
     """
     _check_rows(table)
     for rank in range(table.dims.split.tp):
@@ -77,7 +78,7 @@ def _check_rows(t: StepTable) -> None:
 
 
 def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
-    """Check that sequences `seq`, which write positions `start` to `last` and read earlier ones, have valid pages."""
+    """Check the KV pages of the sequences `seq`, which write positions `start` to `last` and read all earlier ones."""
     index = np.arange(t.dims.bucket.pages_per_seq)
     tables = t.block_tables[seq]
     used = index <= (last // t.dims.bucket.kv_page)[:, None]
@@ -90,7 +91,7 @@ def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDA
     at = np.minimum(np.searchsorted(pages, tables[used]), len(pages) - 1)
     foreign = (pages[at] == tables[used]) & (owners[at] != owner[used])
     _require(~foreign, "a page that one sequence writes is used by another")
-    # A sequence that uses one page twice, for older tokens and for new ones, would overwrite its own tokens.
+    # If a sequence had one page twice, for older tokens and for new ones, it would overwrite its own tokens.
     older = used & ~written
     at = np.minimum(np.searchsorted(pages, tables[older]), len(pages) - 1)
     _require(pages[at] != tables[older], "a page is written and also an older page of its sequence")
@@ -141,7 +142,8 @@ def _check_items(t: StepTable) -> None:
 
 
 def _check_splits(t: StepTable, n: int, first: NDArray[Any], whole: NDArray[Any]) -> NDArray[Any]:
-    """Check splits. Return a mask of unsplit and first items, which must partition rows x KV heads."""
+    """Check the splits, the sets of items that divide the KV blocks of the same rows. Return a mask of all unsplit
+    items and the first item of each split."""
     d = t.dims
     once = np.ones(n, bool)
     taken = np.zeros(d.bucket.partials, bool)

@@ -1,4 +1,4 @@
-"""Writes step tables: from the rows of a step and their sampling parameters, or from a list of chunks."""
+"""Writes step tables, from arrays of rows and sampling parameters, or from a list of chunks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Requests logits at token `index` of a chunk and says how to use them. The defaults sample greedily.
+    """Requests the logits at token `index` of a chunk, and says how to use them. By default, the most probable token is
+    chosen.
 
-    If `target` >= 0, the row returns the log-probability of that token instead of sampling. If `store` is true, the
-    sampled token is written to HISTORY as the sequence's next token. If the row has penalties, it reads the earlier
-    tokens of its sequence from HISTORY. The same step must not store any of those tokens.
+    If `target` >= 0, the log-probability of that token is returned, and no token is sampled. If `store` is true, the
+    sampled token is written to HISTORY as the sequence's next token. With penalties, the row reads the earlier tokens
+    of its sequence from HISTORY; the same step must not write any of them.
     """
 
     index: int
@@ -52,8 +53,8 @@ class SampleRow:
 
 
 class Sampling:
-    """The sampling parameters of many rows, as arrays. A row has the same index (`place`) in all arrays. The last place
-    has the defaults, which padding rows use.
+    """The sampling parameters of many rows, as arrays. A row has the same index (its place) in all arrays. The last
+    place has the defaults, which padding rows use.
 
     The keys of `columns` are names of step-table fields.
     """
@@ -69,7 +70,7 @@ class Sampling:
         self.bias_values: NDArray[np.float32] = np.zeros((places, 0), np.float32)
 
     def set(self, place: int, row: SampleRow) -> None:
-        """Set `place` to sample like `row`."""
+        """Set the parameters at `place` to those of `row`."""
         for name in (*_INTS, *FLOATS):
             self.columns[name][place] = getattr(row, name)
         low, high = np.array([row.seed & _WORD, row.seed >> 32 & _WORD], np.uint32).view(np.int32)
@@ -86,44 +87,43 @@ class Sampling:
 
 @dataclass(eq=False)
 class Lineup:
-    """The work of a step, without token ids and positions: one chunk of tokens for each sequence, and the logit rows of
-    the chunks. Each sequence has its own slot, the row of HISTORY that holds its tokens.
-    """
+    """The work of a step, without token ids and positions: one chunk of tokens for each sequence, and the rows of the
+    chunks that get logits. Each sequence has its own slot, which is its row in HISTORY."""
 
     # -- one element for each chunk
     slot: Ints
-    count: Ints  # the number of tokens in the chunk
+    count: Ints  # number of tokens in the chunk
 
     # -- one element for each logit row, in the order of token rows
-    chunk: Ints  # the index of the chunk that the row belongs to
-    index: Ints  # the index of the row's token in its chunk
-    place: Ints  # the index into `Sampling` of the row's parameters
-    target: Ints  # the token whose log-probability is returned; -1: sample a token
-    store: NDArray[np.bool_]  # whether the sampled token is stored in HISTORY
+    chunk: Ints  # index of the chunk that contains the row
+    index: Ints  # index of the row's token within its chunk
+    place: Ints  # index of the row's parameters in the arrays of `Sampling`
+    target: Ints  # token whose log-probability is returned; -1: a token is sampled
+    store: NDArray[np.bool_]  # whether the sampled token is written to HISTORY
 
 
 @dataclass(eq=False, slots=True)
 class StepRows:
-    """The rows of a step. Consecutive steps share one Lineup if the same sequences continue."""
+    """The rows of a step. If the same sequences continue, consecutive steps have the same Lineup object."""
 
     lineup: Lineup
-    start: Ints  # for each chunk, the position of its first token
-    tokens: Ints  # token ids, chunk by chunk; -1: the token is HISTORY[slot][position]
+    start: Ints  # for each chunk, the position of its first token in its sequence
+    tokens: Ints  # token ids, chunk by chunk; -1 means the token in HISTORY[slot][position]
 
     @property
     def position(self) -> Ints:
-        """For each logit row, the position of the token that it predicts."""
+        """For each logit row, the position in its sequence of the token that it predicts."""
         return self.start[self.lineup.chunk] + self.lineup.index + 1
 
 
 def fits(capacity: str, wanted: int, limit: int) -> None:
-    """Raise MegakernelError, which names `capacity`, if a step needs more than its program was compiled for."""
+    """Raise MegakernelError, which names `capacity`, if a step needs more than its program's limit."""
     if wanted > limit:
         raise MegakernelError(f"the step needs {capacity} = {wanted}, but the program was compiled for at most {limit}")
 
 
 def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
-    """Write all fields except pages and attention items. Raises MegakernelError naming an exceeded capacity."""
+    """Write a step table's fields except pages and attention items. Raises MegakernelError if it is too small."""
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.bucket.tokens)
     fits("logit_rows", len(lineup.chunk), dims.bucket.logit_rows)
@@ -131,7 +131,7 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
     table.positions[live:] = table.token_ids[live:] = 0
     slot = lineup.slot[lineup.chunk]
     first = np.cumsum(lineup.count) - lineup.count
-    place = _padded(lineup.place, dims.bucket.logit_rows)  # -1, the last entry of `sampling`, for padding rows
+    place = _padded(lineup.place, dims.bucket.logit_rows)  # -1 for padding: the last place
     for name, column in sampling.columns.items():
         getattr(table, name)[:] = column[place]
     table.logit_rows[:] = _padded(first[lineup.chunk] + lineup.index, dims.bucket.logit_rows)
@@ -145,7 +145,7 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: StepRows) -> None:
-    """Write only tokens and positions, into a table that `fill_rows` has filled for the same lineup."""
+    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count
@@ -156,7 +156,7 @@ def move_rows(table: StepTable, rows: StepRows) -> None:
 
 
 def _padded(values: NDArray[Any], length: int) -> NDArray[np.int64]:
-    """`values` followed by -1, up to `length`."""
+    """Return `values`, extended to `length` with -1."""
     out = np.full(length, -1)
     out[: len(values)] = values
     return out
@@ -174,10 +174,10 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
 
 
 class SequencePages:
-    """The ids of the KV pages of each slot's sequence. In row `slot` of `ids`, the first `count[slot]` are valid.
+    """The KV pages of each slot's sequence. The first `count[slot]` ids in row `slot` of `ids` are valid.
 
-    Whoever changes the row of a slot must set `changed[:, slot]`, one flag for each of the two
-    tables that `Steps` writes in turn.
+    After a change to the row of a slot, set `changed[:, slot]`. There are two flags per slot, one for each of the two
+    tables that `Steps` writes alternately.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -196,21 +196,21 @@ class _Kept:
 
 
 class Steps:
-    """Writes an engine's steps alternately into two step tables, so that a launch can read one
-    while the other is written.
+    """Writes an engine's steps alternately into two step tables, so that a launch can read one while the other is
+    written.
 
-    While successive steps have the same lineup (sequences and their chunks) and every sequence continues by one token,
-    a table needs only new tokens and positions. Its attention items stay the same until a row enters its next KV
-    block, or its window leaves one.
+    If successive steps have the same lineup (sequences and numbers of tokens), and every sequence continues by one
+    token, a table needs only new tokens and positions. Its attention items stay the same until a sequence enters its
+    next KV block, or its sliding window leaves one.
     """
 
     def __init__(self, pages: SequencePages, sampling: Sampling) -> None:
         self._pages, self._sampling = pages, sampling
         self._kept: list[_Kept | None] = [None, None]
-        self._turn = 0  # which of the two tables is written next
+        self._turn = 0  # which of the two tables is written next: 0 or 1
 
     def build(self, dims: Dims, rows: StepRows) -> StepTable:
-        """The step's table, until the call after the next. Raises MegakernelError naming an exceeded capacity."""
+        """Return a step's table, valid until the call after the next. Raises MegakernelError if it is too small."""
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
         if kept is None or kept.table.dims is not dims:
@@ -237,7 +237,7 @@ class Steps:
 
 
 def _goes_on(last: StepRows, rows: StepRows) -> bool:
-    """Whether each sequence of `last` continues in `rows`, by the one token after its last."""
+    """Whether `rows` continues each sequence of `last` by exactly the next token."""
     return (
         rows.lineup is last.lineup
         and len(rows.tokens) == len(rows.start)
@@ -247,11 +247,11 @@ def _goes_on(last: StepRows, rows: StepRows) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps
-    followed by tokens proposed for speculative decoding.
+    """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps followed by tokens that
+    speculative decoding proposes.
 
-    `slot` is the sequence's row in the block table and in HISTORY. A token of -1 stands for the token in
-    HISTORY[slot][position]. `pages` are the sequence's page ids from its start, enough for `start + len(tokens)`.
+    `slot` is the sequence's row in HISTORY and in the table of KV pages. A token of -1 stands for the token in
+    HISTORY[slot][position]. `pages` are the ids of the sequence's KV pages, enough for `start + len(tokens)` tokens.
     """
 
     slot: int
@@ -262,11 +262,11 @@ class Chunk:
 
 
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
-    """The step table that runs `chunks`, each in its own slot; `check_step` lists its invariants.
+    """Return the step table that runs `chunks`, each in its own slot. `check_step` lists what holds for a valid table.
 
     Chunks get token rows in order, and their samples get logit rows in order. All other rows are padding. Raises
-    MegakernelError if one chunk or all chunks together exceed a capacity, which the error names (a field of Dims). A
-    token outside the vocabulary is an error too, because it would read beyond the embedding table.
+    MegakernelError, which names the field of Dims, if the chunks exceed a capacity of the program. A token outside the
+    vocabulary is an error too, because it would read beyond the embedding table.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):

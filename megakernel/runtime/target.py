@@ -1,4 +1,4 @@
-"""What a kind of processor requires of a program. Nothing is inferred from sizes."""
+"""Defines what a kind of processor (CPU or Hopper GPU) requires of a program."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..isa import Columns, Dims, Loads, Phase, Units, loads
 from ..program import SEGMENTS, Program
 from ..program.part import Part
 
-_ANY = 1 << 30  # stands for "any number of rows": more rows than a program can have
+_ANY = 1 << 30  # more rows than a program can have, so this means no limit
 
 
 @dataclass(frozen=True)
 class Target:
-    """The kind of processor for which programs are compiled. A backend defines the target of its programs.
+    """A kind of processor for which programs are compiled. Each backend runs the programs of one target.
 
     units      the kinds of units that can compute matmuls; the kind that suits few rows comes first
-    row_unit   row blocks start at multiples of this number of rows, because so many rows are stored
-               together; 1 if any number of rows can be stored
+    row_unit   row blocks start at multiples of this number of rows, which are stored together; 1 if any
+               number of rows can be stored
     col_unit   column tiles start at multiples of this number; None if the machine file gives it
-    pages      whether operands pass through a ring of pages, whose size the machine file gives
-    any_split  whether attention may split the KV range of every tile of query rows; if not, it splits
-               only those of tiles with one row or a long context
+    pages      whether operands pass through a ring buffer of shared-memory pages, whose size the machine file gives
+    any_split  whether attention may divide the KV range of any tile of query rows; if not, only of tiles with one row
+               or with a long context
     """
 
     name: str
@@ -34,30 +34,30 @@ class Target:
     any_split: bool
 
     def chosen(self, name: str) -> Units:
-        """The matmul units that `--matmul NAME` selects. A target with only one kind of units ignores the name."""
+        """The units that `--matmul NAME` selects. If a target has only one kind of units, the name is ignored."""
         return self.units[0] if len(self.units) == 1 else Units[name.upper()]
 
     def tile_rows(self, units: Units, inner: int) -> int:
-        """The maximum number of rows in a tile, if a row of its inputs has at most `inner` elements."""
+        """Return the maximum number of rows of a matmul tile whose input rows have at most `inner` elements."""
         return _ANY
 
     def norm_fits(self, rows: int, inner: int, dims: Dims) -> bool:
-        """Whether a matmul can normalise this many rows of its inputs itself."""
+        """Whether a matmul can itself normalise this many input rows of `inner` elements."""
         return True
 
     def output_columns(self, phase: Phase, dims: Dims) -> int:
-        """Column tiles of the phase start at multiples of this number too; 0 if they need not."""
+        """A number of which the first columns of the phase's tiles must also be multiples; 0 if there is none."""
         return 0
 
     def loads(self, phase: Phase, columns: Columns, dims: Dims) -> Loads:
-        """The bytes that instructions load on rank `dims.rank`, as `isa.loads` defines them."""
+        """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.loads`)."""
         return loads(phase, columns, dims)
 
     def violations(self, parts: Sequence[Part]) -> Iterator[str]:
-        """Yield what this kind of processor cannot execute in the segments of a program whose records are right."""
+        """Describe what this kind of processor cannot execute in a program that has passed all other checks."""
         return iter(())
 
     def check(self, program: Program) -> None:
-        """Raise MegakernelError with the first of the `violations`, if there is one."""
+        """Raise MegakernelError with the first of `violations`, if there is one."""
         if (found := next(self.violations([Part(program, name) for name in SEGMENTS]), None)) is not None:
             raise MegakernelError(f"the program is wrong: {found}: compile it again")

@@ -1,4 +1,4 @@
-"""The targets of all backends, by name. Importing this module loads no GPU package."""
+"""All targets (kinds of processors) by name. Importing this module loads no GPU package."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ TARGETS: dict[str, Target] = {target.name: target for target in (CPU, HOPPER)}
 
 
 def target_of(dims: Dims) -> Target:
-    """The target that a program of these sizes was compiled for."""
+    """Return the target for which a program with these sizes was compiled."""
     return next(target for target in TARGETS.values() if dims.worker.units in target.units)

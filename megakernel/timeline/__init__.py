@@ -1,4 +1,4 @@
-"""Shows from a program and its trace where the time went: as metrics, an HTML page, a Perfetto file or a table."""
+"""Shows from a program and its trace where a step's time went: as figures, HTML page, Perfetto file or table."""
 
 from .compare import compare, compare_launches
 from .html import page, write_html

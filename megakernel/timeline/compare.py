@@ -1,7 +1,8 @@
-"""Compares two traces, predicted and measured or before and after a change, and several launches of one program.
+"""Compares two traces, such as predicted and measured or before and after a change, and several launches of one
+program.
 
-Two executed instructions match if their phase's name, operands, layer, rank and launch are equal. Their worker and time
-may differ, so differently compiled programs for one bucket can be compared.
+Executed instructions of two traces match if their phase's name, operands, layer, rank and launch are equal. Their
+worker and time may differ. So two programs that were compiled differently for the same sizes can be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .summary import Summary
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """The COMPUTE time of the matched instructions of one phase: the mean in each trace, and second / first."""
+    """The mean computing time of one phase's matching instructions in each trace, and second / first."""
 
     name: str
     count: int
@@ -34,7 +35,7 @@ class PhaseChange:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """When a phase ran in a layer in each trace: earliest begin and latest end, in seconds since the launch began."""
+    """The begin and the end of a phase in one layer, for each trace, in seconds since the launch began."""
 
     layer: int | None
     instruction: str
@@ -44,8 +45,8 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`step_s` of both traces and their ratio, second / first. `instructions` covers those that have a counterpart, and
-    `phases` the last launch, in the order in which the phases begin in the first trace.
+    """The comparison of two traces. `step_s` has the step's time in each, and `ratio` is second / first. `instructions`
+    is about instructions that are in both traces. `phases` is about the last launch, in the order of the first trace.
     """
 
     first: str
@@ -61,9 +62,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """n executed instructions: `key` has identities [n, words], `place` the phase's in the list of `in_common`, `layer`
-    -1 outside the layers, `seconds` the time in COMPUTE, and `begin` and `end` seconds since the launch began.
-    """
+    """n executed instructions of a trace: `key` [n, words] identifies each in both traces, `place` is its phase's index
+    in the result of `in_common`, `layer` is -1 outside the layers, `seconds` is its computing time, and `begin` and
+    `end` are seconds since the launch began."""
 
     key: Ints
     place: Ints
@@ -75,7 +76,7 @@ class _Executed:
 
 
 def compare(first: Resolved, second: Resolved) -> Comparison:
-    """Compare two traces. Raises MegakernelError if they share no instruction."""
+    """Compare two traces. Raises MegakernelError if no instruction is in both."""
     phases, places = in_common((first.program, second.program))
     one, two = (_executed(*each) for each in zip((first, second), places, strict=True))
     mine, theirs = match(one.key, two.key)
@@ -102,7 +103,8 @@ def compare(first: Resolved, second: Resolved) -> Comparison:
 
 
 def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
-    """Return the programs' phases, one per name, and per program an array from phase number to place in that list."""
+    """Return all phases of several programs, one for each name. For each program, also return an array that maps the
+    number of a phase to its index in this list."""
     forwards = [program.forward.by_number.values() for program in programs]
     phases = {phase.name: phase for forward in forwards for phase in forward}
     place = {name: at for at, name in enumerate(phases)}
@@ -110,7 +112,7 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
 
 
 def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
-    """Return where the rows that both arrays contain are in each. Of a repeated row, the first occurrence counts."""
+    """The indices, in each of two arrays, of the rows that are in both. Of equal rows in an array, the first counts."""
     both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     found = np.full((2, len(both)), -1, dtype=np.int64)
     for side, ids in enumerate((at.ravel()[: len(one)], at.ravel()[len(one) :])):
@@ -121,7 +123,8 @@ def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
 
 
 def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
-    """Return the identity of each instruction in `rows`, [rows, words]. `places` is this program's of `in_common`."""
+    """Return an array [rows, words] that identifies the instructions of some intervals (`rows`) in both traces.
+    `places` maps the numbers of this program's phases to a common list."""
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
     own = (places[resolved.number], resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)
@@ -129,7 +132,7 @@ def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
 
 
 def _executed(resolved: Resolved, places: Ints) -> _Executed:
-    """Return all executed instructions that have a COMPUTE interval and are not control instructions."""
+    """Return all executed instructions that have a COMPUTE interval, except joins and drains."""
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
     rows = chosen[first]
@@ -175,7 +178,7 @@ def _ratio(first: float, second: float) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """One waterfall bar over several launches, in seconds. `most_in` is the index of the launch with the maximum."""
+    """A bar of the waterfall chart in several launches, in seconds. It is longest in launch `most_in`."""
 
     name: str
     median_s: float
@@ -186,7 +189,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Launches:
-    """Launches of one program. `median` is the index of the median step. `differences` have the largest range first."""
+    """A comparison of launches of one program. `median` is the index of the launch with the median time. The bar that
+    differs most comes first in `differences`."""
 
     step_s: list[float]
     median: int
@@ -194,7 +198,7 @@ class Launches:
 
 
 def compare_launches(summaries: Sequence[Summary]) -> Launches:
-    """Compare several launches of one program. Each summary describes a trace of a single launch."""
+    """Compare launches of one program. Each summary describes the trace of one launch."""
     steps = [s.step_s for s in summaries]
     median = sorted(range(len(steps)), key=lambda n: steps[n])[len(steps) // 2]
     parts = [{bar.name: bar.seconds for bar in s.waterfall.bars} for s in summaries]

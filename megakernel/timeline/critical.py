@@ -1,4 +1,4 @@
-"""The critical path: the chain of instructions that determined the length of the step."""
+"""Finds the critical path: the chain of instructions that determined the length of a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from .spans import Ints
 
 @dataclass(frozen=True)
 class ChainLink:
-    """One instruction on the critical path. `begin_s` and `end_s` bound its part of the path, in seconds since the
-    launch began, and `gap_s` is the time since the end of the previous link. `after` is "wait" if the previous link
-    released this one, "order" if it is earlier on the same worker, or "start" if there is none. `interval` is the row
-    in the trace.
-    """
+    """One instruction on the critical path. From `begin_s` to `end_s`, in seconds since the launch began, it determines
+    the step's length. `gap_s` is the time between the previous link and `begin_s`. `after` is "wait" if the previous
+    link's signal ended this one's wait, "order" if the previous link is earlier on the same worker, or "start" if there
+    is none. `interval` is a row of the trace."""
 
     rank: int
     worker: int
@@ -32,11 +31,12 @@ class ChainLink:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The path of the last launch. `seconds` is the sum of `by_instruction` and `gap_s`, exact to one tick.
+    """The critical path of the last launch. `seconds` is its length, the sum of `by_instruction` and `gap_s`.
 
-    A link ends when it lets the next one continue: after its COMPUTE if that is the next instruction of the same
-    worker, or after its STORE if that waits for its signal. The next link begins then, or at its own COMPUTE if that is
-    later. The gaps between links are signals, dispatch, and loads that no other work hid.
+    A link of the chain ends when the next one can continue: after its COMPUTE interval if the next one is on the same
+    worker, or after its STORE interval if the next one waits for its signal. The next link begins then, or when its own
+    COMPUTE begins if that is later. The gaps between links are the times of signals, of dispatch, and of loads that
+    nothing hides.
     """
 
     seconds: float
@@ -46,7 +46,8 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
-    """Return the last launch's critical path. Each step back goes to the releaser or predecessor that let go later."""
+    """Return the critical path of the last launch. It is followed backwards: from each instruction to the one that it
+    waited for, or to the previous one of the same worker, whichever ended later."""
     launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
     nodes = nodes[resolved.launch[nodes] == launch]
@@ -73,8 +74,8 @@ def critical_path(resolved: Resolved) -> CriticalPath:
         before = int(previous[node])
         if before >= 0 and before not in seen:
             choices.append((int(done[before]), "order", before))
-        # A worker reads the clock for the end of an interval after it has sent the signal. A releaser may therefore
-        # seem to end after the wait that it ended, but its begin is always recorded correctly.
+        # A worker reads the clock for the end of an interval after it has sent its signal. So an instruction may seem
+        # to end after the wait that its signal ended. Its begin is always right.
         if parent >= 0 and parent not in seen and begin[parent] <= begin[node]:
             choices.append((int(resolved.end[finish[parent]]), "wait", parent))
         let_go, after, next_node = max(choices[1:] or choices)
@@ -103,7 +104,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
 
 
 def _done(resolved: Resolved) -> Ints:
-    """Return when each executed instruction lets its worker continue: at its last end, a storer's stores excepted."""
+    """Return when the worker continues after each execution: at its last end, without the storer warp's work."""
     done = np.full(resolved.executions, -1)
     inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -111,7 +112,7 @@ def _done(resolved: Resolved) -> Ints:
 
 
 def _starts(resolved: Resolved) -> Ints:
-    """Return when the COMPUTE of each executed instruction begins, or its last interval if it has no COMPUTE."""
+    """Return when each execution's COMPUTE interval begins, or without any, its last interval."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])
@@ -121,7 +122,7 @@ def _starts(resolved: Resolved) -> Ints:
 
 
 def _previous_on_lane(resolved: Resolved, nodes: Ints, begin: Ints, done: Ints) -> Ints:
-    """For each executed instruction, return the previous one on the same lane (worker) in the same launch, or -1."""
+    """For each executed instruction, return the previous one of the same worker in the same launch, or -1."""
     instance = resolved.instance[nodes]
     order = np.lexsort((instance, done[instance], begin[instance], resolved.lane[nodes]))
     instance, lane = instance[order], resolved.lane[nodes[order]]

@@ -1,4 +1,4 @@
-"""Writes the timeline as one HTML file that works offline, with template, styles, scripts and packed data."""
+"""Writes the timeline as one HTML file that works offline. It contains the styles, the scripts and the packed data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .template import asset, fill, policy, timeline_script
 from .waterfall import FAR
 
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
-_OWNERS = -3  # besides OWN and EVERY, a third value for a region's rank: the ranks that own its rows
+_OWNERS = -3  # a third special value for a region's rank, besides OWN and EVERY: the ranks that own its rows
 _LAYOUT = {
     "words": rec.WORDS,
     "operand": rec.OPERAND_WORD,
@@ -37,7 +37,7 @@ _LAYOUT = {
     "prologue": PROLOGUE,
     "epilogue": EPILOGUE,
 }
-_CURVE_MOST = 2**16 - 1  # the number that stands for the highest value of a curve (see `tops`)
+_CURVE_MOST = 2**16 - 1  # curves are stored as integers; this one stands for the highest value
 _MIN_BINS, _MAX_BINS = 512, 8192
 
 Columns = dict[str, NDArray[Any]]
@@ -45,9 +45,8 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class _Source:
-    """A trace and what the page shows of it. `places` has the place of each phase number in the page's list of phases,
-    `peaks` the peak rates of RESOURCES, and `curves` fractions of these peaks, [ranks, RESOURCES, bins].
-    """
+    """A trace, and what the page shows of it. `places` maps a phase's number to its index in the page's list of phases.
+    `peaks` are the peak rates of RESOURCES, and `curves` fractions of them over time, [ranks, RESOURCES, bins]."""
 
     resolved: Resolved
     summary: Summary
@@ -59,24 +58,24 @@ class _Source:
     def of(resolved: Resolved, summary: Summary, places: Ints) -> _Source:
         bin_s = resolved.period * resolved.tick_s / _bins(resolved)
         peak = peaks(resolved.machine, resolved.program.processors)
-        # If the peak rate of a resource is unknown (0), divide by infinity, so that the fraction is 0.
+        # If the peak rate of a resource is unknown (0), divide by infinity, so that its fraction becomes 0.
         most = np.array([one or np.inf for one in peak])
         shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]
         return _Source(resolved, summary, places, peak, shares)
 
 
 def write_html(path: Path, *shown: tuple[Resolved, Summary], comparison: Comparison | None = None) -> None:
-    """Write `page` to a file. Raises MegakernelError if the file cannot be written."""
+    """Write the timeline's page to a file. Raises MegakernelError if the file cannot be written."""
     text = page(*shown, comparison=comparison)
     with whole_file(path, f"timeline {path}") as part:
         part.write_text(text, encoding="utf-8")
 
 
 def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None) -> str:
-    """Return the page of one trace, or of two traces, one below the other, and their comparison."""
+    """Return the HTML page of one trace, or of two traces, one below the other, with their comparison."""
     phases, places = in_common([resolved.program for resolved, _ in shown])
     sources = [_Source.of(*each, own) for each, own in zip(shown, places, strict=True)]
-    # The unit of time is the least multiple of the first trace's tick with which every time fits 32 bits.
+    # The page's unit of time is the least multiple of the first trace's tick with which every time fits into 32 bits.
     tick = sources[0].resolved.tick_s
     longest = max(s.resolved.period * s.resolved.tick_s for s in sources)
     unit_s = tick * float(np.ceil(longest / tick / 2**32))
@@ -85,7 +84,7 @@ def page(*shown: tuple[Resolved, Summary], comparison: Comparison | None = None)
         "columns": [[name, a.dtype.str[1:], a.size] for name, a in columns.items()],
         "comparison": asdict(comparison) if comparison else None,
     }
-    # `_columns` has the widest elements first, so every column is aligned to its element size.
+    # `_columns` puts columns with the widest elements first, so every column is aligned to its element size.
     packed = zlib.compress(b"".join(np.ascontiguousarray(a).tobytes() for a in columns.values()), 6)
     script = timeline_script()
     parts = {
@@ -124,7 +123,7 @@ def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[st
 
 
 def _meaning(phase: Phase) -> list[str]:
-    """Lines that explain what the phase's operation does, and which buffers it reads and writes."""
+    """Return lines that explain what a phase does, and which buffers it reads and writes."""
     named = {name: getattr(phase, name) for name in ("weights", "norm", "bias", "inputs", "output")}
     does = [OPERATIONS[phase.operation].meaning, *([RESULTS[phase.result].meaning] if phase.is_matmul else [])]
     return does + [f"{name}: {buffer.name}" for name, buffer in named.items() if buffer is not None]
@@ -147,19 +146,20 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
 
 
 def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
-    """Return the number of the page's time units per tick of the trace, and the length of the trace in these units."""
+    """Return how many of the page's time units are a tick of the trace, and the length of the trace in these units."""
     factor = source.resolved.tick_s / unit_s
     return factor, int(source.resolved.period * factor) + 1
 
 
 def _bins(resolved: Resolved) -> int:
-    """The number of bins of the curves: a power of two, more for longer traces."""
+    """The number of bins (equal parts of the trace) of curves: a power of two, larger for longer traces."""
     wanted = 1 << max(len(resolved) // 32, 1).bit_length()
     return min(max(wanted, _MIN_BINS), _MAX_BINS)
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Return the columns of all traces, one after another. Intervals, records, lanes and causes count throughout."""
+    """Return the page's columns: those of all traces, one trace after another. Indices of intervals, records, lanes and
+    causes are shifted accordingly."""
     parts = [_columns(s, unit_s) for s in sources]
     shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
     for source, part in zip(sources, parts, strict=True):
@@ -178,7 +178,7 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Return a trace's columns in the page's order. Word 0 of a record is its phase's place in the page's list."""
+    """Return a trace's columns in the page's order. There, word 0 of a record is its phase's index in the page."""
     resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)
@@ -207,7 +207,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
 
 
 def _twins(sources: list[_Source]) -> NDArray[np.int32]:
-    """For each COMPUTE interval, return its counterpart in the other trace (see compare.py); -1 means none."""
+    """For each COMPUTE interval, return the interval of the same instruction in the other trace; -1 means none."""
     total = sum(len(s.resolved) for s in sources)
     twin = np.full(total, -1, dtype=np.int32)
     if len(sources) == 2:
@@ -219,9 +219,9 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
 
 
 def _regions(resolved: Resolved) -> tuple[Ints, Ints]:
-    """Return the non-empty boxes that each record accesses, in CSR form: the first box of each record, and the boxes. A
-    box is (buffer, access kind, row, row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS.
-    """
+    """Return the regions of buffers that each record accesses: the index of each record's first region, and all
+    regions. A region is (buffer, access kind, row, row_end, col, col_end, index, rank); its rank is a number, OWN,
+    EVERY or _OWNERS."""
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     for phase, dims, mine, columns in by_phase(resolved.program):
         for a in accesses(phase, columns, dims):

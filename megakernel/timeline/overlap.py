@@ -1,4 +1,4 @@
-"""Computes measures of overlap. |S| is the total length of a set S of times. A measure is None if its divisor is 0."""
+"""Measures how well work overlaps in a trace. A measure is None if its divisor is 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .spans import Ints, Mask, Spans, active
 
 @dataclass(frozen=True)
 class Overlap:
-    """The measures of overlap of one trace. The function with the name of a field computes it."""
+    """The measures of overlap of one trace. The function with a field's name computes it."""
 
     inside_worker: float | None
     loads_under_compute: float | None
@@ -24,16 +24,15 @@ class Overlap:
 
 
 def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Spans:
-    """Return the union of the chosen intervals. On its time line, each lane starts where the previous one ends."""
+    """Return the union of the intervals `chosen`. All lanes (workers) are on one time line, one after another."""
     base = (resolved.lane if lane is None else lane)[chosen] * resolved.period
     return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Return the fraction of load time in which the worker waits or computes an earlier instruction.
+    """Return the fraction of loading time in which the worker waits, or computes an earlier instruction.
 
-    Only the part of a load before its instruction's COMPUTE counts, `ahead`: sum over LOAD of |ahead and (waits or
-    COMPUTE of the worker)| / sum of |ahead|. The rest counts in `loads_under_compute`.
+    Only the part of a load before its own instruction's COMPUTE counts here. The rest counts in `loads_under_compute`.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -45,21 +44,23 @@ def inside_worker(resolved: Resolved) -> float | None:
 
 
 def loads_under_compute(resolved: Resolved) -> float | None:
-    """Return the sum over LOAD of |load and any COMPUTE of its worker, its own instruction's too| / sum of |load|."""
+    """The fraction of loading time in which the worker computes any instruction, including the one that loads."""
     load = resolved.kind(IntervalKind.LOAD)
     begin, end = resolved.begin[load], resolved.end[load]
     return _covered(resolved, load, begin, end, resolved.kind(IntervalKind.COMPUTE))
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """Return the fraction of [begin, end), one per interval of `chosen`, with `cover` active in the same lane."""
+    """The fraction of times [begin, end), one per interval in `chosen`, in which the worker runs an interval in
+    `cover`."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
 def exposed_communication(resolved: Resolved) -> float:
-    """Return |counter waits that another rank ended, without COMPUTE of the worker| / (workers x time of all steps)."""
+    """Return the fraction of all workers' time in which a worker does not compute, but waits for another rank's
+    signal."""
     rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -68,10 +69,9 @@ def exposed_communication(resolved: Resolved) -> float:
 
 
 def compute_bound(resolved: Resolved) -> set[int]:
-    """Return the numbers of the phases whose matrix FLOPs / memory bytes, summed over the program, exceed the machine's
-    balance, matrix_flops / memory_bytes_per_s. All others are memory-bound. Attention is too, because it declares no
-    matrix work: its work is in the step table.
-    """
+    """Return the numbers of the phases that are limited by arithmetic: their matrix FLOPs per byte read from memory,
+    summed over the program, exceed the machine's ratio of these rates. All others count as memory-bound, also
+    attention, whose work is in the step table."""
     work = np.zeros((MAX_PHASES + 1, 2))
     for phase, dims, _, columns in by_phase(resolved.program):
         done = cost(phase, columns, dims)
@@ -82,9 +82,8 @@ def compute_bound(resolved: Resolved) -> set[int]:
 
 
 def across_workers(resolved: Resolved) -> float | None:
-    """Return |some worker computes a memory-bound instruction while another worker computes a compute-bound one| /
-    |some worker computes a memory-bound instruction|.
-    """
+    """Of the time in which some worker computes a memory-bound instruction, return the fraction in which another worker
+    computes a compute-bound one."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     matrix = np.isin(resolved.number, list(compute_bound(resolved)))
     memory = ~matrix & ~resolved.control
@@ -95,12 +94,14 @@ def across_workers(resolved: Resolved) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """Return |two or more workers compute, in two or more (layer, phase) pairs| / |some worker computes|."""
+    """Of the time in which some worker computes, return the fraction in which several workers compute, in several pairs
+    (layer, phase)."""
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """Return |two or more ranks compute, in two or more (layer, phase) pairs| / |some worker computes|."""
+    """Of the time in which some rank computes, return the fraction in which several ranks compute, in several pairs
+    (layer, phase). None for a single rank."""
     if resolved.program.ranks == 1:
         return None
     rank = resolved.rows["rank"].astype(np.int64)
@@ -108,10 +109,11 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """Return the fraction of `busy` in which two or more of its lanes (or ranks) compute in two or more phases."""
+    """Of the time in which some lane of `busy` (a worker or a rank) computes, return the fraction in which several
+    lanes compute, in several pairs (layer, phase)."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
-    # Give each (layer, phase) pair a section of its own on one time line.
+    # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.
     by_phase = lane_spans(resolved, compute, np.unique(phase, return_inverse=True)[1])
     length, (kinds, who) = active([by_phase, busy], resolved.period)
     total = int(length[who > 0].sum())

@@ -1,4 +1,4 @@
-"""Writes the timeline as a Perfetto file: TrackEvent protobuf, for ui.perfetto.dev or an offline copy of it."""
+"""Writes the timeline as a Perfetto file (TrackEvent protobuf), for ui.perfetto.dev or an offline copy of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
 
 _SEQUENCE = 1
-# Slices of one track must nest, so kinds that can overlap in time inside a worker have tracks of their own.
+# Slices of a Perfetto track must nest, so kinds of intervals that may overlap inside a worker have different tracks.
 _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
     ("compute", (IntervalKind.COMPUTE,)),
     ("store", (IntervalKind.STORE,)),
@@ -27,14 +27,15 @@ _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
     ("load", (IntervalKind.LOAD,)),
     ("fetch", (IntervalKind.FETCH,)),
 )
-_BINS = 2048  # number of samples of each resource's rate over the trace
+_BINS = 2048  # number of samples of a resource's rate over the whole trace
 
 
 def write_perfetto(path: Path, resolved: Resolved) -> None:
-    """Write the trace: a process per rank, a track per worker, and below it one track per role and kind of interval.
+    """Write the trace, with a Perfetto process per rank, a track per worker, and below it a track per kind of warp and
+    interval.
 
-    Timestamps are nanoseconds since the first interval. Flows lead from the releaser of a wait to the work after it.
-    Each rank has a counter track per resource with its rate in FLOP/s or B/s.
+    Times are nanoseconds since the first interval. Arrows (flows) lead from the instruction that ended a wait to the
+    work after the wait. Each rank has a counter track for each resource, with its rate in FLOP/s or B/s.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -67,7 +68,7 @@ def _packets(resolved: Resolved) -> Iterator[TracePacket]:
 
 
 def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, Ints]]:
-    """Yield the name and intervals of each track of a lane: one per kind of interval, and for a GPU worker per role."""
+    """Yield the tracks (name, intervals) of a worker: one per kind of interval, on a GPU also per kind of warp."""
     first, end = np.searchsorted(resolved.lane, [lane, lane + 1])
     kind, roles = resolved.rows["kind"][first:end], resolved.rows["role"][first:end]
     for role in Role:
@@ -78,7 +79,7 @@ def _tracks(resolved: Resolved, lane: int) -> Iterator[tuple[str, Ints]]:
 
 
 def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
-    """Assign intervals, in order of begin, to as few rows as possible, so that no intervals of a row overlap."""
+    """Assign intervals, ordered by their begin, to as few rows as possible, so that those in one row do not overlap."""
     rows: list[list[int]] = []
     free: list[int] = []
     for i in chosen[np.argsort(resolved.begin[chosen], kind="stable")].tolist():
@@ -92,7 +93,8 @@ def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return flows from the releaser of a wait to the first work after it, by the interval of each end."""
+    """Return the ids of arrows (flows) by the interval where they begin, and by the interval where they end: from the
+    instruction that ended a wait to the first work after the wait."""
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
@@ -107,7 +109,7 @@ def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int
 
 
 def _label(resolved: Resolved, i: int) -> str:
-    """Return the name of a slice: the name of the phase, or the cause of a wait."""
+    """Return the name of an interval: its phase, or for a wait what it waits for."""
     kind = int(resolved.rows["kind"][i])
     if kind == IntervalKind.PAGE_WAIT:
         return "waits for a page"
@@ -132,14 +134,14 @@ def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePac
     clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
     packet.track_descriptor.uuid = uuid
     packet.track_descriptor.process.pid = rank + 1
-    # Perfetto sorts processes by name, so all ranks get the same number of digits.
+    # Perfetto sorts processes by name, so all numbers of ranks have the same number of digits.
     packet.track_descriptor.process.process_name = f"rank {rank:0{len(str(ranks - 1))}}{clocks}"
     packet.track_descriptor.child_ordering = type(packet.track_descriptor).EXPLICIT
     return packet
 
 
 def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[TracePacket]:
-    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes of each of equal parts of the trace."""
+    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes in each of equal parts of the trace."""
     name, unit = RESOURCES[resource]
     track = _track(uuid, parent, name, resource)
     track.track_descriptor.counter.unit_name = unit

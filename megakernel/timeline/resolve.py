@@ -1,4 +1,4 @@
-"""Joins a trace's intervals with the program that made them: which instruction, on which lane, when, and why."""
+"""Joins a trace's intervals with the instructions of the program: what each interval executed or waited for."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from .waits import Causes, Signals, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)
-MOST_TICKS = 1 << 48  # three days in nanoseconds; the product with the number of lanes fits int64
+MOST_TICKS = 1 << 48  # three days in nanoseconds; multiplied by the number of workers, it fits int64
 WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """The intervals of a trace, joined with their program: columns with one entry per interval of `rows`. What several
-    figures need is computed at first use and kept.
+    """The intervals of a trace, joined with their program, as columns with one entry per interval. Properties are
+    computed at their first use and kept.
 
-    `begin` and `end` are ticks since the first interval. `lane` is rank x workers + worker. `segment` is an index into
-    SEGMENTS. `block` is the block of counters that the instruction uses: the layer number, 0 in the prologue, and the
-    number of layers in the epilogue. `instance` numbers the executed instructions: launch x program.instructions +
-    position in the unrolled program.
+    `begin` and `end` are ticks since the first interval. `lane` is the worker's number, counted over all ranks.
+    `segment` is an index into SEGMENTS (prologue, body, epilogue). `block` is the block of counters that the
+    instruction uses: the number of the layer, 0 in the prologue, and the number of layers in the epilogue. `instance`
+    numbers the executions of instructions: launch x program.instructions + position in the program with its layers
+    unrolled.
     """
 
     program: Program
@@ -67,7 +68,7 @@ class Resolved:
 
     @cached_property
     def launch_spans(self) -> tuple[Ints, Ints]:
-        """Return the begin of the first interval and the end of the last interval of each launch, in ticks."""
+        """For each launch, the begin of its first interval and the end of its last one, in ticks."""
         launches = int(self.launch.max()) + 1
         first = np.full(launches, np.iinfo(np.int64).max)
         last = np.zeros(launches, dtype=np.int64)
@@ -77,23 +78,23 @@ class Resolved:
 
     @property
     def steps(self) -> int:
-        """Return the ticks of all launches together."""
+        """The time of all launches together, in ticks."""
         first, last = self.launch_spans
         return int((last - first).sum())
 
     @property
     def step_s(self) -> float:
-        """Return the mean time of a launch in seconds."""
+        """The mean time of a launch in seconds."""
         return self.steps / self.launches * self.tick_s
 
     @cached_property
     def period(self) -> int:
-        """Return more ticks than any time in the trace. On the line of all lanes, lane n starts at n x period."""
+        """A number of ticks above every time in the trace. On a line of all lanes, lane n begins at n x period."""
         return int(self.end.max()) + 1
 
     @cached_property
     def executions(self) -> int:
-        """Return the number of instructions of all launches: the length of an array that `instance` indexes."""
+        """The number of executions of instructions in all launches, which `instance` numbers."""
         return self.launches * self.program.instructions
 
     @cached_property
@@ -102,19 +103,19 @@ class Resolved:
 
     @cached_property
     def records(self) -> Records:
-        """Return the records of all segments, one after another, in the order in which a trace numbers them."""
+        """The records of all three segments, one segment after another, in the order in which a trace numbers them."""
         return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
 
     @cached_property
     def record(self) -> Ints:
-        """Return, for each interval, the index of its instruction in `records`."""
+        """For each interval, the index of its instruction in `records`."""
         starts = np.cumsum([0, *(len(self.program.numbered(s)[0]) for s in range(2))])
         index: Ints = starts[self.segment] + self.rows["instruction"]
         return index
 
     @cached_property
     def number(self) -> NDArray[np.int32]:
-        """Return, for each interval, the phase number of its instruction."""
+        """For each interval, the number of its instruction's phase."""
         return rec.phase_number(self.records)[self.record]
 
     @cached_property
@@ -123,12 +124,12 @@ class Resolved:
 
     @property
     def control(self) -> Mask:
-        """Return a mask of the intervals that belong to control instructions, which compute nothing."""
+        """A mask of the intervals that belong to joins and drains, which compute nothing themselves."""
         return np.isin(self.number, [phase.number for phase in CONTROL])
 
     @property
     def attention(self) -> tuple[Ints, Floats] | None:
-        """Return the intervals of attention, and the FLOPs and bytes of K and V of each, [n, 2], if recorded."""
+        """The attention intervals, and the FLOPs and bytes of K and V of each, [n, 2]; None if not recorded."""
         if self.trace.attention is None:
             return None
         i = self.of_attention
@@ -141,14 +142,14 @@ class Resolved:
 
     @cached_property
     def cause(self) -> Ints:
-        """Return an index into `causes.names` for each counter wait, or -1 for others and if no phase signals."""
+        """For each counter wait, the phases that can end it, as an index into `causes.names`; otherwise -1."""
         word = self.record, self.rows["slot"] % rec.WAITS
         found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
         return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)
 
     @cached_property
     def finish(self) -> Ints:
-        """Return the interval of each executed instruction that ends last, or -1 if the trace has none of it."""
+        """For each execution of an instruction, its interval that ends last; -1 if the trace has none."""
         order = np.lexsort((self.rows["kind"], self.end))
         last = np.full(self.executions, -1, dtype=np.int64)
         last[self.instance[order]] = order
@@ -156,12 +157,11 @@ class Resolved:
 
     @cached_property
     def releaser(self) -> Ints:
-        """Return, for each wait for counters, the interval whose signal ended the wait, that is, the last signal of the
-        counter that was satisfied last. It is -1 for other intervals, and if the trace lacks the instruction that
-        signalled.
+        """For each wait for counters, the interval of the instruction that ended it: the one that sent the last signal
+        to the counter that was satisfied last. -1 for other intervals, and if the trace lacks this instruction.
 
-        An INDEXED wait word names several counters, of which the step table selects one, and the trace does not contain
-        the step table. The result is then the last instruction that may have signalled before the wait ended.
+        If the step table selects the counter (an INDEXED wait), it is unknown, because the trace does not contain the
+        step table. Then the result is the last instruction that may have signalled before the wait ended.
         """
         key, interval, maybe = self._arrivals()
         end = self.end[interval]
@@ -187,9 +187,8 @@ class Resolved:
         return result
 
     def _arrivals(self) -> tuple[Ints, Ints, Mask]:
-        """Return three arrays with one entry per signal, sorted by counter and time: the number of the counter, the
-        interval at whose end the signal was sent, and whether it may belong to another counter.
-        """
+        """Return three arrays with an entry per signal, sorted by counter and time: the number of the counter, the
+        interval at whose end the signal was sent, and whether the signal may have gone to another counter."""
         signals = Signals.of(self.program, self.records)
         done = self.finish[self.finish >= 0]
         begin = np.searchsorted(signals.record, self.record[done], side="left")
@@ -200,7 +199,7 @@ class Resolved:
         return key[order], interval[order], signals.maybe[at][order]
 
     def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
-        """Return a number for each counter that the intervals `i` wait for or signal, another one in each launch."""
+        """A number for the counter that each of the intervals `i` waits for or signals. It differs between launches."""
         block = (
             (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.model.layers + 1)
             + self.block[i]
@@ -219,12 +218,12 @@ class Resolved:
         return {name: int(words[rec.OPERAND_WORD + k]) for k, name in enumerate(self.phase(i).operands)}
 
     def layer(self, i: int) -> int | None:
-        """Return the layer of interval i, or None in the prologue and the epilogue."""
+        """Return the layer of interval `i`; None in the prologue and the epilogue."""
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
 def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Column]]]:
-    """Yield what `Program.by_phase` yields for each of the three segments. Row numbers refer to `Resolved.records`."""
+    """Yield what `Program.by_phase` yields for each segment, with indices of records in `Resolved.records`."""
     start = 0
     for segment in range(3):
         for phase, dims, rows, columns in program.by_phase(segment):
@@ -233,10 +232,10 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Co
 
 
 def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> Resolved:
-    """Join a program and its trace. `machine` has the peak rates, and defaults to the program's, or this host if
-    unknown.
+    """Join a program and its trace. `machine` gives the peak rates; by default, it is the one the program was compiled
+    for, or this computer.
 
-    Raises MegakernelError if the trace is empty or damaged, or belongs to another program.
+    Raises MegakernelError if the trace is empty, damaged, or of another program.
     """
     rows = trace.intervals
     if trace.header.program != program.hash:

@@ -1,4 +1,4 @@
-"""Computes how busy each resource was over time, by spreading each instruction's declared work over its intervals."""
+"""Computes how busy each resource was over time, by spreading instructions' declared work over their intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
 from .spans import Floats, Ints, Mask
 
-# The resources with the unit of their rate. The cache is the last-level one. A rank sends on a link, and it receives.
+# The resources, with the unit of their rate. The cache is the last-level cache. "link out" is what a rank sends to
+# others, and "link in" what it receives.
 RESOURCES = (
     ("matrix", "FLOP/s"),
     ("vector", "FLOP/s"),
@@ -24,17 +25,16 @@ RESOURCES = (
     ("link out", "B/s"),
     ("link in", "B/s"),
 )
-# The resources that limit every program. A program's use of the cache depends on its tile sizes.
+# The resources that limit every program. The cache is not one: its use depends on the program's tile sizes.
 ROOFLINE = ("matrix", "vector", "memory", "link out", "link in")
-BINS = 96  # the number of equal parts of the trace in `Resource.curve`
+BINS = 96  # number of equal parts of the trace for which `Resource.curve` has a value
 
 
 @dataclass(frozen=True)
 class Resource:
-    """The use of one resource. `rate` is in units per second, as the mean over ranks and the time of all steps.
-    `fraction` is rate / `peak`, and `ranks` has that of each rank. `curve` has, for each of BINS equal parts of the
-    trace, the mean of rate / peak over ranks.
-    """
+    """The use of one resource. `rate` is the mean per second over all ranks and steps, `fraction` is rate / `peak`, and
+    `ranks` has this fraction for each rank. `curve` has the mean fraction over all ranks, for each of BINS equal parts
+    of the trace."""
 
     name: str
     unit: str
@@ -46,14 +46,14 @@ class Resource:
 
 
 def peaks(machine: Machine, workers: int) -> list[float]:
-    """Return the peak rates of RESOURCES for `workers` workers, an equal share of a device's, or 0 if unknown."""
+    """Return the peak rates of RESOURCES for `workers` of the machine's workers; 0 if a rate is unknown."""
     share = min(1.0, workers / machine.workers)
     device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
     return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
 
 
 def resources(resolved: Resolved) -> list[Resource]:
-    """Return every resource that the program uses and whose peak rate is known."""
+    """Return those resources that the program uses and whose peak rate is known."""
     amounts = curves(resolved, BINS)
     steps_s = max(resolved.steps, 1) * resolved.tick_s
     found = []
@@ -78,12 +78,12 @@ def resources(resolved: Resolved) -> list[Resource]:
 
 
 def curves(resolved: Resolved, bins: int) -> Floats:
-    """Return the use of each resource in FLOPs or bytes, [ranks, RESOURCES, bins]. Bins are equal parts of the trace.
+    """Return the FLOPs or bytes of each resource over time, [ranks, RESOURCES, bins]. Bins are equal parts of the
+    trace.
 
-    FLOPs are spread evenly over an instruction's COMPUTE. Link bytes are spread over its STORE if it has one, otherwise
-    over COMPUTE. Memory and cache bytes are spread over the LOADs of a loader, or over COMPUTE if there is none: a
-    CPU's LOADs are prefetches, which bring only a part. All loaded data pass through the cache, including attention's K
-    and V.
+    An instruction's FLOPs are spread evenly over its COMPUTE interval, and the bytes that it sends over its STORE
+    interval (or COMPUTE, if it has none). On a GPU, the bytes that it loads are spread over its LOADs. On a CPU, they
+    are spread over COMPUTE, because its LOADs are prefetches of only a part. All loaded data pass through the cache.
     """
     declared, link = _declared(resolved)
     matrix, vector, memory, loaded = declared[resolved.record].T
@@ -102,13 +102,14 @@ def curves(resolved: Resolved, bins: int) -> Floats:
     for resource, (chosen, amount) in enumerate(own):
         out[:, resource] = _spread(resolved, chosen, amount, rank, bins)
     for peer in range(resolved.program.ranks):
-        # The rate into a receiver is the sum of what all ranks send to it.
+        # What a rank receives is the sum of what all ranks send to it.
         out[peer, -1] = _spread(resolved, store, link[:, peer], np.zeros_like(rank), bins)[0]
     return out
 
 
 def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
-    """Return each record's matrix, vector FLOPs, memory and loaded bytes, [records, 4], and bytes to each rank."""
+    """Return the work that each record declares: matrix FLOPs, vector FLOPs, bytes read from memory and bytes loaded,
+    as an array [records, 4], and the bytes sent to each rank, [records, ranks]."""
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):
@@ -116,14 +117,14 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
             done = cost(phase, columns, dims)
             loaded = target_of(dims).loads(phase, columns, dims).all
             work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
-            # In a hand-made program, each rank may run a model of its own and send nothing to the others.
+            # In tests, each rank of a program may run a model of its own, and send nothing to the others.
             if dims.split.tp == ranks:
                 link[rows] = link_bytes_each(phase, columns, dims)
     return work, link
 
 
 def issue_seconds(resolved: Resolved) -> Floats:
-    """Return the seconds that each role of a worker takes to issue each record, [records, roles], 0 if unknown."""
+    """Return the seconds that two loaders and consumers take to issue each record's machine code, [records, 3]."""
     found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
     for phase, dims, rows, columns in by_phase(resolved.program):
         roles = issued(phase, columns, dims, issue) if issue else None
@@ -133,7 +134,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
-    """Return a mask of the `wanted` intervals, and of the `other` ones of instructions that have no wanted interval."""
+    """A mask of the intervals `wanted`, and for instructions that have none of these, of their intervals `other`."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: Mask = wanted | (other & ~has[resolved.instance])
@@ -141,20 +142,19 @@ def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
 
 
 def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: int) -> Floats:
-    """Return the amount in each time bin, [ranks, bins]. Each executed instruction's is spread evenly over its chosen
-    intervals. `row` has the row of the result to which an interval's share is added.
-    """
+    """Return an amount per rank and time bin, [ranks, bins]. `amount` has each instruction's amount at each of its
+    intervals. It is spread evenly over those in `chosen`, and added to the row of the result that `row` gives."""
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
-    length = np.maximum(resolved.length[i], 1)  # an interval of no length counts as one tick
+    length = np.maximum(resolved.length[i], 1)  # an interval of length 0 counts as one tick
     whole = np.bincount(resolved.instance[i], length, resolved.executions)
     rate = amount[i] / whole[resolved.instance[i]]
     width = resolved.period / bins
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
     rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
-    # An interval that lies within one bin adds its whole length to that bin. A longer one adds a part to its first bin,
-    # a part to its last bin, and the full width to all bins between.
+    # An interval within one bin adds its whole length to that bin. A longer one adds a part to its first bin and a part
+    # to its last bin, and the full width to all bins in between.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate

@@ -1,4 +1,4 @@
-"""Sets of disjoint half-open intervals on one line of integers, on which all lanes lie: lane * period + tick."""
+"""Sets of disjoint half-open intervals of integers. All lanes (workers) are on one line: lane * period + tick."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Spans:
-    """A set of sorted, disjoint, non-empty intervals [begin, end). The two arrays have equal lengths."""
+    """A set of sorted, disjoint, non-empty intervals [begin, end)."""
 
     begin: Ints
     end: Ints
 
     @staticmethod
     def union(begin: Ints, end: Ints) -> Spans:
-        """Return the union of the given intervals, which may overlap and be in any order. Drop empty intervals."""
+        """Return the union of intervals, which may overlap and be in any order."""
         some = end > begin
         begin, end = begin[some], end[some]
         order = np.argsort(begin, kind="stable")
@@ -34,7 +34,7 @@ class Spans:
         return Spans(begin[first], reach[last])
 
     def covered(self, begin: Ints, end: Ints) -> Ints:
-        """Return, for each given interval [begin, end), how many of its ticks lie in this set."""
+        """Return how many ticks of each interval [begin, end) are in this set."""
         before = np.concatenate([[0], np.cumsum(self.end - self.begin)])
 
         def below(at: Ints) -> Ints:
@@ -49,7 +49,7 @@ class Spans:
         return int((self.end - self.begin).sum())
 
     def without(self, begin: Ints, end: Ints) -> Spans:
-        """Return this set minus the given intervals, which must be disjoint and lie inside the set."""
+        """Return this set without the given intervals, which must be disjoint and inside the set."""
         starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
         stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
         some = stops > starts
@@ -57,7 +57,8 @@ class Spans:
 
 
 def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
-    """Cut time at every edge of an interval. Return each piece's length, and per group how many lanes cover it."""
+    """Divide time wherever an interval of any group begins or ends. Return the length of each part, and for each group
+    the number of lanes that have an interval in it."""
     moments = [(group.begin % period, group.end % period) for group in groups]
     edges = np.unique(np.concatenate([times for pair in moments for times in pair]))
     counts = []
@@ -70,7 +71,7 @@ def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
 
 
 def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
-    """Sort the intervals by begin, and cut each to what no earlier one covers. Drop those of which nothing is left."""
+    """Sort intervals by begin, and shorten each to what no earlier one covers. Empty ones are left out."""
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)
@@ -80,7 +81,8 @@ def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def overlaps(begin: Ints, end: Ints, others: Spans) -> tuple[Ints, Ints, Ints, Ints]:
-    """Intersect disjoint intervals, in order, with `others`. Return begins, ends, and the indices of both sides."""
+    """Intersect sorted, disjoint intervals with `others`. Return the begins and ends of the results, and for each the
+    indices of the two intervals that it comes from."""
     first = np.searchsorted(others.end, begin, side="right")
     count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
     at, nth = ragged(count)

@@ -1,4 +1,4 @@
-"""Determines what each worker does at each moment of a step. All figures of busy, waiting and idle time follow."""
+"""Determines what each worker (SM or core) does at each moment: the basis of busy, waiting and idle times."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_PLACES = 12
 
 
 class State(IntEnum):
-    """What a worker does at a moment. If it does several things at once, the first of this list counts."""
+    """What a worker does at a moment. If it does several things at once, the one that is first in this list counts."""
 
     COMPUTE = 0
     STORE = 1
-    # A role waits for a signal. If several roles wait, the consumers' wait counts, because it delays the arithmetic.
+    # A warp waits for a signal. If several warps wait, a consumer's wait counts, because it delays the arithmetic.
     WAIT = 2
     PAGE = 3  # a loader waits for a page
     LOAD = 4
-    IDLE = 5  # nothing was recorded, or an instruction was being fetched
-    END = 6  # like IDLE, but after the worker's last interval of the step
+    IDLE = 5  # nothing is recorded, or an instruction is being fetched
+    END = 6  # like IDLE, after the worker's last interval of the step
 
 
 BUSY = (State.COMPUTE, State.STORE, State.LOAD)
@@ -34,10 +34,9 @@ BLOCKED = (State.WAIT, State.PAGE)
 
 @dataclass(frozen=True)
 class Pieces:
-    """Disjoint pieces of the workers' time, sorted by (lane, begin), which cover every launch of every worker. `begin`
-    and `end` are in ticks, as in `Resolved`. `interval` is the interval that the piece is a part of, or -1 in IDLE and
-    END.
-    """
+    """A division of the workers' time into pieces with one state each, sorted by (lane, begin). The pieces cover every
+    launch of every worker. `begin` and `end` are in ticks, as in `Resolved`. `interval` is the interval that contains
+    the piece; -1 if the worker is idle."""
 
     lane: Ints
     begin: Ints
@@ -54,13 +53,13 @@ class Pieces:
         return chosen
 
     def per_lane(self, lanes: int, *states: State) -> Ints:
-        """Return the number of ticks that each lane spends in any of the given states."""
+        """Return the number of ticks that each lane (worker) spends in any of these states."""
         here = self.of(*states)
         return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time among the states. Where several overlap, the first of `_states` counts."""
+    """Divide the workers' time into pieces with one state each. Where several apply, the first State counts."""
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans
@@ -82,7 +81,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
-    """Return a mask of the intervals of each state, in order of precedence."""
+    """Return each state with a mask of its intervals. If several apply at a time, the first counts."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -96,7 +95,7 @@ def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
 
 
 def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
-    """Return IDLE or END for each span of `free`, the times in which no interval was recorded."""
+    """Return IDLE or END for each span of time in `free`, in which no interval is recorded."""
     lane = free.begin // resolved.period
     begin = free.begin - lane * resolved.period
     launch = np.searchsorted(resolved.launch_spans[0], begin, side="right") - 1
@@ -108,7 +107,7 @@ def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
 
 @dataclass(frozen=True)
 class LanePlace:
-    """A stretch of a worker's time, in seconds since the first interval. `interval` contains it, or is a neighbour."""
+    """A period of a worker's time, in seconds since the first interval. `interval` contains it, or is next to it."""
 
     rank: int
     worker: int
@@ -118,7 +117,7 @@ class LanePlace:
 
 
 def longest(resolved: Resolved, pieces: Pieces, chosen: Mask) -> list[LanePlace]:
-    """Return the longest of the chosen pieces of time, at most _MOST_PLACES, the longest first."""
+    """Return the longest of the pieces that the mask `chosen` selects, at most _MOST_PLACES, the longest first."""
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")[:_MOST_PLACES]]
     return [
@@ -128,13 +127,13 @@ def longest(resolved: Resolved, pieces: Pieces, chosen: Mask) -> list[LanePlace]
 
 
 def ranked(resolved: Resolved, rows: Ints, by: Floats) -> list[LanePlace]:
-    """Return the places of those intervals of `rows` that have the largest values in `by`, the largest first."""
+    """Return the periods of those intervals in `rows` that have the largest values in `by`, the largest first."""
     chosen = rows[np.argsort(-by, kind="stable")[:_MOST_PLACES]]
     return [_place(resolved, resolved.lane[i], resolved.begin[i], resolved.end[i], i) for i in chosen.tolist()]
 
 
 def _interval_at(pieces: Pieces, row: int) -> int:
-    """Return a piece's interval, or if it has none, the next one of the same worker or else the previous one."""
+    """Return the interval that contains a piece, or else the worker's next interval or previous one."""
     for at in (row, row + 1, row - 1):
         if 0 <= at < len(pieces.lane) and pieces.lane[at] == pieces.lane[row] and pieces.interval[at] >= 0:
             return int(pieces.interval[at])

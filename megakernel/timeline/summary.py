@@ -1,4 +1,4 @@
-"""The numbers of a trace: one object, ready for JSON, that the terminal table, the page and `--json` share."""
+"""Summarises a trace in one object that JSON can represent. The terminal table, the HTML page and `--json` show it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .waterfall import Outliers, Waterfall, outliers, waterfall
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """The fractions of the step in which one worker is busy, waits and is idle, as defined in `Summary`."""
+    """The fractions of the step in which one worker is busy, waits, and is idle, as defined in `Summary`."""
 
     rank: int
     worker: int
@@ -30,10 +30,9 @@ class WorkerTimes:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The COMPUTE and STORE time of one phase over all workers. `share` is its fraction of this time over all phases.
-    `median_s` is the median length of the phase's COMPUTE intervals, `outliers` counts those longer than FAR *
-    `median_s`, and `outliers_s` is the sum of their time beyond `median_s`.
-    """
+    """The time that all workers compute and store one phase. `share` is this time divided by that of all phases.
+    `median_s` is the median length of the phase's COMPUTE intervals. `outliers` counts those longer than FAR *
+    `median_s`, and `outliers_s` is the sum of their time beyond `median_s`."""
 
     name: str
     family: str
@@ -48,10 +47,9 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """The cost of those waits of the phase `instruction` that have the same cause: time in which the worker did nothing
-    else. `cause` names the phases that signal the counter that was satisfied last. `count` is the number of waits with
-    a cost, and `share` the fraction of the cost of all waits. `places` has the longest waits.
-    """
+    """The waits of the phase `instruction` that have the same cause. Only time in which the worker did nothing else
+    counts. `cause` names the phases that signal the counter for which it waited longest. `count` is the number of
+    waits, `share` is their part of all waiting time, and `places` has the longest waits."""
 
     instruction: str
     cause: str
@@ -63,15 +61,15 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a trace over all its launches; the critical path is that of the last. Times are in seconds, and
-    fractions are between 0 and 1.
+    """The figures of a trace over all its launches. The critical path is that of the last launch. Times are in seconds,
+    and fractions are between 0 and 1.
 
-    `step_s` is the time from the first begin to the last end of a launch, as the mean over launches. `busy`, `wait` and
-    idle time are fractions of a worker's time in the steps, as the mean over workers: it is busy in COMPUTE, STORE and
-    LOAD (see states.py), waits in WAIT and PAGE, and is idle in IDLE and END. `computing` is COMPUTE alone. `imbalance`
-    = busy time of the busiest worker / mean busy time - 1. `dropped` intervals did not fit the trace buffer.
-    `clock_error_s` bounds the offset between the clocks of ranks. `without_attention` says that the trace, and so
-    `resources`, lacks attention's work. The other fields are explained at the function or class of the same name.
+    `step_s` is the mean time of a launch. `busy` and `wait` are mean fractions of a worker's time in these launches: it
+    is busy when it computes, stores or loads, it waits for a signal or for a shared-memory page, and otherwise it is
+    idle (see states.py). `computing` is the fraction for computing alone. `imbalance` = busy time of the busiest worker
+    / mean busy time - 1. `dropped` is the number of intervals for which the trace had no room. `clock_error_s` is the
+    largest possible offset between the clocks of ranks. `without_attention` says that the trace lacks attention's work,
+    so `resources` lack it too. The other fields are explained at the class or function that makes them.
     """
 
     step_s: float
@@ -148,7 +146,7 @@ def _workers(resolved: Resolved, found: Pieces) -> list[WorkerTimes]:
 
 
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
-    """Return the phases, sorted by their time without the excess time of outliers, the longest first."""
+    """Return the time of each phase, sorted by this time without the excess of outliers, the longest first."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], resolved.length[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
@@ -175,7 +173,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
-    """Return the cause of each piece of time as an index into the returned names, or -1 if it is not a wait."""
+    """Return the cause of each piece, as an index into the names also returned; -1 if the piece is no wait."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1
@@ -192,7 +190,7 @@ def _waits(resolved: Resolved, found: Pieces, which: Ints, names: list[str]) -> 
     interval = found.interval[chosen]
     pairs, at = np.unique(np.stack([resolved.number[interval], which[chosen]]), axis=1, return_inverse=True)
     ticks = np.bincount(at.ravel(), found.length[chosen], minlength=pairs.shape[1])
-    # If work of another role divides a wait into several pieces, it still counts as one wait.
+    # A wait that work of another warp divides into several pieces still counts as one wait.
     first = np.unique(interval, return_index=True)[1]
     counts = np.bincount(at.ravel()[first], minlength=pairs.shape[1])
     waits = []

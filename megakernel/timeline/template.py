@@ -1,4 +1,4 @@
-"""Fills the templates of HTML pages, and writes the policy that keeps a page from running any script but its own."""
+"""Fills the templates of HTML pages, and makes the security policy that lets a page run only its own scripts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SCRIPTS = ("data", "rows", "detail", "paint", "layers", "curves", "overlay", "f
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Replace each `@@NAME@@` in a template by the part NAME. Parts stay as they are, whatever they contain."""
+    """Replace each `@@NAME@@` in a template by the part NAME. The contents of parts are not changed."""
     return re.sub("@@([A-Z]+)@@", lambda found: parts[found[1]], template)
 
 
 def policy(*scripts: str) -> str:
-    """Return the Content-Security-Policy of a page that runs only `scripts` and connects only to its own server."""
+    """The Content-Security-Policy of a page that runs only these scripts, and connects only to its own server."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{one}'" for one in hashes)
     return (
@@ -27,7 +27,7 @@ def policy(*scripts: str) -> str:
 
 
 def asset(name: str) -> str:
-    """Return the text of a file of the timeline's page."""
+    """Return the text of one of the files that the timeline's page consists of."""
     return (files(__package__) / "viewer" / name).read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Prints a summary in the terminal on one screen."""
+"""Prints the summary of a trace in the terminal, on one screen."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .spans import Spans
 from .summary import Summary
 from .waterfall import Cause
 
-_LANES = 16  # maximum number of lanes in the map; if a program has more, the map shows evenly spaced ones
+_LANES = 16  # maximum number of lanes (workers) in the map; of more, it shows evenly spaced ones
 _WAITS = 6  # maximum number of rows of the table of waits
-_WIDE = 110  # columns that a terminal needs for both tables side by side
+_WIDE = 110  # terminal columns needed to show both tables side by side
 
-# Black on black would be invisible, so the terminal's own foreground colour replaces it.
+# Control operations are black in charts, and invisible on a black terminal. So they get the terminal's text colour.
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
 
 def render(summary: Summary, resolved: Resolved, console: Console) -> None:
-    """Print the summary and a map of the lanes to `console`."""
+    """Print a summary, and a map of what each lane (worker) did over time."""
     console.print(Group(_headline(summary), Text(), _waterfall(summary, console.width), Text()))
     console.print(Group(_map(resolved, console.width), Text()))
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
@@ -31,7 +31,7 @@ def render(summary: Summary, resolved: Resolved, console: Console) -> None:
 
 
 def render_figures(summary: Summary, console: Console) -> None:
-    """Print the figures that need only the summary: the waterfall, resources, overlaps and the critical path."""
+    """Print the figures that need only the summary: waterfall, resources, overlaps and critical path."""
     console.print(Group(_waterfall(summary, console.width), Text()))
     _figures(summary, console)
 
@@ -48,7 +48,7 @@ def _figures(summary: Summary, console: Console) -> None:
 
 
 def render_comparison(comparison: Comparison, console: Console) -> None:
-    """Print a comparison of the second trace with the first: the step, then matched instructions by phase."""
+    """Print a comparison of two traces: the time of the step, and then the instructions that are in both, by phase."""
     c = comparison
     table = _table("Second against first", "", f"first, {c.first}", f"second, {c.second}", "ratio", "matched")
     table.add_row("step", *map(seconds, c.step_s), _times(c.ratio), "")
@@ -60,7 +60,7 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def render_launches(launches: Launches, console: Console) -> None:
-    """Print the step of the launches, and those waterfall bars that differ by at least 1 % of the median step."""
+    """Print the launches' times, and those waterfall bars that differ by at least 1 % of the median time."""
     steps = launches.step_s
     most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
     title = f"{len(steps)} launches; number {launches.median + 1}, the median, is shown"
@@ -77,7 +77,7 @@ def _times(ratio: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time as text, with a unit that leaves 1 to 3 digits before the decimal point."""
+    """Return a time as text, in a unit that leaves 1 to 3 digits before the decimal point."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
@@ -102,7 +102,7 @@ def _headline(s: Summary) -> Text:
 
 
 def _map(resolved: Resolved, console_width: int) -> Text:
-    """Draw a row per lane. A cell shows the operation family that took most of its time, or that the lane waited."""
+    """Draw a row per lane (worker). A cell shows the operation that took most of its time, or a wait."""
     width = max(20, min(console_width, 160) - 14)
     edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
     families = list(OperationFamily)
@@ -161,11 +161,11 @@ def _waits(s: Summary) -> Table:
     return table
 
 
-_CAUSES = 6  # maximum number of waits that get their own row in the waterfall
+_CAUSES = 6  # maximum number of causes of waits that have their own row in the waterfall
 
 
 def _waterfall(s: Summary, width: int) -> Table:
-    """Return a table of the waterfall's bars. Each bar begins where the previous one ends."""
+    """Return a table of the waterfall's bars, drawn so that each bar begins where the previous one ends."""
     names = {Cause.LEAST: "least time, bound by {}", Cause.RESOURCE: "{} needs more"}
     rows = [(names.get(bar.kind, "{}").format(bar.name), bar.seconds) for bar in s.waterfall.bars]
     waits = [n for n, bar in enumerate(s.waterfall.bars) if bar.kind is Cause.WAIT]
@@ -191,7 +191,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """Return a table with each resource's rate, its fraction of the peak, and a curve scaled to its maximum."""
+    """A table of the resources, with rate, fraction of the peak, and a curve that is scaled to its own maximum."""
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))
@@ -212,7 +212,7 @@ def scaled(value: float) -> str:
 
 
 def _tables(left: Table, right: Table, width: int) -> RenderableType:
-    """Return the two tables side by side if `width` is large enough, otherwise one below the other."""
+    """Return two tables side by side if `width` is large enough, otherwise one below the other."""
     if width < _WIDE:
         return Group(left, Text(), right, Text())
     grid = Table.grid(padding=(0, 4))

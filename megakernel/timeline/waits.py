@@ -1,6 +1,5 @@
-"""Decodes which counters a program's instructions wait for and signal, and finds which phases end a wait. Arrays over
-records have the records of all segments, one segment after another.
-"""
+"""Finds which counters a program's instructions wait for and signal, and which phases can therefore end a wait. Arrays
+over records contain the records of all segments, one segment after another."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ _GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
 @dataclass(frozen=True)
 class Waits:
-    """The wait words of all records, [records, WAITS]. `first` is the first counter that a word may name, or -1 if the
-    word is unused, and `members` how many it may name. `ahead` is 1 if they belong to the next block, else 0.
-    """
+    """The wait words of all records, as arrays [records, WAITS]. `first` is the first counter that a word may name (-1
+    for an unused word), and `members` how many it may name. `ahead` is 1 if they belong to the next layer's block of
+    counters, else 0."""
 
     first: Ints
     members: Ints
@@ -40,15 +39,14 @@ class Waits:
 
 @dataclass(frozen=True)
 class Signals:
-    """The counters that all records may signal, one entry per possible signal, sorted by record. An INDEXED signal may
-    go to the counter of any row block. With OWNER, it goes to the rank that owns that block.
-    """
+    """The counters that records may signal, with an entry for each possible signal, sorted by record. An INDEXED signal
+    may go to the counter of any row block (group of rows), and an OWNER signal to the rank that owns this block."""
 
     record: Ints
     rank: Ints
     counter: Ints
-    ahead: Ints  # 1 if the counter belongs to the next block, else 0
-    maybe: Mask  # whether the step table selects one of several counters
+    ahead: Ints  # 1 if the counter is in the next layer's block, else 0
+    maybe: Mask  # whether the step table selects the counter among several
 
     @staticmethod
     def of(program: Program, records: Records) -> Signals:
@@ -70,33 +68,32 @@ class Signals:
 
 @dataclass(frozen=True)
 class Causes:
-    """The causes of waits: for each wait word, the phases that signal its counter, as an index into `names`, or -1 if
-    there are none. `first`, [records, WAITS], holds in layer 0, and `later` in the others. An element of `names` lists
-    phases separated by commas. A `join`, which only waits and signals, is replaced by the phases that it waits for, if
-    any.
-    """
+    """The causes of waits: for each wait word, the phases whose signals can end the wait, as an index into `names`, or
+    -1 if there are none. `first` [records, WAITS] is for layer 0, and `later` for all others. A name lists phases,
+    separated by commas. A `join`, which only waits and signals, is replaced by the phases that it waits for."""
 
     names: list[str]
     first: NDArray[np.int16]
     later: NDArray[np.int16]
 
 
-# Counters of block 0, of the middle blocks and of the last block have different producers (see program/program.py).
+# The counters of the first, the middle and the last block are signalled by different segments of the program.
 _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def causes(program: Program) -> Causes:
-    """Return the causes of all waits of a program. A set of phases is an integer in which bit n stands for phase n."""
+    """The causes of all waits of a program. Inside, a set of phases is an integer in which bit n stands for phase n."""
     numbered = [program.numbered(segment) for segment in range(3)]
     records, ranks = (np.concatenate(column) for column in zip(*numbered, strict=True))
     segment = np.repeat(np.arange(3), [len(own) for own, _ in numbered])
     waits, signals = Waits.of(program, records), Signals.of(program, records)
     ahead, signalling = signals.ahead == 1, segment[signals.record]
-    # The prologue signals block 0, the epilogue the last block, and a layer its own block or the next one.
+    # The prologue signals block 0, the epilogue the last block, and a layer its own block or the next.
     into = ((signalling < 2) & ~ahead, signalling == 1, (signalling == 2) | ahead)
 
     def waited(block: Ints, stands: Ints) -> Ints:
-        """Return the phases that each wait word waits for, [records, WAITS]. `block` is per record."""
+        """Return the set of phases that can end each wait, [records, WAITS]. `block` has the counter block of each
+        record, and `stands` the set of phases that each record's signals stand for."""
         sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
         for signalled, some in zip(sets, into, strict=True):
             np.bitwise_or.at(signalled, (signals.rank[some], signals.counter[some]), stands[signals.record[some]])
@@ -107,8 +104,9 @@ def causes(program: Program) -> Causes:
             found[r, w] = np.bitwise_or.reduce(sets[block[r], ranks[r], counters])
         return found
 
-    # A record's signals stand for its phase. Those of a join that waits stand for what it waits for, which may be joins
-    # too, so the sets of joins start empty and grow until none changes.
+    # A wait for a signal is a wait for the phase that sends it. But a join only passes signals on, so a wait for a join
+    # is a wait for what the join waits for, perhaps other joins. So joins begin with empty sets, which grow until none
+    # changes.
     number = rec.phase_number(records)
     phase, relays = np.int64(1) << number.astype(np.int64), (number == JOIN.number) & (waits.first >= 0).any(axis=1)
     in_layer_0, in_later = (np.array(blocks)[segment] for blocks in ((_FIRST, _FIRST, _LAST), (_FIRST, _MIDDLE, _LAST)))

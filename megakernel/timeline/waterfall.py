@@ -1,4 +1,4 @@
-"""Divides the time by which a step exceeds the least possible time among causes, so that the parts add up exactly."""
+"""Explains why a step takes longer than the least possible time: divides the rest among causes that add up exactly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .resources import ROOFLINE, Resource, issue_seconds
 from .spans import Floats, Ints, Mask
 from .states import LanePlace, Pieces, State, longest, ranked
 
-FAR = 8  # an outlier takes more than this many times the median of its phase
+FAR = 8  # outliers take more than this many times the median of their phase
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """The COMPUTE intervals that took far longer than others of their phase, because the system interrupted them, say.
-    `median` has the median COMPUTE of each phase number in ticks (0 if none), `beyond` each interval's length minus its
-    phase's median, and `chosen` is a mask of the COMPUTE intervals that are longer than FAR * median.
+    """The COMPUTE intervals that took far longer than others of their phase, for example because the system interrupted
+    them. `median` has the median COMPUTE time of each phase number in ticks (0 if none), `beyond` has each interval's
+    length minus its phase's median, and `chosen` is a mask of the COMPUTE intervals that are longer than FAR * median.
     """
 
     median: Floats
@@ -42,8 +42,8 @@ def outliers(resolved: Resolved) -> Outliers:
 class Cause(StrEnum):
     """The kinds of bars."""
 
-    LEAST = "least"  # the least time that the step needs with the limiting resource at its peak rate
-    RESOURCE = "resource"  # the time that the cache or the issue of instructions needs beyond the least time
+    LEAST = "least"  # the step's least time, at the peak rate of the resource that limits it
+    RESOURCE = "resource"  # the further time that loads from the cache, or issuing instructions, need
     WORK = "work"
     WAIT = "wait"
     IDLE = "idle"
@@ -51,7 +51,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Bar:
-    """One cause, its seconds of a step, and the places in the trace where it takes most time."""
+    """One cause, the seconds of a step that it takes, and the places in the trace where it takes most."""
 
     name: str
     kind: Cause
@@ -61,12 +61,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """A step's time, divided by cause. `bars` add up to the step. `least_s` is the least time that the peak rates
-    allow, and `bound` the resource that determines it. `times` has the seconds that the step would need at each
-    resource's peak rate, on the rank that uses it most. Its entry "issue" has the seconds in which a worker's busiest
-    role issues, as the mean over the workers of the busiest rank. `beyond` says that the least time exceeds the step,
-    so the machine file or the clock is wrong; the first bar is then the whole step.
-    """
+    """A step's time, divided by cause. `bars` add up to the step. `least_s` is the least time at peak rates, and
+    `bound` the resource that determines it. `times` has the seconds that the step would need at each resource's peak
+    rate, on the rank that uses it most. Its entry "issue" is the time in which a worker's busiest kind of warp issues
+    instructions, as the mean over the busiest rank's workers. If `beyond` is true, the least time exceeds the step's
+    time, so the machine file or the clock is wrong, and the first bar is the whole step."""
 
     least_s: float
     bound: str
@@ -78,13 +77,14 @@ class Waterfall:
 def waterfall(
     resolved: Resolved, pieces: Pieces, used: list[Resource], causes: Ints, names: list[str], outliers: Outliers
 ) -> Waterfall:
-    """Divide the step of an average worker among causes. `causes` has an index into `names` for each piece that is a
-    wait, and -1 for all others. `used` is the result of `resources`.
+    """Divide the step of an average worker among causes. For each piece of time that is a wait, `causes` has an index
+    into `names`, and -1 for all others. `used` is the result of `resources`.
 
-    Computing has bars for the least time, for what the cache and then the issue of instructions need beyond it, for the
-    time of outliers beyond their phase's median, and for the rest, which is slower than every limit. The other time
-    (stores, loads, waits, idle) has a bar per cause. If loads or sends continue while workers wait, the least time can
-    exceed the computing. The bars of the other time are then scaled down by one factor.
+    The time in which the worker computes has these bars: the least time, what loads from the cache and then issuing
+    instructions need beyond it, the excess of outliers over their phase's median, and the rest, which is slower than
+    every limit. All other time (stores, loads, waits, idle) has a bar per cause. If loads or sends continue while
+    workers wait, the least time can exceed the computing time. Then the bars of the other time are scaled down by one
+    factor.
     """
     tick, step, lanes = resolved.tick_s, resolved.step_s, resolved.lanes * resolved.launches
     times = {r.name: max(r.ranks) * step for r in used}
@@ -127,11 +127,10 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
-    """Return the seconds to issue each of `rows`, and the seconds per launch in which a worker's busiest role issues,
-    as the mean over the workers of the busiest rank.
-    """
+    """Return the seconds to issue the machine code of each interval in `rows`, and the seconds per launch in which a
+    worker's busiest kind of warp issues instructions, as the mean over the busiest rank's workers."""
     seconds = issue_seconds(resolved)[resolved.record[rows]]
-    once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may compute in several intervals
+    once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may have several intervals
     rank = resolved.rows["rank"][rows[once]]
     of_ranks = [np.bincount(rank, role[once], minlength=1) for role in seconds.T]
     workers = resolved.program.workers * resolved.launches

@@ -1,7 +1,7 @@
-"""The simulator's costs: the rates that machines reach in practice, latencies, and memory on the chip. GPUs have
-published measurements, whose sources are named below, and CPUs those of `megakernel doctor --calibrate`. None was
-fitted to the time of a step. docs/simulator.md compares predictions with measurements.
-"""
+"""The costs that the simulator uses: the rates that machines reach in practice, latencies, and sizes of on-chip memory.
+Those of GPUs come from published measurements, whose sources are named below. Those of CPUs were measured by
+`megakernel doctor --calibrate`. None was fitted to the time of a model's step. docs/simulator.md compares predictions
+with measurements."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 @dataclass(frozen=True)
 class TaskCosts:
-    """What each kind of work costs on a machine, in seconds, bytes and FLOPs. A rate is that of one rank's device
-    unless its comment says otherwise. A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a
-    tile), and the rate is linear in log(rows) between them.
+    """The costs of each kind of work on a machine, in seconds, bytes and FLOPs. A rate is that of a whole device unless
+    its comment says otherwise. A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a tile).
+    Rates for other numbers of rows are interpolated linearly in log(rows).
     """
 
     matmul_flops: Rates  # of one worker
-    attention_flops: Rates  # of one worker; rows are the (query row, head) pairs that share K and V
-    row_quantum: int  # matrix units round a number of rows up to a multiple of this number
+    attention_flops: Rates  # of one worker; "rows" counts the pairs (query row, query head) that share a KV head
+    row_quantum: int  # matrix units compute a multiple of this many rows, so other numbers are rounded up
     vector_flops: float  # of a worker
     memory_bytes_per_s: float
     cache_bytes_per_s: float  # from the last-level cache to all workers together
     cache_bytes: float
     worker_bytes_per_s: float  # the maximum rate at which one worker loads or stores
-    egress_bytes_per_s: float  # the maximum rate out of a rank, and also into it
+    egress_bytes_per_s: float  # the maximum rate of data sent by a rank to other ranks, and of data received
     switch_bytes_per_s: float  # the maximum rate of the switch, for all ranks together
     latency_s: float  # latency of a load
     store_s: float  # latency of a store, added to the transfer time
     dispatch_s: float  # time to fetch, decode and set up an instruction
     claim_s: float  # additional time to claim an instruction from a queue
     signal_s: float  # from the end of a store until a waiting worker knows of it
-    remote_signal_s: float  # like signal_s, for a waiting worker on another rank
+    remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
-    ring_bytes: float  # bytes that a worker can load ahead of its arithmetic
-    stage_bytes: float  # bytes of one set of pages; its arithmetic starts when the whole set has arrived
+    ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
+    stage_bytes: float  # bytes that must have arrived together before arithmetic on them starts
 
-    # The most instructions of a worker between their set-up and the end of their store. With 1, none overlap.
+    # The maximum number of instructions that a worker has begun to set up and not yet stored. With 1, none overlap.
     in_flight: int
-    claim_in_flight: int  # like in_flight, while the next instruction comes from a queue
-    roles: bool  # whether a worker has separate loaders and a storer
-    issue: Issue | None = None  # issue times in seconds; None if the rates include them
+    claim_in_flight: int  # like in_flight, but while the worker takes its next instruction from a queue
+    roles: bool  # whether loads, arithmetic and stores run in separate warps, and so at the same time
+    issue: Issue | None = None  # seconds in which warps issue instructions; None if the rates include them
 
     def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
-        """Return the seconds that matrix work takes on one worker."""
+        """Return the seconds that `flops` FLOPs of matmul tiles with `rows` rows take on one worker."""
         return self._seconds(self.matmul_flops, flops, rows)
 
     def attention_s(self, flops: Floats, rows: Floats) -> Floats:
-        """Return the seconds of attention items on one worker. `rows` counts (query row, head) pairs of a KV head."""
+        """Return the seconds of `flops` FLOPs of attention on one worker. `rows` counts (query row, query head)
+        pairs."""
         return self._seconds(self.attention_flops, flops, rows)
 
     def _seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
@@ -69,9 +70,9 @@ class TaskCosts:
         return seconds
 
     def paired(self) -> TaskCosts:
-        """Return the costs of a worker that is two SMs. Each receives all weights of a tile and half of its input rows:
-        3 n bytes together if weights and rows have n bytes each. But the simulator counts only 2 n bytes for the tile,
-        so the load rate is two thirds of that of two SMs.
+        """Return the costs of a worker that consists of two SMs. For a tile with n bytes of weights and n bytes of
+        input rows, each SM loads all weights and half of the rows, so both load 3 n bytes. But the simulator counts
+        only the 2 n bytes of the tile, so the load rate is set to two thirds of that of two SMs.
         """
         return replace(
             self,
@@ -83,7 +84,7 @@ class TaskCosts:
         )
 
     def unpipelined(self) -> TaskCosts:
-        """Return the costs of workers that finish each instruction before they start the next."""
+        """Return costs with which each worker finishes an instruction before it starts the next one."""
         return replace(self, in_flight=1, claim_in_flight=1)
 
 
@@ -92,9 +93,9 @@ def _same(machine: Machine) -> dict[str, Any]:
     return {name: getattr(machine, name) for name in names}
 
 
-# -- GPUs. A large matmul takes 1 / 0.75 of the time that it would take at the datasheet's rate. Source: *How to Scale
-# Your Model*, 2025, chapter "How to Think About GPUs", which measures about 20 us where the bound is 15.3 us. A query
-# tile of attention uses only a quarter of an SM's matrix units.
+# GPUs: the fraction of the datasheet's rates that programs reach. A large matmul takes 1 / 0.75 of the datasheet's time
+# (*How to Scale Your Model*, 2025, "How to Think About GPUs", measures about 20 us where the bound is 15.3 us). A tile
+# of attention queries occupies only a quarter of an SM's matrix units.
 _MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
 # An H100 copied 3,089 GB/s, and its datasheet says 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
 _MEMORY_FRACTION = 0.92
@@ -138,8 +139,8 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
     )
 
 
-# -- CPUs. _XEON has the rates per core of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16. They were measured with
-# two cores in use, as `megakernel doctor --calibrate` measures them. The results are in benchmarks/results:
+# CPUs: _XEON has the rates per core of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16. They were measured with two
+# cores in use, as `megakernel doctor --calibrate` measures them. The results are in benchmarks/results:
 # simulate-host.json, simulate-host-attention.json for attention, and cpu-latency-smollm2-135m.json for multiply-adds. A
 # CPU that was not calibrated is assumed to reach the same fractions of its peak rates.
 _XEON = Core(
@@ -184,5 +185,6 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. Those of this computer (`host`) follow from rates either measured or nominal."""
+    """Return the costs of a machine. Those of this computer (`host`) are measured by its calibration, or else
+    nominal."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

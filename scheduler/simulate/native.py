@@ -18,7 +18,7 @@ _I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ct
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # the layout of mk::simulate::Wait
+WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # as the C++ struct mk::simulate::Wait
 RECORD = np.dtype([(name, np.int32) for name in (
     "number", "phase", "first_task", "end_task", "queue", "claims_end",
 )])  # the layout of mk::simulate::Record  # fmt: skip
@@ -38,7 +38,8 @@ EVERY_RANK = -1
 
 @dataclass(frozen=True)
 class Work:
-    """The input of the native simulator (mk::simulate::Program). All streams' and queues' records are in one list."""
+    """The input of the native simulator (mk::simulate::Program). `records` has the instructions of all workers and
+    queues, and the offsets say where each worker's instructions begin."""
 
     ranks: int
     workers: int
@@ -115,7 +116,8 @@ def _library() -> ctypes.CDLL:
 def run(
     work: Work, costs: TaskCosts, stall: tuple[int, int, int, float], most: int
 ) -> tuple[SimulationResult, Intervals]:
-    """Simulate a step. Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
+    """Simulate one step of `work`. `stall` is (segment, number, layer, seconds) of one instruction that is delayed.
+    Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)

@@ -4,7 +4,8 @@ rules, and says what the simulator leaves out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,13 +20,14 @@ from megakernel.scheduler.simulate.work import make_work
 from megakernel.trace import Trace, TraceHeader
 
 _TICK_S = 1e-9
-_INTERVALS_PER_TASK = 8  # a fetch, two page waits, two loads, a counter wait, a compute and a store
+_INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
+_NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A delay of one instruction by `seconds`. `segment` is an index of SEGMENTS, and `number` is as in a trace."""
+    """Delays one instruction by `seconds`. `segment` is an index of SEGMENTS, and `number` is its number in a trace."""
 
     segment: int
     number: int
@@ -36,8 +38,8 @@ class Stall:
 @dataclass(frozen=True)
 class Simulation:
     """The result of a simulated step. `step_s` is the time from the launch to the last event. Bytes and FLOPs are sums
-    over all ranks, and include what is written back to memory and loaded again. `events` counts the simulation's
-    events.
+    over all ranks. Data that the cache evicts, writes back to memory and loads again count each time. `events` is the
+    number of events that the simulator processed.
     """
 
     step_s: float
@@ -59,26 +61,15 @@ def simulate(
     trace: bool = False,
     stall: Stall | None = None,
 ) -> Simulation:
-    """Simulate one step of `program`, which `table` describes, on `machine`. `costs` defaults to those of the machine.
-    With `trace`, every interval is kept, which takes about 200 bytes per instruction.
+    """Simulate one step of `program` on `machine`. `table` has the step's inputs. `costs` defaults to those of the
+    machine. With `trace`, the begin and end of all work is recorded, which takes about 200 bytes per instruction.
 
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
+
     """
-    check(program)
-    target_of(program.dims).check(program)
-    if program.processors != machine.workers:
-        raise MegakernelError(
-            f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
-            " compile it for this machine"
-        )
-    costs = costs or costs_of(machine)
-    if program.dims.worker.sms == 2:
-        costs = costs.paired()
-    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
-        raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
-    work = make_work(program, table, costs)
+    work, costs = _prepared(program, machine, table, costs or costs_of(machine))
     runs = _launched(program, work)
-    at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else (-1, -1, -1, 0.0)
+    at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
     result, intervals = run(work, costs, at, _INTERVALS_PER_TASK * runs if trace else 0)
     _check(program, work, result)
     kept = None
@@ -99,8 +90,38 @@ def simulate(
     )
 
 
+def step_seconds(program: Program, machine: Machine, table: StepTable, layers: Sequence[int]) -> list[float]:
+    """Return the seconds of a step of `program` if it ran its body this many times, for each number of `layers`.
+
+    Raises MegakernelError as `simulate` does.
+    """
+    work, costs = _prepared(program, machine, table, costs_of(machine))
+    seconds = []
+    for count in layers:
+        result, _ = run(replace(work, layers=count), costs, _NO_STALL, 0)
+        _check(program, work, result)
+        seconds.append(result.step_s)
+    return seconds
+
+
+def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
+    """Return the simulator's input, and the costs of one worker of the program, which may be two SMs."""
+    check(program)
+    target_of(program.dims).check(program)
+    if program.processors != machine.workers:
+        raise MegakernelError(
+            f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
+            " compile it for this machine"
+        )
+    if program.dims.worker.sms == 2:
+        costs = costs.paired()
+    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
+        raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
+    return make_work(program, table, costs), costs
+
+
 def _launched(program: Program, work: Work) -> int:
-    """Return the number of tasks in one launch."""
+    """Return the number of tasks (instructions or pieces of attention work) in one launch, over all layers."""
     per_record = work.records["end_task"] - work.records["first_task"]
     lists = work.prologue, work.body, work.epilogue, work.queue_records
     first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)

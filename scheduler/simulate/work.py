@@ -1,8 +1,8 @@
 """Prepares the simulator's input: the waits, signals, loads, arithmetic and stores of each task of a program.
 
-A task is an instruction or an attention work item, or several consecutive items (see `_starts_task`). The last-level
-cache of a rank holds named entries: a weight tile, one KV head of a sequence in one layer, or a row block of an
-activation buffer.
+A task is an instruction or, in attention, one or several consecutive attention items, the pieces of work that the step
+table assigns to an instruction (see `_starts_task`). The simulated cache of each device holds entries with integer
+keys: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
-_Items = tuple[Ints, Ints, Ints]  # one entry per item of attention records: its task, itself, and its record
+_Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
 Column = NDArray[np.integer[Any]]
 _LISTS = (*SEGMENTS, "queues")
 
 
 class _Tasks:
-    """The simulator's tasks. The functions below add the data of one phase after another."""
+    """A table of the simulator's tasks, with their waits, signals and stores, which is filled in phase by phase."""
 
     def __init__(self, count: int, ranks: int) -> None:
         self._waits: list[Ints] = []
@@ -80,11 +80,13 @@ class _Tasks:
     def signal(
         self, task: Ints, rank: Column, counter: Column, following: NDArray[np.bool_], arrivals: Column | int
     ) -> None:
-        """Add `arrivals` to counters of a rank or of EVERY_RANK. `following` tells the counters of the next layer."""
+        """Let tasks signal counters of a rank or of EVERY_RANK. Where `following` is True, they are those of the next
+        layer."""
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
 
     def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Return all waits and all signals, sorted by task. Store in each task which of them belong to it."""
+        """Return all waits and all signals, sorted by task, and store in the table where those of each task begin and
+        end."""
         return self._sorted("wait", self._waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
 
     def _sorted(self, what: str, rows: list[Ints], dtype: np.dtype[np.void]) -> NDArray[np.void]:
@@ -100,11 +102,11 @@ class _Tasks:
 
 
 def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
-    """Return one step of `program` as the simulator's input. All ranks have the same step table `table`."""
+    """Return one step of `program` as the simulator's input. `table` has the step's inputs, the same on all ranks."""
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
-    # Process the records of each phase and rank together.
+    # Vectorise over all instructions (records) that have the same phase and rank.
     groups = [
         (phase, view, np.flatnonzero((numbers == phase.number) & (ranks == view.dims.split.rank)))
         for view in views
@@ -165,7 +167,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Return the records of all streams and queues, their ranks, their numbers as in a trace, and streams' offsets."""
+    """Return the records (instructions) of all workers and queues, the rank of each record, its number in a trace, and
+    for each list of `_LISTS` the offsets at which a worker's or queue's records begin."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -180,11 +183,12 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
 
 
 class _Keys:
-    """Numbers the entries of the last-level cache, alike on all ranks. `bytes`, [ranks, keys], has their sizes."""
+    """Assigns integer keys to the entries of a device's cache, the same on all ranks: weight tiles, keys and values,
+    and row blocks of activations. `bytes` [ranks, keys] has the sizes of the entries."""
 
     def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
-        # For each phase number: the key of the phase's first weight tile, and the first columns of all its tiles.
+        # phase number -> (the cache key of the phase's first weight tile, the first columns of all its tiles)
         self._weights: dict[int, tuple[int, Int32s]] = {}
         count = 0
         for phase in (p for p in program.forward if p.is_matmul):
@@ -216,7 +220,7 @@ class _Keys:
 def _plain(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: TaskCosts
 ) -> None:
-    """Add the data of one phase's tasks on one rank, except those of attention."""
+    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention) on one rank."""
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
@@ -234,25 +238,25 @@ def _plain(
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.worker.ring_pages:
-        weights, read = np.zeros(len(task)), read + weights  # the consumers load all data, not the loader
+        weights, read = np.zeros(len(task)), read + weights  # the warps that compute load all data themselves
         matrix_s = work.matrix_flops / costs.vector_flops  # of routers and experts, which are dot products
         if costs.issue and phase.operation is Operation.SAMPLE:
-            # While consumers process one group of logits, they load the next group of the same size.
+            # Each warp loads the next group of logits while it processes the last, so the slower of the two counts.
             steps = sample_steps(dims, costs.issue)
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
-    # A matmul that normalises its inputs does so before its matrix work.
+    # The times add up, because a matmul that normalises its inputs does so before its matrix work.
     compute_s = matrix_s + work.vector_flops / costs.vector_flops
-    # Dot products start when both pages of a pair have arrived.
+    # `stage` bytes must arrive before arithmetic can start. For dot products, these are two pages of weights.
     stage = 2 * PAGE_BYTES if dims.worker.units == Units.DOTS else costs.stage_bytes
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
     tasks.set(task, weight_bytes=weights, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
 def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, dims: Dims) -> None:
-    """Add the bytes that tasks store on each rank, and the cache entries of what they read and write: the row blocks of
-    the first buffer that the phase reads, and of the first one that it writes.
+    """Set how many bytes tasks store on each rank, and which cache entries they read and write. These entries are row
+    blocks of the first buffer that the phase reads, and of the first buffer that it writes.
     """
     reads: list[Buffer] = []
     writes: list[Buffer] = []
@@ -263,7 +267,7 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
             writes.append(access.buffer)
             wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
-            of_table = access.index is Index.LOGIT_ROW  # the step table selects the rows
+            of_table = access.index is Index.LOGIT_ROW  # the step's inputs select these rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
             for to, part in _targets(access.rank, wide * high * access.share, dims):
                 tasks.stores[task, to] += part
@@ -280,17 +284,18 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
 
 
 def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: TaskCosts) -> Floats:
-    """Set the bytes that matmul tasks take in the ring of pages, and return the seconds of their arithmetic."""
+    """Set the bytes of shared memory that matmul tasks load into, and return the seconds of their arithmetic."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        # This may fill the ring of pages several times. Input rows stay in their pages for a whole filling.
+        # Weights may need more pages than an SM's shared memory has, and fill it several times. Inputs stay for one
+        # filling.
         held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         return (2 * rows * weights).astype(np.float64) / costs.vector_flops
-    # The next instruction's pages come after the output pages of the last chunk of columns.
+    # The last columns are stored by way of shared memory. The next instruction loads into pages after those.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
@@ -298,7 +303,8 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """Yield a rank and the bytes that each task stores on it for one access. `size` has the bytes of each task."""
+    """Yield (rank, bytes that each task stores on it) for each rank that `rank`, the field of an access, stands for: a
+    number, one number per task, EVERY or OWN. `size` has the bytes of each task."""
     for to in range(dims.split.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -309,7 +315,8 @@ def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tu
 def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, items: _Items, view: StepTable, costs: TaskCosts
 ) -> None:
-    """Add one rank's attention tasks. K and V come from memory once per sequence, even if items share them."""
+    """Set the loads, arithmetic and stores of one rank's attention tasks. If tasks of the same sequence read the same K
+    and V, these share a cache entry, so that they come from memory only once."""
     dims = view.dims
     task, item, _ = items
     items_of = np.bincount(task - task[0])[task - task[0]]
@@ -318,7 +325,7 @@ def _attention(
     live = sequence >= 0
     flops, kv_bytes = (amount[item] for amount in item_work(view))
     compute_s = costs.attention_s(flops, (rows * dims.model.group_size).astype(np.float64))
-    # The bytes of an item's q. Its output has the same size.
+    # `size` has the bytes of the queries of each item. The item's output has the same size.
     per_head = dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
     size: Floats = (rows * heads).astype(np.float64) * per_head
     whole = live & (view.item_split[item] < 0)
@@ -333,7 +340,7 @@ def _attention(
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
     if dims.worker.ring_pages:
-        share = PAGE_BYTES / dims.worker.sms / dims.model.layers  # the mean over the layers
+        share = PAGE_BYTES / dims.worker.sms / dims.model.layers  # the mean over layers, whose spans may differ
         for span, layers in dims.model.spans.items():
             blocks = read_blocks(view, span)[item]
             ring += share * layers * attention_pages(view.item_rows[item], view.item_kv_heads[item], blocks, dims)
@@ -351,7 +358,7 @@ def _attention(
 
 
 def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Items:
-    """Return the items of attention records. `first` has the first task of each record."""
+    """Return the attention items that the step table assigns to `records`. `first` has each record's first task."""
     slot = phase.columns(records)["slot"]
     begin, count = view.slot_items[slot].astype(np.int64), np.diff(view.slot_items)[slot].astype(np.int64)
     record, nth = ragged(count)
@@ -361,8 +368,9 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Ite
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """Return whether each item starts a task. If not, it belongs to the previous item's task: both then have one row
-    and all of its context, in the same row block, and wait for the same counters.
+    """Return, for each attention item, whether it begins a new task of the simulator. It joins the previous item's task
+    if both have a single row with its whole context, lie in the same row block and wait for the same counters.
+
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
@@ -375,7 +383,8 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add the waits and signals that do not depend on the step table. An attention instruction's last task signals."""
+    """Add the waits and signals whose counters do not depend on the step's inputs. If an instruction consists of
+    several tasks, all of them wait, and the last one signals."""
     waits, signals = rec.waits(records), rec.signals(records)
     record, slot = np.nonzero((waits != 0) & (waits & rec.INDEXED == 0))
     of, nth = ragged(np.diff(first_task)[record])
@@ -389,7 +398,8 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
-    """Add the waits and signals of attention items, which select counters of the grids that their record names."""
+    """Add the waits and signals of attention. A record names a grid of counters, from which each item selects its
+    own."""
     dims = view.dims
     task, item, record = items
     columns = phase.columns(records)
@@ -417,7 +427,7 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, vi
 
 
 def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits of a norm of logit rows: it waits for the row blocks of all rows that this rank normalises."""
+    """Add the waits of the norm before the logits, for the row blocks of all rows that this rank normalises."""
     dims = view.dims
     columns = phase.columns(records)
     slots = rec.WAIT_WORD + np.arange(rec.WAITS)

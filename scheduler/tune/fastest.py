@@ -1,9 +1,9 @@
 """Chooses the compiler's default options: for every option that the caller leaves open, the value with which the
 simulated step is fastest.
 
-The cost model adds up the times of phases that run one after another. So it cannot predict what a queue gains, or which
-exchanges between ranks take no extra time because other work runs meanwhile. The simulator can predict both, and takes
-less than a second for a step of a few layers."""
+The cost model adds up the times of phases (operations) as if they ran one after another. So it cannot predict what a
+queue gains, or which exchanges between ranks take no extra time because other work runs meanwhile. The simulator can
+predict both, and takes less than a second for a step of a few layers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from megakernel.scheduler.describe import lowering
 from megakernel.scheduler.options import CHOICES, Options
 from megakernel.scheduler.tune.predict import predicted_seconds
 
-# The simulated program has at most this many logit rows, as an engine's programs have. More logit rows would affect all
-# options alike.
+# The simulated program computes logits for at most this many rows, as in an engine, where most rows belong to prompts
+# and need none. More logit rows would slow all options alike.
 _LOGIT_ROWS = 64
-# Dot products are tried as well as matrix units if all rows fit in at most this many tiles of the size that dot
-# products use. With more rows, dot products are many times slower.
+# Matmuls as dot products on CUDA cores are tried if all rows fit in at most this many of their tiles. With more rows,
+# they are many times slower than matrix units.
 _DOT_TILES = 4
 # A residual that is replicated on every rank is tried up to this many rows. With more rows, each rank would repeat too
 # much of the other ranks' work.
 _REPLICATED_ROWS = 1024
 _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
-# With at most this many row blocks, the simulator also tries all of them as one panel, which is a group of row blocks
-# that share one pass over the weights. Each rank owns a part of that panel, so exchanging the panel uses all links.
+# A panel is a group of row blocks (tiles of rows) that share one pass over the weights. With at most this many row
+# blocks, one panel of all of them is tried too: ranks exchange a panel at once, and then use all links.
 _ONE_PANEL = 16
 
 
 class Fastest:
-    """Compiles programs for the buckets of one engine. All arguments of `compile_program` are fixed except the sizes of
-    the bucket.
+    """Compiles the programs of one engine, which differ in their maximum step size. All other arguments of
+    `compile_program` are fixed.
 
     If `options.queue` is auto, the simulator chooses the queue, interleaving and all other options that are auto, once
     for each number of tokens. Programs for a CPU use the cost model's choices instead: a CPU gains nothing from a
-    queue, because a CPU thread runs whichever stream is ready.
+    queue, because a CPU thread runs the instructions of whichever worker is ready.
 
-    With `one_class`, the O projection is either sharded for all buckets or replicated for all. An engine requires this.
-    It also requires the same matmul units for all buckets, which it sets in `options`."""
+    All programs of an engine must share the O projection in the same way (sharded or replicated), which `one_class`
+    ensures. They must also use the same matmul units, which the engine sets in `options`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Fastest:
         self._config, self.machine, self._tp, self._options = config, machine, tp, options
         self._fixed, self._chosen = fixed, dict[int, Options]()
         if one_class and tp > 1 and options.o == "auto":
-            program = self.compile(options, 1, 1)  # the bucket does not affect the cost model's choice
+            program = self.compile(options, 1, 1)  # the choice for `o` does not depend on the size
             self._options = replace(options, o=lowering(program.dims, program.forward)["o"])
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
@@ -81,12 +81,12 @@ class Fastest:
         )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has the
-        earlier predictions, both by options and by the hash of the program."""
+        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
+        predictions by options, and by the hash of the program, which is the same for some options."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
-            except MegakernelError:  # these options compute norms inside matmuls, but the rows do not fit
+            except MegakernelError:  # rows do not fit in shared memory to be normalised inside matmuls
                 known[options] = math.inf
                 return math.inf
             if program.hash not in known:
@@ -100,7 +100,7 @@ class Fastest:
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
             start, known = replace(start, queue="body"), dict[Options | str, float]()
-            # Options that suit a sharded O projection need not suit a replicated one, so there is one search for each.
+            # Search once with a sharded and once with a replicated O projection, which may need other options.
             forms = [form for form in CHOICES["o"] if form != "auto"]
             starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
             found = [self._choose(each, tokens, known) for each in starts]
@@ -108,8 +108,8 @@ class Fastest:
         return self._chosen[tokens]
 
     def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
-        """Return the best options found by improving one choice after another, until every choice has been tried since
-        the last improvement."""
+        """Return the best options that a local search finds from `best`. It tries the values of one choice after
+        another, and stops when every choice has been tried since the last improvement."""
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
@@ -126,8 +126,8 @@ class Fastest:
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
-        """Return the choices that the options leave open, each as a list of possible changes. Options that depend on
-        each other form one choice."""
+        """Return the choices that the search may make, each as a list of changes of options to try. Options that depend
+        on each other form one choice."""
         open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
         open_ |= {"interleave"} if self._options.interleave else set()
         if self._tp == 1:

@@ -1,36 +1,30 @@
-"""Predicts the time of a program's step by simulating a few layers, because layers are alike."""
+"""Predicts the time of a program's step by simulating a few of its layers, because all layers are alike."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from megakernel.isa import Dims, StepTable
 from megakernel.machine import Machine
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.run import step_seconds
 
 _FEW, _MORE = 1, 3  # layers
-_CONTEXT = 128  # number of tokens in the KV cache of each sequence after the step
+_CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
 
 
 def predicted_seconds(program: Program, machine: Machine) -> float:
-    """Return the predicted seconds of a typical step. They are extrapolated from simulations with one layer and with
-    three layers."""
+    """Return the predicted seconds of a typical step of `program`, extrapolated from simulations of one and of three
+    layers."""
     layers, table = program.dims.model.layers, usual_step(program.dims)
-
-    def step_s(layers: int) -> float:
-        return simulate(replace(program, dims=program.dims.changed(layers=layers)), machine, table).step_s
-
     if layers <= _MORE:
-        return step_s(layers)
-    few, more = step_s(_FEW), step_s(_MORE)
+        return step_seconds(program, machine, table, [layers])[0]
+    few, more = step_seconds(program, machine, table, [_FEW, _MORE])
     return few + (layers - _FEW) * (more - few) / (_MORE - _FEW)
 
 
 def usual_step(dims: Dims) -> StepTable:
-    """Return the step table of a typical step. It divides all rows of a program evenly among as many sequences as the
-    program has room for. The last row of each sequence gets logits."""
+    """Return the inputs (step table) of a typical step. All rows of the program are divided evenly among as many
+    sequences as the program has room for, and the last row of each sequence gets logits."""
     count = min(dims.bucket.tokens, dims.bucket.max_seqs)
     pages = range(dims.bucket.pages_per_seq)
     chunks = []

@@ -1,13 +1,13 @@
-"""Fourth stage of the verifier: does each access come after the accesses that it must follow?
+"""Fourth stage of the verifier: does each access to a buffer come after the accesses that it must follow?
 
-The required order follows from the program's phases alone. The meaning of a step is defined by running the phases one
-after another: the prologue, then the body once per layer, then the epilogue. Here, a phase means all of its
+The required order follows from the program's phases (operations) alone. The meaning of a step is defined by running the
+phases one after another: the prologue, then the body once per layer, then the epilogue. Here, a phase means all of its
 instructions in one run, on all ranks. Copies of a buffer on two ranks are two places.
 
 For each region of a buffer, the following must hold. No phase writes an element twice. A value that a phase reads was
-written by the last earlier phase that writes the buffer. A read comes after that write. A write comes after
-the previous write and after all reads of the previous value. "After" means that the later access begins when the
-earlier access has ended."""
+written by the last earlier phase that writes the buffer. A read comes after that write. A write comes after the
+previous write and after all reads of the previous value. "After" means that the later access begins when the earlier
+access has ended."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from megakernel.program.phases import Ints, phases_of
 from megakernel.scheduler.verify import native as native
 from megakernel.scheduler.verify.order import Events, Unrolled, row_blocks
 
-_HOST = MAX_PHASES + 1  # the phase in which the host reads the outputs of rank 0
+_HOST = MAX_PHASES + 1  # number of an imaginary last phase, in which the host reads the outputs of rank 0
 _KINDS = {Kind.READ: (native.READ,), Kind.WRITE: (native.WRITE,), Kind.UPDATE: (native.READ, native.WRITE)}
 _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 
 class _Touches:
     """A list of accesses, each to some rows and columns of a buffer. It is kept as columns: phase, place (a copy of the
-    buffer on a rank), kind, event, row, row_end, col, col_end."""
+    buffer on a rank), kind (read or write), event (execution of an instruction), row, row_end, col, col_end."""
 
     def __init__(self, program: Program) -> None:
         self.ranks = program.ranks
@@ -90,8 +90,8 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
                 else:
                     col, col_end = access.col, access.col_end
                     if access.buffer in dealt:
-                        # The step table determines which rows each rank writes, but the program does not. So the
-                        # check treats each rank's share as one column of the buffer.
+                        # The inputs of a step decide which rows each rank writes, so a proof cannot know them. Instead,
+                        # it treats the share of each rank as one column of the buffer.
                         mine = access.index is Index.LOGIT_OWNER
                         col = np.full_like(col, use.dims.split.rank if mine else 0)
                         col_end = np.full_like(col, use.dims.split.rank + 1 if mine else program.ranks)
@@ -118,8 +118,8 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Add the accesses of attention items to `out`, one access for each event (row block, group of KV heads). An item
-    also reads K and V of other row blocks, after it has waited for the counters of those blocks. Such a read is
+    """Add the accesses of attention to `out`: one for each row block and group of KV heads, whose attention is one
+    event. Attention also reads K and V of other row blocks, after it has waited for their counters. Such a read is
     recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
     a copy per layer, so nothing overwrites them."""
     grid = events.items[dims.split.rank]
@@ -134,9 +134,9 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
 
 
 def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """Add the reads of logit rows to `out`. An instruction with an indexed wait reads a row after the counter of the
-    row's block has reached its total. An instruction without an indexed wait reads all its rows after its other waits.
-    """
+    """Add the reads of the rows that get logits to `out`. An instruction with an indexed wait waits for the counters of
+    exactly those row blocks from which the step's inputs select rows. So it reads a row after the counter of the row's
+    block. An instruction without an indexed wait reads all its rows after its other waits."""
     d = use.dims
     blocks = row_blocks(d, d.split.rank)
     row, row_end = _block_rows(d, blocks)
@@ -151,9 +151,9 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
 
 @lru_cache(maxsize=64)
 def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tuple[Buffer, int]]]:
-    """Return an array [phase number, buffer] and a list. The array says whether the phase writes the buffer on any
-    rank. The list has a pair (buffer, rank) for each output that is gathered on one rank, where the host reads it after
-    a launch."""
+    """Return which buffers each phase (operation) writes on any rank, as an array [phase number, buffer], and a list of
+    outputs. The list has a pair (buffer, rank) for each output that is gathered on one rank, where the host reads it
+    after a launch."""
     writes = np.zeros((_HOST + 1, len(BUFFERS)), dtype=np.uint8)
     outputs: list[tuple[Buffer, int]] = []
     for phase in forward:
@@ -166,8 +166,8 @@ def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tup
 
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
-    """Yield up to `most` violations. A violation of coverage is an element that is written twice in a phase, or read
-    without the write that it needs. Wrong orders of accesses are reported only if no violation of coverage is found."""
+    """Yield up to `most` violations: elements that are written twice in a phase or read without the write that they
+    need or, if there are none, accesses in a wrong order."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
     writes, _ = _declared(program.forward, program.dims)

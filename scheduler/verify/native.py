@@ -48,9 +48,9 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True)
 class EventGraph:
-    """The graph of an unrolled program: `rows` nodes, called rows, and edges from `source` to `target`. The rows of
-    instructions come first. They are sorted by run: the prologue, the body once per layer, the epilogue. The remaining
-    rows are counters. `first` has the first row of each run and, as its last element, the first counter."""
+    """The graph of a program whose layers are unrolled. It has `rows` nodes, called rows, and edges from `source` to
+    `target`. Executions of instructions come first, sorted by run: the prologue, the body once per layer, the epilogue.
+    The other rows are counters. `first` has the first row of each run and, as its last element, the first counter."""
 
     rows: int
     first: Int32s
@@ -64,9 +64,9 @@ class EventGraph:
 
 @dataclass(frozen=True)
 class OrderStep:
-    """The accesses of a step, as the native verifier gets them (mk::verify::Step). `declares` [phases, buffers] says
-    which phase writes which buffer. `touches` [8, n] describes n accesses: the phase, the place (a buffer on a rank),
-    the kind, the event (an instruction), and four bounds of rows and columns."""
+    """The accesses of a step to buffers, as the native verifier gets them (mk::verify::Step). `declares` [phases,
+    buffers] says which phase (operation) writes which buffer. `touches` [8, n] describes n accesses: phase, place (a
+    buffer on a rank), kind, event (execution of an instruction), and four bounds of rows and columns."""
 
     ranks: int
     segment: Int32s
@@ -107,9 +107,9 @@ def _checked(count: int) -> int:
 
 
 def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """Return a topological order of the graph's rows, without the rows on or behind a cycle. Also return, for each row,
-    the number of incoming edges whose sources are missing from this order. `missing` has the number of incoming edges
-    of each row."""
+    """Return a topological order of the graph's nodes, called rows, without those on or behind a cycle. `missing` has
+    the number of incoming edges of each row. Also returned is how many of these edges come from rows outside this
+    order."""
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
     return order[: _checked(count)], left
@@ -118,8 +118,8 @@ def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32
 def unordered(
     graph: EventGraph, order: Int32s, step: OrderStep, ends: Int32s, lasts: Int32s, most: int
 ) -> NDArray[np.void]:
-    """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND. Also checks that
-    each row of `lasts` comes after each row of `ends`."""
+    """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND. `order` is a
+    topological order of the graph. Also checks that each node of `lasts` comes after each node of `ends`."""
     found = np.zeros(most, dtype=FOUND)
     count = _library().mk_verify_data(
         ctypes.byref(graph.native()),

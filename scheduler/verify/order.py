@@ -1,11 +1,11 @@
 """Third stage of the verifier: the events, what each event waits for, and what has certainly happened before it.
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
-reached their totals, and it signals when it ends. The events of a stream begin in order and end in order, but an event
-may begin before the previous event of the stream ends.
+reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. Its events begin
+in order and end in order, but an event may begin before the previous event of the stream ends.
 
-The step table decides, for each step, which instruction does which part of attention, so a proof for all steps cannot
-know it. Two kinds of virtual events represent such work:
+The inputs of a step, the step table, decide which instruction does which part of attention, so a proof for all steps
+cannot know it. Two kinds of virtual events represent such work:
 
 item    the attention of one row block and KV-head group, in one layer and on one rank. It begins after the counters
         that the indexed wait of the attention instructions names. When it ends, it signals the row block's counter,
@@ -38,7 +38,7 @@ Edges = tuple[Ints, Ints]  # earlier, later
 
 
 def row_blocks(dims: Dims, rank: int) -> Ints:
-    """Return the row blocks whose residual is stored on `rank`."""
+    """Return the numbers of the row blocks (ranges of token rows) whose residual is stored on `rank`."""
     step = 1 if dims.split.replicated_residual else dims.split.tp
     return np.arange(rank % step, dims.bucket.row_blocks, step)
 
@@ -56,8 +56,8 @@ def _ended_before(key: Ints, end: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class CounterGrid:
-    """The attention items of one rank. `event`, [row block, head group], has the number of each item's event. A head
-    group has `group_heads` KV heads."""
+    """The attention of one rank, divided into items: one for each row block and head group. `event` [row block, head
+    group] has the number of each item's event. A head group has `group_heads` KV heads."""
 
     event: Ints
     group_heads: int
@@ -65,8 +65,8 @@ class CounterGrid:
 
 @dataclass(frozen=True)
 class Reads:
-    """The reads of logit rows on one rank. `records` are the instructions that read the rows and wait for the same grid
-    of counters. `event` has the number of the read event of each of the rank's row blocks."""
+    """The reads, on one rank, of the rows that get logits. `records` are the instructions that read the rows and wait
+    for the same grid of counters. `event` has the number of the read event of each of the rank's row blocks."""
 
     records: Ints
     rank: int
@@ -74,13 +74,14 @@ class Reads:
 
 
 class Events:
-    """The events of one segment (the prologue, the body of a layer or the epilogue): its records, then virtual events.
+    """The events of one segment (the prologue, one layer or the epilogue). An event is one execution of an instruction.
+    Virtual events, for work that only the step's inputs assign to an instruction, come last.
 
-    waits     (counter, event) pairs. The number of a counter is rank * counters + counter
-    signals   (event, counter, whether the counter is in the next layer's block, number of arrivals)
-    may_wait  (counter, event) pairs that exist only for some step tables, or for some ways to claim queued records
+    waits     (counter, event) pairs. The number of a counter is rank * counters per rank + counter
+    signals   (event, counter, whether the counter is that of the next layer, number of arrivals)
+    may_wait  (counter, event) pairs that exist only for some inputs, or for some ways to claim queued instructions
     after     (earlier event, later event) pairs that exist only for some of these, too
-    chain     the events of every stream in program order, stream by stream
+    chain     the events of every stream (the instructions of a worker) in program order, stream by stream
     stream    the stream of each event in `chain`
 
     The search for deadlocks includes `may_wait` and `after`, but they prove nothing about data."""
@@ -136,8 +137,8 @@ class Events:
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
-            # The step table may assign the items of any counter of the grid to any attention instruction. The
-            # instruction may therefore wait for any of these counters, and any item may end only when it ends.
+            # The inputs of a step (the step table) may assign any item of attention to any attention instruction. The
+            # instruction may therefore wait for any counter of the grid, and any item may end only when it ends.
             begin, end = self._new(2)
             self.may_wait.append((grid, np.full(items.size, begin)))
             self.after.append((np.full(len(slots), begin), slots))
@@ -193,8 +194,8 @@ class Events:
             self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
-        """Return the number of arrivals at each counter that one execution of the segment causes. The counters are
-        those of the next layer's block if `next_block` is true, otherwise those of the segment's own block."""
+        """Return how many signals one execution of the segment adds to each counter: to those of the next layer if
+        `next_block` is true, otherwise to those of its own layer."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:
@@ -220,8 +221,8 @@ class Events:
 
 
 class Unrolled:
-    """All executions (runs) of a program's segments as one graph. Its nodes, called rows, are events and counters. Run
-    0 is the prologue, runs 1..layers execute the body, once per layer, and the last run is the epilogue."""
+    """A program with all its layers as one graph. Its nodes, called rows, are events (executions of instructions) and
+    counters. Run 0 is the prologue, runs 1..layers are the layers, and the last run is the epilogue."""
 
     def __init__(self, program: Program, events: list[Events], layers: int) -> None:
         prologue, body, epilogue = events
@@ -254,16 +255,16 @@ class Unrolled:
         return EventGraph(self.rows, self.first, source, target)
 
     def order(self) -> tuple[NDArray[np.int32], list[int]]:
-        """Return a topological order of all rows that respects every edge that may exist, and the rows of a cycle if
-        there is one."""
+        """Return a topological order of all nodes (rows) that respects every edge that may exist. Also return the rows
+        of a cycle, or an empty list if there is none."""
         graph = self._any_order
         missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
         order, left = topological_order(graph, missing)
         return order, [] if len(order) == self.rows else self._cycle(left > 0)
 
     def _cycle(self, stuck: Mask) -> list[int]:
-        """Return a cycle of stuck rows. Each stuck row has a stuck predecessor, so walking back from predecessor to
-        predecessor must come to a row for the second time."""
+        """Return a cycle of the graph. `stuck` marks the nodes on or behind a cycle. Each of these has a predecessor
+        that is also stuck, so walking back from predecessor to predecessor must come to a node for the second time."""
         graph = self._any_order
         inside = stuck[graph.source] & stuck[graph.target]
         predecessor = np.full(self.rows, -1)
@@ -278,9 +279,9 @@ class Unrolled:
         return path[seen[row] :]
 
     def ends(self) -> Edges:
-        """Return two arrays: for every stream, the last row that does work or is waited for, and the last row. These
-        two rows differ if a stream ends with a join that signals nothing. Such a join only waits, so it may end at any
-        time, and the condition that it waited for stays true."""
+        """Return two arrays of nodes, with one element per stream (the instructions of a worker): its last node that
+        does work or is waited for, and its last node. They differ if a stream ends with a `join` that signals nothing.
+        Such a join only waits, so it may end at any time, and the condition that it waited for stays true."""
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]
         run = np.searchsorted(self.first, lasts, side="right") - 1
@@ -291,17 +292,17 @@ class Unrolled:
             idle = (part.number[event] == JOIN.number) & ~np.isin(event, part.signals.row)
             work[here] -= idle
         alone = work >= 0
-        alone[1:] &= work[1:] > last[:-1]  # leave out a stream that has only one join, because it does no work
+        alone[1:] &= work[1:] > last[:-1]  # leave out a stream of one join, which does no work
         return self._chain[work[alone]], lasts
 
     def stream(self, row: int) -> int | None:
-        """Return the stream of a row, or None for virtual events and for records of a queue."""
+        """Return the stream (worker) of a node, or None for virtual events and for instructions in a queue."""
         run = int(np.searchsorted(self.first, row, side="right")) - 1
         event, part = row - int(self.first[run]), self.runs[run].part
         return int(part.stream[event]) if event < part.static else None
 
     def label(self, row: int) -> str:
-        """Return the name of a row of the graph, as a violation shows it."""
+        """Return the name of a node of the graph, as an error message shows it."""
         if row >= self.first[-1]:
             block, rest = divmod(row - int(self.first[-1]), self.block)
             rank, counter = divmod(rest, self.program.counters)

@@ -1,13 +1,15 @@
 """Proves that a program is right for every valid step table, or lists what is wrong with it.
 
-The verifier reads the finished program and shares no code with the scheduler. The program's phases define what its
-records do and what a step means. It proves the following, over all ranks:
+The verifier reads the finished program and shares no code with the scheduler. A program has a stream of records
+(encoded instructions) for each worker. Records wait for counters and signal counters when they end. The program's
+phases (operations) define what its records do and what a step means. The step table has the inputs of one step. The
+verifier proves the following, over all ranks:
 
 phases    Every phase names buffers that its operation can use, in a meaningful order.
 form      Every record decodes, stays in bounds and names counters of its block (each layer has a block of counters,
-          and the epilogue has the last block). Each attention slot appears once. The drains of a queue, which are the
-          instructions that claim and run its records, claim all of them. The pages that an instruction holds at once
-          fit in shared memory.
+          and the epilogue has the last block). Each attention slot, a list of attention work in the step table, appears
+          once. The drains of a queue, which are the instructions that claim and run its records, claim all of them. The
+          pages that an instruction holds at once fit in shared memory.
 totals    Every counter gets exactly its stored total of arrivals, in the first, the middle and the last block. If a
           counter gets no arrivals in a block, waits for it there end at once and order nothing.
 order     The graph of program order, counters and claims of queues has no cycle, even with all edges that any step
@@ -18,7 +20,7 @@ data      Each read begins after the end of the write that it needs. Each overwr
           write and of all reads of that write's value. Only edges count that exist for every step table and every way
           to claim a queue. So a record of a queue is ordered only after its own waits, and an instruction after a drain
           is ordered after the queue's records only if it waits for their counters.
-epochs    With several ranks, every stream ends after all work of all ranks.
+epochs    With several ranks, every stream ends after all work of all ranks, so launches never overlap.
 
 Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
 first one ends. So two accesses of the same data need a counter between them even on one worker. The graph has these
@@ -80,7 +82,7 @@ _MOST = 50  # the maximum number of violations that a report lists
 @dataclass(frozen=True)
 class Report:
     """The result of a proof. `checked` is the number of instructions of a launch, over all ranks and layers. The
-    program is proved if there are no violations."""
+    program is proved safe if there are no violations."""
 
     checked: int
     seconds: float
@@ -92,8 +94,8 @@ class Report:
 
 
 def verify(program: Program) -> Report:
-    """Prove that `program` is right for every valid step table. Stages run in turn until one finds violations. The
-    report lists the violations of that stage, if any."""
+    """Prove that `program` is free of races and deadlocks for every valid step table, the inputs of a step. Stages run
+    in turn until one finds violations. The report lists the violations of that stage, if any."""
     start = time.perf_counter()
     violations = next(filter(None, map(list, _stages(program))), [])
     if len(violations) > _MOST:

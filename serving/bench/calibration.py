@@ -1,4 +1,4 @@
-"""Measures with micro-benchmarks what the simulator must know about this machine. No step of a model is timed.
+"""Measures with micro-benchmarks this machine's rates and costs for the simulator. No step of a model is timed.
 
 The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
 set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
@@ -35,15 +35,15 @@ _COLUMNS = 256  # columns of a matmul tile
 _CONTEXT = 1024
 _REPEATS, _ROUNDS = 40, 3
 _BEST_S, _LEAST_RUNS = 0.3, 5
-_LEAST_S = 1e-9  # the value for a cost that is too small to measure
-_FEW, _MANY = 2, 62  # layers of the two models that are compared
+_LEAST_S = 1e-9  # seconds that stand for a cost too small to measure
+_FEW, _MANY = 2, 62  # numbers of layers of two otherwise equal models, whose times are compared
 _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One core's rates, and the seconds that a launch, an instruction and a signal take. `others` is the part of the
-    machine's CPU time that other processes took, None if that is unknown."""
+    """The rates of one core, and the seconds that a launch, an instruction's set-up and a signal between workers take.
+    `others` is the part of the machine's CPU time that other processes took, None if that is unknown."""
 
     ceilings: Ceilings
     core: Core
@@ -58,10 +58,10 @@ class Calibration:
 
 
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
-    """Run the micro-benchmarks for about a minute, and return the measured rates and times. `ceilings` are the measured
-    maximum rates of all cores together, and `alone` those of one core while others idle. An instruction's rate is
-    capped at the multiply-add rate that one core has while all cores compute. `on_round` is called with (finished
-    rounds, all rounds)."""
+    """Run the micro-benchmarks for about a minute, and return the measured rates and times. `ceilings` are the
+    measured maximum rates of all cores together, and `alone` those of one core while others idle. No rate may exceed
+    the multiply-add rate that a core has while all cores compute. `on_round` is called with (finished rounds, all
+    rounds)."""
     begin = busy.now()
     rounds, idle = [], []
     for number in range(_ROUNDS):
@@ -161,10 +161,10 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Measure the FLOP/s of one core for a matmul tile, an attention item and a norm, and return a dict for each. The
-    keys are the numbers of a tile's rows, of an item's (row, head) pairs and of a norm's rows. Each rate comes from the
-    difference in time between a launch that runs an instruction many times and a launch that runs it once. This cancels
-    the cost of the launch and of the call."""
+    """Measure the FLOP/s of one core for a matmul tile, attention and a norm, and return a dict for each. The keys are
+    the numbers of a tile's rows, of attention's (query row, head) pairs and of a norm's rows. To cancel the cost of the
+    launch and of the call, each rate comes from the difference in time between a launch that runs an instruction many
+    times and a launch that runs it once."""
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
     dims = program.dims
@@ -205,7 +205,7 @@ def _rate(work: float, seconds: float) -> float:
 
 
 def _repeated(program: Program, one: Records, times: int) -> Program:
-    """Return `program` with all instructions replaced by `times` copies of the record `one` on its only worker."""
+    """Return `program` with all instructions replaced by `times` copies of the encoded instruction `one`."""
     nothing = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(2, np.int32))
     body = Segment(np.tile(one, (times, 1)), np.array([0, times], np.int32))
     unsignalled = {name: np.zeros_like(getattr(program, name)) for name in _TOTALS}
@@ -213,14 +213,14 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
 
 
 def _idle(cores: int) -> list[float]:
-    """Return the seconds of four launches without arithmetic: few and many layers on one worker, then on all."""
+    """Return the seconds of four launches without arithmetic: few and many layers on one worker, then on `cores`."""
     return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 
 def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
-    """Return the seconds of an instruction's set-up, of a launch and of a signal, using the shortest launches. The
-    first two come from launches on one worker. The cost of a signal is the additional time per phase on all cores: a
-    layer with one row is a chain of phases, and each phase waits for all workers."""
+    """Return the seconds of an instruction's set-up, of a launch and of a signal, from the shortest of the launches
+    that `_idle` timed. The first two come from launches on one worker. The cost of a signal is the additional time per
+    phase (operation) on all cores: a layer with one row is a chain of phases, and each phase waits for all workers."""
     few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
     few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))

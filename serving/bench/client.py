@@ -43,7 +43,7 @@ class _Model(msgspec.Struct):
 
 
 class ModelNames(msgspec.Struct):
-    """What this package reads of a server's answer to `GET /v1/models`."""
+    """The fields that this package reads in a server's answer to `GET /v1/models`."""
 
     data: list[_Model]
 
@@ -69,7 +69,7 @@ class ServerClient:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._key = api_key
         self._free: list[_Connection] = []
-        self.events = 0  # number of answers and pieces of answers received; `drive` watches it to notice a dead server
+        self.events = 0  # number of answers and streamed events received; if it no longer grows, the server is dead
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class _Connection:
             raise ValueError(f"{head[0][:200]!r} is no status line") from None
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the body in chunks as they arrive."""
+        """Yield the body of an answer in pieces as they arrive, with or without HTTP's chunked encoding."""
         headers, reader = self._headers, self._reader
         sized = True
         if headers.get("transfer-encoding", "").lower() == "chunked":
@@ -247,7 +247,7 @@ class _Connection:
         self.reusable = sized and headers.get("connection", "").lower() != "close"
 
     async def _pieces(self, left: int) -> AsyncIterator[bytes]:
-        """Yield the next `left` bytes."""
+        """Yield the next `left` bytes of the connection, in pieces as they arrive."""
         while left > 0:
             piece = await self._reader.read(min(left, _READ))
             if not piece:

@@ -17,8 +17,8 @@ from megakernel.serving.text.llm import LLM
 
 @dataclass(frozen=True)
 class Stretch:
-    """The prefill or decode part of one run. Its steps computed `rows` token rows and generated `tokens` tokens.
-    `step_s` holds the duration of each step in seconds, including the host's work between steps."""
+    """The measurements of the prefill or decode part of one run. Its steps computed `rows` token rows and generated
+    `tokens` tokens. `step_s` has the duration of each step in seconds, including the host's work between steps."""
 
     rows: int
     tokens: int
@@ -71,7 +71,7 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
         step_s = decode.seconds / len(decode.step_s)
         tokens_per_s = decode.tokens / decode.seconds
     else:
-        decode = runs[0].decode  # only its FLOPs and bytes are used, which are the same in all runs
+        decode = runs[0].decode  # any run will do: only its FLOPs and bytes are used, which are the same in all runs
         step_s = median(s for run in runs for s in run.decode.step_s)
         tokens_per_s = 1.0 / step_s
     medians = [median(run.decode.step_s) for run in runs]

@@ -26,14 +26,14 @@ from megakernel.serving.engine.scheduler import Counts
 
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
-_SPARE_FILES = 64  # descriptors that a process needs besides its connections
-_LOOK_S = 0.2  # interval between two progress reports
+_SPARE_FILES = 64  # file descriptors that a process needs besides its connections
+_LOOK_S = 0.2  # seconds between two progress reports
 OnDone = Callable[[int, int], None]  # called with (answered requests, all requests)
 
 
 @dataclass(frozen=True)
 class Load:
-    """How the jobs are sent.
+    """How a benchmark sends its requests.
 
     rate             average requests per second of a Poisson process; if infinite, requests are sent as soon as
                      `max_concurrency` allows
@@ -90,7 +90,7 @@ class _Total(msgspec.Struct):
 
 
 class _Record(msgspec.Struct):
-    """What a server's `/roofline` says about the steps since its start."""
+    """The fields of a server's answer at `/roofline` about the steps since its start."""
 
     total: _Total
     counts: Counts | None = None
@@ -217,7 +217,7 @@ _count: Synchronized[int]
 
 
 def _share(count: Synchronized[int]) -> None:
-    """Store the counter of answered requests, which all client processes share, in a new client process."""
+    """Initialise a new client process: keep the counter of answered requests, which all client processes share."""
     global _count
     _count = count
 

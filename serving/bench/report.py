@@ -16,7 +16,7 @@ from megakernel.roofline import Ceilings, StepWork, attended, bound, fraction_er
 from megakernel.serving.bench.workload import LoadJob
 
 _MOST_ERRORS = 5  # maximum number of different errors in a report
-_BUSY = 0.9  # a client process that computes for more than this part of the time may be the bottleneck
+_BUSY = 0.9  # a client process that is busy for more than this fraction of the time may be the bottleneck
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Outcome:
     end: float = 0.0
     moments: array[float] = field(default_factory=lambda: array("d"))
     prompt_tokens: int | None = None
-    output_tokens: int | None = None  # None: the server did not report it
+    output_tokens: int | None = None  # None if the server did not report the number
     error: str | None = None
 
     @property
@@ -118,7 +118,7 @@ def least_work(forward: Forward, split: Split, jobs: Sequence[LoadJob], in_fligh
     and each later token in its own step. Every step reads all weights, and there are at least max(longest output, all
     output tokens / in_flight) steps."""
     prompts, outputs = np.array([(job.prompt_tokens, job.output_tokens) for job in jobs]).T
-    last = prompts + outputs - 1  # the last generated token is never an input
+    last = prompts + outputs - 1  # number of tokens that are inputs; the last generated token is never one
     steps = max(int(outputs.max()), -(-int(outputs.sum()) // in_flight))
     whole = step_work(forward, split, last.tolist(), last.tolist(), int(outputs.sum()), tied=tied)
     step = step_work(forward, split, [1], [1], 1, tied=tied)

@@ -25,9 +25,9 @@ def measure(
     on_progress: Callable[[int, int], None],
     after_run: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Return the figures of `runs` runs. A few short requests come first, to fill caches and compile programs. If the
-    prompts are random, each run has different ones. `on_progress` gets (tokens so far, tokens in total), and
-    `after_run` is called after each run."""
+    """Measure how long the engine takes for all prompts of `load`, `runs` times, and return the figures of each run. A
+    few short requests come first, to fill caches and compile programs. If the prompts are random, each run has
+    different ones. `on_progress` gets (tokens so far, tokens in total), and `after_run` is called after each run."""
     total = runs * sum(job.output_tokens for job in load.jobs)
     made = 0
 

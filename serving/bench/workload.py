@@ -19,7 +19,7 @@ from megakernel.errors import MegakernelError, regular
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One request. `prompt` is text, or int32 token ids; counts are in tokens."""
+    """One request of a benchmark. `prompt` is text, or an array of int32 token ids; counts are in tokens."""
 
     prompt: str | NDArray[np.int32]
     prompt_tokens: int
@@ -28,8 +28,8 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Workload:
-    """Jobs in the order in which they are sent. `name` is a description for reports. If the prompts are random token
-    ids, they were generated with `seed` and are below `vocab`. If the prompts are text, `vocab` is None."""
+    """The requests of a benchmark, in the order of sending. `name` is a description for reports. If the prompts are
+    random token ids, they were generated with `seed` and are below `vocab`. If they are text, `vocab` is None."""
 
     name: str
     jobs: Sequence[LoadJob]

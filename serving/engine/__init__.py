@@ -1,1 +1,1 @@
-"""The inference engine: continuous batching over compiled programs."""
+"""The inference engine: continuous batching, with one compiled program for each size of a step."""

@@ -1,6 +1,6 @@
 """Applies constraints, such as grammars, to the sequences of a step. A token is forced if the constraint allows no
-other token. `force` says which forced tokens a step can compute at once. `write` puts masks of the permitted tokens,
-and forced tokens, into the step table."""
+other token. `force` chooses forced tokens that a step computes together with their sequence's last token. `write` puts
+forced tokens and masks of the permitted tokens into the step table, the inputs of the launch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Sequence
 from megakernel.serving.engine.scheduler import Batch
 
-Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that must come next, often none
+Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that are forced next, often none
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return what must come next in each constrained sequence for which a planned step samples a token."""
+    """Return the tokens that must come next in each constrained sequence for which a planned step samples a token."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
@@ -28,9 +28,10 @@ def follow(part: PlannedRows, batch: Batch) -> Forced:
 
 
 def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
-    """Return the forced tokens, by chunk, that a planned step computes: at most `room`, and without more padding rows.
-    The returned tokens have pages already. Forced tokens that do not fit are not lost: logit rows of this step or of
-    later steps output them instead of sampling."""
+    """Return forced tokens that a planned step computes at once, so that they need no steps of their own. At most
+    `room` are returned, and so few that the step needs no larger program. The keys are chunk numbers (a chunk is a
+    sequence's tokens in a step). The returned tokens have KV pages already. The other forced tokens are not lost: this
+    step or later steps output them instead of sampling."""
     if not any(forced.values()):
         return {}
     turns, known = part.turns, batch.slots.known
@@ -51,9 +52,9 @@ def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *
 
 
 def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]:
-    """Write the forced tokens and the masks of permitted tokens into a step table. A logit row with a forced token
-    outputs that token instead of sampling. A constrained row that samples gets a mask. Returns the sequences that have
-    no valid continuation. The rows of these sequences sample without a mask."""
+    """Write the forced tokens and the masks of permitted tokens into a step table. A row with a forced token outputs
+    that token instead of sampling. Any other constrained row that samples gets a mask. Returns the sequences whose
+    constraint allows no token at all. The rows of these sequences sample without a mask."""
     turns = part.turns
     table.target[: len(turns.target)] = turns.target
     table.mask[:] = 0

@@ -1,10 +1,10 @@
-"""Continuous batching with chunked prefill. Each step is one launch.
+"""Continuous batching with chunked prefill. Each step is one launch of a compiled program.
 
 A step takes one token of every decoding sequence, then fills the rest of its token budget with chunks of prompts, in
-the order of arrival. While a launch runs, the engine plans the next step and builds its step table, which holds the
-inputs of the launch. Tokens that the running launch has yet to sample are inputs of the next step too. For such a
-token, the table says where the launch will store it in the buffer HISTORY. If the token turns out to end its sequence,
-the sequence still has a row in the next step, and the engine ignores the row's result.
+the order of arrival. To keep the device busy, the engine plans the next step and builds its step table, the inputs of
+the launch, while the current launch runs. Tokens that the running launch has yet to sample are inputs of the next step
+too. For such a token, the step table says where the launch will store it in the device buffer HISTORY. If the token
+turns out to end its sequence, the next step still computes a row for this sequence, and the engine ignores the result.
 
 With speculative decoding, the engine adds proposed tokens to a planned step when the previous launch has ended. While a
 step with proposed tokens runs, the engine does not plan the next step, because the number of accepted tokens decides at
@@ -37,15 +37,15 @@ from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
 from megakernel.serving.engine.tokens import Score, Tokens
 
-_BLOCK = 64  # logits of a block; see `top_logprobs`
+_BLOCK = 64  # size of the blocks of logits in `top_logprobs`
 _NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished launch, with the tokens that it generated. `rows` holds each sequence's number of token rows in the
-    step, and `contexts` its number of tokens in the KV cache after the step. `output.logits` and
-    `output.hidden` have only the rows that requests needed on the host."""
+    """A finished launch, with the tokens that it generated. `rows` has the number of tokens that the step computed for
+    each of its sequences, and `contexts` the number of tokens of each sequence in the KV cache after the step.
+    `output.logits` and `output.hidden` have only the rows that requests needed on the host."""
 
     program: Program
     rows: list[int]
@@ -54,28 +54,29 @@ class Step:
     output: Output
     failed: list[Sequence]  # sequences that ended because their constraint allows no continuation
     tokens: Tokens
-    # -- one element for each token
+    # The following arrays have one element for each generated token.
     sequence: Objects
     reader: NDArray[np.int64]  # `Request.reader`
-    first: NDArray[np.bool_]  # whether it is the first token of its choice
+    first: NDArray[np.bool_]  # whether it is the first token of its choice (completion)
     waited: NDArray[np.float64]  # seconds since the choice's previous token, or since the request was added
 
 
 @dataclass
 class _Running:
-    """A launch that runs, with the step that it computes."""
+    """The launch that the device is running, and the plan of the step that it computes."""
 
     part: PlannedRows
-    verified: bool  # the step verifies proposed or forced tokens, so its results decide where sequences continue
+    # Whether tokens were proposed or forced, so that only the results tell where each sequence continues.
+    verified: bool
     failing: list[Sequence]  # sequences that end when the launch ends, because their constraint allows no continuation
     program: Program
     launch: Launch
 
 
 class _Results:
-    """What became of each logit row of a step, as arrays with one element per logit row. `heard` is False if the row is
-    ignored, because its sequence had ended or a proposed token before it was wrong. The other arrays describe the
-    tokens that the remaining rows sampled; `Step` and `Tokens` describe them."""
+    """The result of each logit row of a step (a row that samples a token or scores a prompt token), one array element
+    per row. `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was
+    wrong. The other arrays describe the tokens that were sampled, see `Step` and `Tokens`."""
 
     def __init__(self, heard: NDArray[np.bool_]) -> None:
         self.heard = heard
@@ -87,9 +88,10 @@ class _Results:
 class Engine:
     """Runs requests on a backend. It is not thread-safe: one thread adds requests, steps and aborts.
 
-    `pages` is the size of the backend's KV pool and `step_tokens` the token budget of a step; `dims` has the other
-    limits. With `prefix_cache`, prompts with a common prefix share pages. With `speculation`, steps verify proposed
-    tokens. The engine handles token ids only; `Transcript` converts them to text."""
+    `pages` is the number of pages in the backend's KV pool, and `step_tokens` the maximum number of tokens that a step
+    computes; `dims` has the other limits. With `prefix_cache`, prompts with a common prefix share pages. With
+    `speculation`, steps verify proposed tokens. The engine handles token ids only; `Transcript` converts them to text.
+    """
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits or runs. An idle engine has no running launch."""
+        """Whether no sequence waits or runs. Then no launch runs either."""
         return not self._batch.waiting and not len(self._batch.slots.order)
 
     @property
@@ -137,9 +139,9 @@ class Engine:
     ) -> Request:
         """Queue a prompt. When prompts of several clients wait, the clients are admitted in turn.
 
-        The request's choices are numbered from `first` on; without it, the engine numbers all choices consecutively.
-        The tokens go to `reader`. If `params` restrict the output, `constraint` must be what `Grammars.get(params)`
-        returned. Raises MegakernelError if the prompt can never run."""
+        The choices (completions) are numbered from `first` on, by default after those of all earlier requests. Their
+        tokens carry the number `reader` of the process that reads them. If `params` restrict the output, `constraint`
+        must be what `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run."""
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
             raise AssertionError("Engine.add: pass `constraint` if, and only if, the sampling parameters ask for one")
@@ -175,7 +177,7 @@ class Engine:
             wrong = next((t for t in ids if t >= self.dims.model.vocab), None)
             if wrong is not None:
                 raise MegakernelError(f"{name}: token {wrong} is outside the vocabulary of {self.dims.model.vocab}")
-        # The last generated token is never an input, so it needs no KV.
+        # Subtract one token, because the last generated token is never an input and so needs no K and V.
         needed, pages = self._batch.pages_for(self._length_limit(len(prompt), params) - 1), self.stats.pages
         if needed > pages:
             raise MegakernelError(
@@ -184,13 +186,13 @@ class Engine:
         return prompt
 
     def abort(self, request: Request) -> None:
-        """Abort a request. Its open choices end with the reason `abort`."""
+        """Abort a request. Its unfinished choices (completions) end with the finish reason `abort`."""
         for sequence in request.choices:
             self._batch.finish(sequence, "abort")
         self._settle()
 
     def stop(self, request: Request, choice: int) -> None:
-        """End one choice, because its reader found a stop string."""
+        """End one choice (completion) of a request, because a stop string was found in its text."""
         self._batch.finish(request.choices[choice], "stop")
         self._settle()
 
@@ -205,8 +207,8 @@ class Engine:
 
         `trace` applies to the launches that this call starts. So the returned step is traced if the previous call set
         `trace`, or if this call sets `trace` and no launch was running. After an exception, no launch is running, and
-        all requests wait in the queue to compute their lost KV again. Tokens of the finished launch may then be
-        missing, so the caller should abort the requests that ran."""
+        all requests wait in the queue to compute their lost keys and values again. Tokens that a launch has sampled may
+        not have been returned, so the caller should abort the requests that ran."""
         try:
             if self._running is None:
                 self._start(*self._prepare(), trace)
@@ -232,7 +234,7 @@ class Engine:
         return _report(running, output, results, failed, ended)
 
     def run(self) -> Iterator[Step]:
-        """Step until the engine is idle."""
+        """Run steps until no request is left, and yield each finished step."""
         while not self.idle:
             yield self.step()
 
@@ -243,7 +245,8 @@ class Engine:
 
     def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
         """Plan the next step, which follows the running launch if there is one. Returns the step, or None if no
-        sequence can run. If a launch runs, also returns the step's program and table."""
+        sequence can run. While a launch runs, there is time to build the step's program and inputs, so these are
+        returned too."""
         ones, prompts = self._batch.plan()
         if not len(ones) and not prompts:
             return None, None
@@ -259,9 +262,9 @@ class Engine:
         return program, self._steps.build(program.dims, StepRows(*part))
 
     def _start(self, part: PlannedRows | None, built: tuple[Program, StepTable] | None, trace: bool) -> None:
-        """Launch a planned step, unless all its sequences have ended in the meantime. Forced and proposed tokens, which
-        depend on the results of the previous launch, are added first. `built` is the step's program and table without
-        them, if it was built in advance."""
+        """Launch a planned step, unless all its sequences have ended in the meantime. Forced and proposed tokens are
+        added first, because they depend on the results of the previous launch. `built` has the program and the step
+        table without them, if there was time to build these in advance."""
         if part is None:
             return
         batch = self._batch
@@ -294,7 +297,7 @@ class Engine:
                 raise
 
     def _reset(self) -> None:
-        """Drop the running launch and its results: all sequences wait again, and the prefix cache is empty."""
+        """Abort the running launch and ignore its results. All sequences wait again, and the prefix cache is empty."""
         running, self._running = self._running, None
         if running:
             running.launch.abort()
@@ -315,7 +318,7 @@ class Engine:
         results = _Results(alive.copy())
         for row in (~alive).nonzero()[0].tolist():
             sequence = turns.sequence[turns.chunk[row]]
-            results.heard[row] = sequence.finish_reason is None  # then the sequence was preempted
+            results.heard[row] = sequence.finish_reason is None  # not finished but without a slot: it was preempted
             if results.heard[row] and turns.samples[row]:
                 results.first[row] = sequence.outputs == 0
                 results.waited[row] = now - (sequence.last_token_at or sequence.request.added_at)
@@ -334,7 +337,7 @@ class Engine:
     def _append(
         self, turns: Turns, rows: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
     ) -> None:
-        """Append the sampled tokens of some logit rows, at most one per sequence, to their running sequences."""
+        """Append the sampled tokens of the selected `rows`, at most one per sequence, to their running sequences."""
         slots, at = self._batch.slots, _index(rows)
         slot = turns.slot[turns.chunk[at]]
         results.waited[at] = now - slots.last_token_at[slot]
@@ -344,12 +347,12 @@ class Engine:
     def _verify(
         self, part: PlannedRows, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
     ) -> None:
-        """Do the work of `_advance` for a step with proposed or forced tokens. The rows of a sequence assume that these
-        are right. So once a row samples a token that differs from the next one, or ends the sequence, the rows after it
-        are ignored."""
+        """Append the sampled tokens for a step with proposed or forced tokens. Each row of a sequence assumes that its
+        input token is right. So once a row samples another token than the next row assumes, or ends the sequence, the
+        rows after it are ignored."""
         turns, slots = part.turns, self._batch.slots
         position = part.start[turns.chunk] + turns.index + 1
-        ended = np.zeros(len(turns.slot), np.int64)  # by chunk: an index into FINISH
+        ended = np.zeros(len(turns.slot), np.int64)  # by chunk (sequence of the step): an index into FINISH
         for depth in range(int(turns.depth.max(initial=0)) + 1):
             rows = sampling & (turns.depth == depth)
             if depth:
@@ -370,7 +373,7 @@ class Engine:
                 self._batch.finish(sequence, str(FINISH[ended[chunk]]))
             if not added[chunk]:
                 continue
-            # Tokens that a constraint forced are not guesses, so they do not count as proposals.
+            # Forced tokens are not guesses, so they do not count in the statistics of proposals.
             if self._speculation and sequence.constraint is None:
                 self._batch.counts += Counts(proposed=int(added[chunk]), accepted=accepted)
                 self._speculation.learn(sequence, int(added[chunk]), accepted)
@@ -379,7 +382,7 @@ class Engine:
 
 
 def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
-    """Return an array index that selects the True rows. If all rows are True, it is a slice, to avoid a copy."""
+    """Return an index for arrays that selects the True rows: a slice if all are True, because that avoids a copy."""
     return slice(None) if np.count_nonzero(rows) == len(rows) else rows
 
 
@@ -445,8 +448,8 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
 
 
 def _own(output: Output, turns: Turns) -> Output:
-    """Return a copy of those parts of an output that the host reads. The next launch will overwrite the original. The
-    copy has only those rows of the logits for which top log-probabilities are reported."""
+    """Return a copy of the outputs of a launch that the host needs, because the next launch overwrites them. Of the
+    logits, only the rows for which requests want top log-probabilities are copied."""
     rows = len(turns.top)
     return replace(
         output,
@@ -459,12 +462,12 @@ def _own(output: Output, turns: Turns) -> Output:
 
 def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:
     """Return the `count` most likely tokens of `logits` [vocab] as {id: log-softmax}, most likely first, ties by id.
-    `logprob` is the known log-softmax of `token`. The log-sum-exp of the row is logits[token] - logprob."""
+    `logprob`, the log-softmax of `token`, is known, so the log-sum-exp of the row is logits[token] - logprob."""
     if count == 0:
         return {}
     whole = len(logits) // _BLOCK * _BLOCK
-    # To sort only a few logits, take the maximum of each block of _BLOCK logits. The `count` largest maxima are logits
-    # themselves, so a logit that is smaller than all of them is not among the `count` largest logits.
+    # To sort only a few logits, take the maximum of each block of _BLOCK logits. At least `count` logits reach the
+    # `count`-th largest of these maxima, so no smaller logit is among the `count` largest ones.
     highest = np.append(logits[:whole].reshape(-1, _BLOCK).max(axis=1), logits[whole:])
     least = np.partition(highest, -count)[-count] if count < len(highest) else -np.inf
     candidates = np.flatnonzero(logits >= least)

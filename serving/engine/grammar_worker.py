@@ -26,16 +26,16 @@ from urllib.parse import unquote
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # GBNF has "::=" where Lark has ":"
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule of GBNF; Lark has ":" for "::="
 _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
-# The white space in JSON is what Python's json module writes, because models know this form, and because fixed white
-# space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
+# Generated JSON has the white space that Python's json module writes, because models know this form, and because fixed
+# white space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS |= {"lenient": False, "coerce_one_of": True}
 
 
 class _Vocabulary:
-    """The interface that the grammar library requires from a tokenizer."""
+    """The vocabulary of a model, with the attributes that the grammar library requires from a tokenizer."""
 
     bos_token_id = None
 
@@ -51,34 +51,37 @@ class _Vocabulary:
 
 # -- JSON schemas
 
-# The formats that the library knows.
+# The values of the keyword `format` that the grammar library can enforce.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords with schemas that apply to the same value
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties", "contains"])
 _NESTED |= {"not", "if", "then", "else"}
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
-_PARTS = "x-parts"  # the key under which the root has schemas that references point to
+_PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
-# An escape, a character class, or a lookaround with at most one group in it.
+# _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes, which are kept.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
-_BEYOND = re.compile(r"\\[bB1-9k]|(?<!\\)\(\?<?[=!]")  # what no finite automaton, or not the library's, can match
+# Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds.
+_BEYOND = re.compile(r"\\[bB1-9k]|(?<!\\)\(\?<?[=!]")
 
 
 class _Schema:
     """Rewrites a JSON schema for the grammar library.
 
-    An object may only have the properties that its schema names, unless the schema has `additionalProperties`: models
-    invent properties where they may. Properties of combined schemas, such as those in `allOf`, count together. Unknown
-    formats are annotations. `left` collects the keywords that the grammar cannot enforce, or only in part."""
+    Models invent properties where they may. So the rewritten schema permits only the properties that the schema names,
+    unless it has `additionalProperties`. If schemas are combined, for example by `allOf`, all their properties are
+    permitted. Unknown formats are ignored. `left` collects the keywords that the grammar does not, or not fully,
+    enforce."""
 
     def __init__(self, root: dict[str, Any], outer: _Schema | None = None) -> None:
-        """A schema with the key `x-root` inside of the schema `outer` is the root for its own references."""
+        """References start from the schema `root`: the whole schema, or a part of `outer` that the key `x-root`
+        marks."""
         self.root = root
         self.left: set[str] = outer.left if outer else set()
         self._parts: list[Any] = outer._parts if outer else []
         self._at = self._reserved() if outer else "#"
-        self._open: dict[str, str] = {}  # references to schemas that are combined with others, and to their rewriting
+        self._open: dict[str, str] = {}  # reference to a combined schema -> reference to its rewritten form
         self._dropped = {"propertyNames", "x-root"} | ({"$id"} if outer else set())
 
     def text(self) -> str:
@@ -96,7 +99,8 @@ class _Schema:
         return place
 
     def _rewritten(self, schema: Any, combined: bool = False) -> Any:
-        """Return the schema in its new form. If it is `combined` with others, they are closed together later."""
+        """Return a schema in its rewritten form. If it is `combined` with others that apply to the same value, it still
+        permits unnamed properties, because these are forbidden for all combined schemas together."""
         if not isinstance(schema, dict):
             return schema
         if "x-root" in schema and schema is not self.root:
@@ -110,7 +114,7 @@ class _Schema:
             if key == "$ref":
                 out[key] = self._reference(value, combined or combines)
             elif key in _COMBINING and isinstance(value, list):
-                # Schemas with a discriminator exclude each other, so `anyOf` says the same.
+                # The schemas exclude each other because of the discriminator, so `oneOf` can become `anyOf`.
                 key = "anyOf" if key == "oneOf" and "discriminator" in schema and "anyOf" not in schema else key
                 out[key] = [self._rewritten(one, combined or combines) for one in value]
             elif key in _NESTED:
@@ -146,7 +150,7 @@ class _Schema:
             out["additionalProperties"] = False
 
     def _combined(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield the schema and all schemas that apply to the same value."""
+        """Yield the schema and, found through $ref, allOf, anyOf and oneOf, all that apply to the same JSON value."""
         if not isinstance(schema, dict):
             return
         yield schema
@@ -158,8 +162,8 @@ class _Schema:
             yield from self._combined(self._target(reference), seen)
 
     def _reference(self, reference: Any, combined: bool) -> Any:
-        """Return a reference to the new form of a schema. A schema that is `combined` with others is rewritten apart,
-        because other references to it must find it closed."""
+        """Return a reference to the rewritten form of a schema. A schema that is `combined` with others permits unnamed
+        properties, which other references to the same schema must not. It is therefore stored a second time."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return reference
         if not combined or self._target(reference) is None:
@@ -181,7 +185,7 @@ class _Schema:
         return found
 
     def _limit_names(self, names: Any, out: dict[str, Any]) -> None:
-        """Limit the names of properties, which the library cannot: list them, or give their pattern."""
+        """Replace the keyword `propertyNames`, which the library does not support, by permitted names or a pattern."""
         if isinstance(names, dict) and isinstance(names.get("$ref"), str):
             names = self._target(names["$ref"])
         value, given = out.get("additionalProperties", True), names if isinstance(names, dict) else {}
@@ -199,7 +203,7 @@ class _Schema:
         out["additionalProperties"] = False
 
     def _pattern(self, pattern: str) -> str:
-        """Return a pattern without lookarounds, or an empty text if it cannot be expressed even so."""
+        """Return a regular expression without lookarounds, or an empty text if the library still cannot express it."""
         plain = _LOOKAROUND.sub(lambda found: found[1] or found[2] or "", pattern)
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
@@ -239,7 +243,8 @@ def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
-    """Convert a grammar to the library's notation. The JSON schemas in it, rewritten, are added to `schemas`."""
+    """Return a grammar in the library's notation. JSON schemas inside are rewritten, and added with their text to
+    `schemas`."""
 
     def rewritten(schema: Any) -> str:
         if not isinstance(schema, dict):
@@ -247,7 +252,7 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
         found = _Schema(schema)
         try:
             written = found.text()
-        except (TypeError, AttributeError):  # let the library say why the schema is malformed
+        except (TypeError, AttributeError):  # the schema is malformed, and the library gives a better reason
             written = json.dumps({**schema, "x-guidance": _OPTIONS})
         schemas.append((found, written))
         return written
@@ -258,12 +263,12 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
         return str(LLMatcher.grammar_from_regex(regex_to_lark(text, "dws")))
     if notation == "choice":
         choices = json.loads(text)
-        "".join(choices).encode()  # raises a ValueError for half characters
+        "".join(choices).encode()  # raises a ValueError for a lone surrogate, half of a character
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))))
     if _GBNF_RULE.search(text):
         try:
             text = gbnf_to_lark(text)
-        except Exception as e:  # the library raises no more specific type
+        except Exception as e:  # the library raises only this general type
             raise ValueError(f"the grammar is not valid GBNF: {e}") from e
     text = _JSON_RULE.sub(lambda found: found[1] + rewritten(json.loads(found[2])), text)
     return str(LLMatcher.grammar_from_lark(text))
@@ -276,7 +281,7 @@ def release_memory() -> None:
 
 
 def _resident() -> int:
-    """Return the bytes of memory that this process takes now, or 0 where the operating system does not tell."""
+    """Return the bytes of memory that this process takes now, or 0 if the operating system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -285,7 +290,7 @@ def _resident() -> int:
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The parent process handles Ctrl-C. When it exits, the standard input of this process ends.
+    # Ignore Ctrl-C, because the parent process handles it. When the parent exits, standard input ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     given = json.loads(next(lines))

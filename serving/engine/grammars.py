@@ -27,17 +27,17 @@ from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputs
 
 Ids = NDArray[np.int32]
 _WORKER = Path(__file__).with_name("grammar_worker.py")
-# The limits of one compilation. Ordinary schemas take 1 to 30 ms.
+# Limits on the time and memory to compile one grammar. Ordinary schemas take 1 to 30 ms.
 MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
-# Compiled grammars in the cache, and their bytes. The least recently used one is dropped first.
+# Limits of the cache: how many compiled grammars, and how many bytes. The least recently used one is dropped first.
 MOST_KEPT, MOST_KEPT_BYTES = 256, 512 << 20
-_SHOWN = 500  # characters of the library's reason that an error shows
+_SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
 
 class Constraint(ABC):
-    """Tracks the output of one sequence. `error` says why the output has no valid continuation, or is empty. `left` has
-    the JSON Schema keywords that the constraint does not enforce."""
+    """Limits which tokens may come next in one sequence. `error` says why no token may, or is empty. `left` has the
+    JSON Schema keywords that the constraint does not enforce."""
 
     error = ""
     left: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Constraint(ABC):
 
     @abstractmethod
     def follow(self, output: Ids) -> list[int]:
-        """Read the whole output so far. Returns the tokens that must come next, often none."""
+        """Advance to `output`, all tokens generated so far. Returns the tokens that must come next, often none."""
 
 
 class Words(Constraint):
@@ -83,15 +83,15 @@ class Words(Constraint):
 class Grammar(Constraint):
     """A grammar that the text must match.
 
-    If only one text can come next, the tokens into which the tokenizer splits this text are forced. Otherwise a mask
-    says which tokens may be sampled. Forced tokens and masks depend on the output alone. All tokens of a forced text
-    are determined at once, so they do not depend on how many steps output them."""
+    If only one text can come next, its tokens are forced. Otherwise a mask says which tokens may be sampled. Both
+    depend on the output alone. All tokens of a forced text are determined at once, by the tokenizer, so they do not
+    depend on how many steps output them."""
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
-        """`matcher` must not have read any token yet. The constraint advances only a copy of it."""
+        """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens."""
         self._start, self._executor, self.left = matcher, executor, left
         self.matcher = matcher.deep_copy()
-        self._read: list[int] = []  # the output, then the forced tokens
+        self._read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
     def copy(self) -> Grammar:
         return Grammar(self._start, self._executor, self.left)
@@ -111,7 +111,7 @@ class Grammar(Constraint):
         return read[len(output) :]
 
     def fail(self) -> None:
-        """Record the library's reason why there is no valid continuation."""
+        """Set `error` to the library's reason why no token may come next."""
         self.error = _shortened(self.matcher.get_error() or "the grammar allows no token")
 
     @staticmethod
@@ -129,7 +129,7 @@ class Grammar(Constraint):
 
 
 def write_masks(masks: NDArray[np.int32], constraints: Sequence[Constraint]) -> None:
-    """Fill one row of `masks` for each constraint with the tokens that may come next."""
+    """Write the tokens that each constraint permits next into a row of `masks`, one bit per token id."""
     Grammar.write(masks, {row: one for row, one in enumerate(constraints) if isinstance(one, Grammar)})
     for row, one in enumerate(constraints):
         if isinstance(one, Words):
@@ -144,7 +144,7 @@ class _Compiled:
 
 
 class Grammars:
-    """Makes the constraint that sampling parameters ask for, for one model's tokens. It is thread-safe."""
+    """Makes the constraints that sampling parameters ask for, and caches compiled grammars. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int]) -> None:
         """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's."""
@@ -157,12 +157,13 @@ class Grammars:
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
 
     def known(self, params: SamplingParams) -> Constraint | None:
-        """Return a new constraint if the grammar of `params` is compiled already, otherwise None."""
+        """Return a new constraint if the grammar that `params` ask for is in the cache, otherwise None."""
         wanted = params.structured_outputs
         return None if wanted is None else self._kept(wanted.source())
 
     def get(self, params: SamplingParams) -> Constraint | None:
-        """Return a new constraint on the output, or None for no constraint. Raises MegakernelError if it is invalid."""
+        """Return the constraint that `params` ask for, or None if they ask for none. Compiles a grammar that is not in
+        the cache. Raises MegakernelError if the constraint is invalid."""
         if params.structured_outputs is not None:
             return self._grammar(params.structured_outputs)
         if not params.constrained:
@@ -173,7 +174,7 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token sequences of all `words`. Each word is tokenised twice: with a leading space and without."""
+        """Return the token ids of each of `words` twice: with a leading space and without. Both are forbidden."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -200,7 +201,7 @@ class Grammars:
         source, left, size = self._checked(*key)
         matcher = LLMatcher(self._tokens(), source, log_level=0)
         if not matcher.is_error():
-            # The library finishes its preparations with the first mask. Compute one now, so that no step has to wait.
+            # The library does part of its work for the first mask. Compute one now, so that no step has to wait.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(matcher.get_error())
@@ -251,8 +252,8 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The interface that the grammar library requires from a tokenizer. The model may have ids that its tokenizer
-    lacks; such ids have no text. End-of-sequence ids count as special tokens."""
+    """The vocabulary of a model, with the attributes that the grammar library requires from a tokenizer. A model may
+    have token ids that its tokenizer lacks; such ids have no text. End-of-sequence ids count as special tokens."""
 
     bos_token_id = None
 

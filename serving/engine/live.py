@@ -38,13 +38,13 @@ class Totals:
     bytes: float = 0.0  # bytes of weights and KV cache
     rows: int = 0  # token rows that were computed
     tokens: int = 0  # tokens that were sampled
-    sequences: int = 0  # number of sequences in a step
+    sequences: int = 0  # sequences of each step, summed over the steps
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def rates(self, ceilings: Ceilings) -> dict[str, float | None]:
-        """Return rates per second and per step, and fractions of `ceilings`. All are None if no step has run."""
+        """Return averages per second and per step, and fractions of `ceilings`; each is None if no step has run."""
         wall, steps = self.wall_s or math.nan, self.steps or math.nan
         figures = {
             "roofline_fraction": self.bound_s / wall,
@@ -61,18 +61,19 @@ class Totals:
 
 
 class Live:
-    """The record of one engine. The engine's thread adds steps, and any thread may read.
+    """The record of one engine's steps. The engine's thread adds steps, and any thread may read.
 
     `stats` is the engine's current state. `tied` says that the LM head uses the embedding table as its weights.
-    `max_seqs` is how many sequences may run at once, and `about` describes the engine for people. While the attribute
-    `tracing` is True, the engine's thread is asked to trace the next step."""
+    `max_seqs` is how many sequences may run at once, and `about` describes the engine for people. While `tracing` is
+    True, the engine's thread should trace the next step."""
 
     def __init__(self, ceilings: Ceilings, stats: Stats, *, tied: bool, max_seqs: int, about: dict[str, Any]) -> None:
         self.ceilings = ceilings
         self._stats = stats
         self._tied, self._max_seqs, self._about = tied, max_seqs, about
         self._lock = threading.Lock()
-        self._steps: deque[tuple[Totals, str]] = deque(maxlen=_KEPT)  # each step's sums, and the ceiling that limits it
+        # For each step, its figures and the limit of the hardware that it is closest to.
+        self._steps: deque[tuple[Totals, str]] = deque(maxlen=_KEPT)
         self._totals = Totals()
         self._ttft: deque[float] = deque(maxlen=_KEPT)
         self._itl: deque[float] = deque(maxlen=_KEPT)

@@ -43,12 +43,12 @@ def kv_capacity(
     """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
 
     The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It always
-    has room for one such sequence, even if that is more. Without `max_context`, a sequence may have as many tokens as
-    the model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the model's limit, if one such
-    sequence exceeds the memory, or if without `max_context` the pool has no room for a token.
+    has room for one such sequence, even if that takes more. Without `max_context`, a sequence may have as many tokens
+    as the model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the model's limit, if one
+    such sequence exceeds the memory, or if without `max_context` the pool has no room for a token.
     """
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
-    heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may have the same KV head
+    heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may store the same KV head
     per_token = config.layers * heads * kv_bytes(split.model)
     room = int(pool / per_token)
     if max_context is None:

@@ -1,8 +1,9 @@
-"""The pool of KV pages: which pages are free, and which cached pages match the prefix of a new sequence.
+"""The pool of KV pages: which pages are free, and which cached pages match the prefix of a new sequence. A page holds
+the keys and values of a fixed number of consecutive tokens.
 
-A page that finished steps have filled is identified by the hash of all tokens up to its end, so sequences with the same
-prefix share pages. A shared page is never written again. A page without users stays in the cache until the memory is
-needed for other tokens; the least recently used page is taken first."""
+Once finished steps have filled a page, it is identified by the hash of all tokens up to its end, so sequences with the
+same prefix share pages. A shared page is never written again. A page without users stays in the cache until the memory
+is needed for other tokens; the least recently used page is taken first."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import ArrayLike
 
-ROOT = b""  # the hash before a sequence's first page
+ROOT = b""  # the hash of an empty prefix
 
 
 def page_hash(before: bytes, tokens: ArrayLike) -> bytes:
-    """Return the hash of a prefix whose last page holds `tokens`. `before` is the hash of the earlier pages."""
+    """Return the hash of a prefix of whole pages: `tokens` are those of the last page, `before` is the hash without
+    it."""
     return blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
 class PagePool:
-    """The KV pages with ids 0 to `pages` - 1. Each page has a reference count, the number of its users."""
+    """The KV pages with ids 0 to `pages` - 1. Each page counts its users, the sequences that read it."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -38,7 +40,7 @@ class PagePool:
         return len(self._unknown) + len(self._unused)
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` pages for one sequence. The caller has checked that so many are free."""
+        """Allocate `count` pages for one sequence and return their ids. The caller has checked that they are free."""
         taken = []
         for _ in range(count):
             if self._unknown:
@@ -51,11 +53,11 @@ class PagePool:
         return taken
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached pages of the longest matching prefix. The caller must `share` these pages to use them."""
+        """Return the cached pages of the longest known prefix, given a hash per page. To use them, call `share`."""
         return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Sequence[int]) -> int:
-        """Return how many of `pages` have no user."""
+        """Return how many of `pages` no sequence uses. Using them takes these pages from the free ones."""
         return sum(not self._users[page] for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:

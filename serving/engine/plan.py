@@ -1,4 +1,4 @@
-"""Planned steps: which tokens of each sequence a step computes, and which logit rows it needs."""
+"""Planned steps: which tokens of each sequence a step computes, and for which of them it computes logits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from megakernel.runtime.steps import Ints, Lineup
 from megakernel.serving.engine.request import POOLED, Objects, Sequence, Slots
 
-VERIFIED_ROWS = 128  # maximum logit rows of a step with proposals; a step table has room for their logit biases
+VERIFIED_ROWS = 128  # maximum logit rows of a step that verifies proposals, limited by room for logit biases
 
 
 class _Row(NamedTuple):
-    """The logit rows of a step or, in a list, one logit row. `Turns` and `Lineup` describe the fields."""
+    """The rows of a step that get logits, as arrays; or one such row. `Turns` and `Lineup` describe the fields."""
 
     chunk: Any
     index: Any
@@ -31,15 +31,16 @@ class _Row(NamedTuple):
 
 @dataclass(eq=False)
 class Turns(Lineup):
-    """The chunks of tokens and the logit rows of a step, with what the engine needs to process their results."""
+    """The plan of a step: its chunks, each with the tokens that it computes for one sequence, and its logit rows, which
+    sample a token or score a prompt token. It also has what the engine needs to process their results."""
 
     # -- one element per chunk
-    ticket: Ints  # the number that the chunk's sequence got at its admission
+    ticket: Ints  # number that the sequence got when it was admitted to its slot
     sequence: Objects
-    reader: Ints  # the reader and the number of the sequence's choice, as `Request` has them
+    reader: Ints  # see `Request.reader`; `number` is that of the choice (completion)
     number: Ints
-    # -- one element per logit row
-    top: Ints  # as in `Slots`
+    # The following arrays have one element per logit row, a row that samples a token or scores a prompt token.
+    top: Ints  # how many top log-probabilities to report, as in `Slots`
     after: Ints  # the row's input token if it was proposed or forced, otherwise -1
 
     @property
@@ -48,12 +49,12 @@ class Turns(Lineup):
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """For each logit row, whether it samples a token. A row that does not sample scores a prompt token."""
+        """For each logit row, whether it samples a token. The others score a prompt token (its log-probability)."""
         return self.target < 0
 
     @cached_property
     def depth(self) -> Ints:
-        """For each logit row, the number of tokens before it in the step that were proposed or forced."""
+        """For each logit row, how many proposed or forced tokens its sequence has up to this row of the step."""
         return np.where(self.after >= 0, self.index, 0)
 
     @cached_property
@@ -63,12 +64,12 @@ class Turns(Lineup):
 
     @cached_property
     def read(self) -> list[int]:
-        """The logit rows whose logits the host has to read."""
+        """The logit rows whose logits the host has to read, because a request wants the most likely tokens."""
         return (self.top > 0).nonzero()[0].tolist()
 
     @cached_property
     def pooled(self) -> list[int]:
-        """The logit rows whose hidden states the host has to read."""
+        """The logit rows whose hidden states the host has to read, because a request wants an embedding."""
         return (self.top == POOLED).nonzero()[0].tolist()  # type: ignore[no-any-return]
 
     def alive(self, slots: Slots) -> NDArray[np.bool_]:
@@ -78,15 +79,15 @@ class Turns(Lineup):
 
 
 class PlannedRows(NamedTuple):
-    """Some or all chunks of a step, with their first positions and their tokens."""
+    """Chunks of a step, each with consecutive tokens of one sequence. `start` has their first positions."""
 
     turns: Turns
     start: Ints  # described at `Rows`
     tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:
-        """Return the chunks to which proposed tokens may be added. These chunks compute only the last known token of
-        their sequence."""
+        """Return the chunks to which proposed tokens may be added: those that compute only the last known token of a
+        running sequence."""
         turns = self.turns
         single = (turns.count == 1) & (np.bincount(turns.chunk, minlength=len(turns.slot)) == 1)
         found: Ints = (single & turns.alive(slots) & (self.start == slots.known[turns.slot] - 1)).nonzero()[0]
@@ -94,7 +95,8 @@ class PlannedRows(NamedTuple):
 
 
 class Planner:
-    """Plans steps of the sequences in `slots`. It reuses the `Turns` of the last step if the same sequences decode."""
+    """Plans the rows of steps for the sequences in `slots`. If the same sequences decode as in the last step, its
+    `Turns` is used again, because building one takes time."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -122,7 +124,7 @@ class Planner:
         return PlannedRows(_turns(slots, slot, count, columns), np.append(decoded.start, start), np.concatenate(tokens))
 
     def _decode(self, slot: Ints) -> PlannedRows:
-        """Plan a chunk of one token for each slot: compute the sequence's last token and sample the next one."""
+        """Plan one decode row for each of the slots `slot`: compute the last token and sample the next one."""
         slots, n, start = self._slots, len(slot), self._slots.computed[slot]
         slots.length[slot] += 1
         slots.computed[slot] = end = start + 1
@@ -134,12 +136,12 @@ class Planner:
             turns = self._last = _turns(slots, slot, one, row._asdict())
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
-            return PlannedRows(turns, start, turns.after)  # id -1: the running launch has yet to sample the token
+            return PlannedRows(turns, start, turns.after)  # tokens of -1: not sampled yet
         return PlannedRows(turns, start, np.where(known, slots.tokens[slot, start], -1))
 
     def _prompt(self, chunk: int, sequence: Sequence, count: int, rows: list[_Row]) -> Ints:
-        """Plan the next `count` tokens of a sequence as the chunk number `chunk`, and return the tokens. The logit rows
-        that they need are appended to `rows`."""
+        """Plan to compute the next `count` tokens of a sequence as the chunk number `chunk` of a step, and return the
+        tokens. The rows that need logits are appended to `rows`."""
         slots, request, slot = self._slots, sequence.request, sequence.slot
         start, known = int(slots.computed[slot]), int(slots.known[slot])
         end = start + count
@@ -159,12 +161,12 @@ class Planner:
 
 
 def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> PlannedRows:
-    """Append tokens that were proposed or forced to some one-token chunks of `part`, and return the new part.
+    """Append proposed or forced tokens to sequences that compute one token in `part`, and return the new plan.
 
-    `runs` maps a chunk to its tokens. Each of these tokens gets a logit row. If the sequence has no penalties, the step
-    stores the sampled tokens in HISTORY; up to the first mismatch, they equal the tokens of the run. With penalties,
-    the step reads HISTORY and stores nothing there, so the host writes the run to HISTORY before the step. The new part
-    omits sequences that have ended since the step was planned, because other sequences may now use their pages."""
+    `runs` maps a chunk (a sequence's place in the step) to its additional tokens. Each of them gets a logit row. The
+    step stores the tokens that it samples in the device buffer HISTORY; up to the first mismatch, they equal those of
+    the run. But with penalties, the step reads HISTORY, so the host writes the run there before the step, which stores
+    nothing. Sequences that have ended since the planning are left out, because others may now use their pages."""
     turns, start = part.turns, part.start
     chunks = np.array(sorted(runs))
     lengths = np.array([len(runs[chunk]) for chunk in chunks])
@@ -175,7 +177,7 @@ def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> P
     count[chunks] += lengths
 
     new = np.concatenate([runs[chunk] for chunk in chunks])
-    ends = np.cumsum(turns.count)[chunks]  # where the chunks end in the tokens of `part`
+    ends = np.cumsum(turns.count)[chunks]  # index in `part.tokens` after the last token of each of these chunks
     tokens = part.tokens.copy()
     tokens[ends - 1] = slots.tokens[slot, start[chunks]]
     tokens = np.insert(tokens, np.repeat(ends, lengths), new)

@@ -1,4 +1,5 @@
-"""Compiles one program per bucket (a size of steps), in advance or when a step first needs the program."""
+"""Compiles the programs of an engine, in advance or when a step first needs one. There is one program per bucket, a
+maximum number of token rows and of logit rows."""
 
 from __future__ import annotations
 
@@ -9,20 +10,20 @@ from megakernel.program import Program
 
 
 class Compile(Protocol):
-    """Compiles a program for a bucket; all other arguments of `compile_program` are fixed."""
+    """Compiles a program for steps of up to `tokens` token rows and `logit_rows` logit rows."""
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program: ...
 
 
 def bucket(count: int, most: int) -> int:
     """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`. A
-    step computes its padding rows too. The sizes between the powers of two keep padding below a third of a step."""
+    step also computes the rows that pad it to this size. Sizes between the powers of two keep padding below a third."""
     power = 1 << max(count - 1, 0).bit_length()
     return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
 
 
 def buckets(most: int) -> list[int]:
-    """Return all bucket sizes up to `most`, in ascending order."""
+    """Return all sizes of programs up to `most` rows, in ascending order."""
     found = [1]
     while found[-1] < most:
         found.append(bucket(found[-1] + 1, most))
@@ -30,7 +31,7 @@ def buckets(most: int) -> list[int]:
 
 
 class Programs:
-    """The programs of one engine, one for each bucket. `warm` may run in a thread of its own."""
+    """The programs of one engine, one for each size of a step. `warm` may run in a thread of its own."""
 
     def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
@@ -39,16 +40,17 @@ class Programs:
         self._lock = Lock()
 
     def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
-        """Return the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
+        """Return the smallest size (token rows, logit rows) of a program that has room for a step of this size."""
         return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
-        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows without more padding."""
+        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows so that they replace
+        padding, or fill a larger program without padding."""
         full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
         return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
 
     def get(self, tokens: int, logit_rows: int) -> Program:
-        """Return the program of the smallest bucket with room for `tokens` token rows and `logit_rows` logit rows."""
+        """Return the smallest program with room for `tokens` token rows and `logit_rows` rows that get logits."""
         key = self.bucket(tokens, logit_rows)
         with self._lock:
             if key not in self._cache:
@@ -56,8 +58,8 @@ class Programs:
             return self._cache[key]
 
     def warm(self, stop: Event | None = None) -> int:
-        """Compile a program for every bucket that a step can need, until `stop` is set. Returns the number of buckets
-        that a step can need, even if `stop` was set."""
+        """Compile a program of every size that a step can need, until `stop` is set. Returns the number of such sizes,
+        even if `stop` was set."""
         keys = [
             (tokens, rows)
             for tokens in buckets(self._most_tokens)

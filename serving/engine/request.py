@@ -1,6 +1,6 @@
-"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run. A
-sequence runs in a slot. `Slots` then holds its state, as arrays with one element per slot, because every step changes
-the state of all running sequences. Before and after, the sequence itself holds its tokens."""
+"""The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run.
+Every step changes the state of all running sequences. So a running sequence has a slot, and its state is in `Slots`,
+which has arrays with one element per slot. While it does not run, the sequence itself holds its tokens."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from megakernel.serving.engine.pages import ROOT, page_hash
 from megakernel.serving.engine.sampling import SamplingParams
 
 Objects = NDArray[np.object_]
-POOLED = -2  # a value of `Slots.top` and `Turns.top`
+POOLED = -2  # in place of a number of top log-probabilities: the request wants hidden states
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
-    """One choice of a request. `slot` is its slot, or -1 while it does not run. `sampling` is True if the sequence was
-    preempted while the running launch still samples its next token."""
+    """One choice (completion) of a request. `slot` is the index of its slot, or -1 while it does not run. `sampling` is
+    True if the sequence was preempted while the running launch still samples its next token."""
 
     request: Request
     choice: int
     length_limit: int  # at this number of tokens the choice ends with reason `length`
     slots: Slots
-    constraint: Constraint | None = None  # limits which tokens may come next, if the request asks for that
+    constraint: Constraint | None = None  # limits which tokens may come next, such as a grammar
     slot: int = -1
     sampling: bool = False
     finish_reason: str | None = None
-    first_token_at: float = 0.0  # valid, like last_token_at, only while the choice does not run
+    first_token_at: float = 0.0  # like last_token_at, kept in `slots` instead while the choice runs
     last_token_at: float = 0.0
-    admitted_at: float = 0.0  # when the choice first got a slot
-    saved: list[int] = field(init=False)  # the tokens that were known when the choice last left its slot
+    admitted_at: float = 0.0  # time at which the choice began to run
+    saved: list[int] = field(init=False)  # its tokens, up to the time when it last left its slot
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def stuck(self) -> str:
-        """The reason why the constraint allows no next token; empty if it allows one."""
+        """Why the constraint (such as a grammar) allows no next token; empty if it allows one."""
         return self.constraint.error if self.constraint else ""
 
     @property
@@ -71,14 +71,16 @@ class Sequence:
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
     def append(self, token: int, now: float) -> int:
-        """Append the token that was sampled while the sequence was preempted. Returns what `Slots.append` returns."""
+        """Append a token that was being sampled when the sequence was preempted and lost its slot. Returns what
+        `Slots.append` returns: 0, or an index into FINISH if the token ends the sequence."""
         self.saved.append(token)
         self.first_token_at, self.last_token_at = self.first_token_at or now, now
         self.sampling = False
         return 1 if token in self.request.stop_ids else 2 * (len(self.saved) >= self.length_limit)
 
     def page_hashes(self, page: int, count: int) -> list[bytes]:
-        """Return the hashes of the first `count` pages of `page` tokens each. All these tokens must be known."""
+        """Return the hashes that identify the first `count` KV pages, with `page` tokens each. All tokens must be
+        known."""
         tokens = self.slots.tokens[self.slot] if self.slot >= 0 else self.saved
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
@@ -108,9 +110,9 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]  # token ids that end a choice
-    first: int = 0  # number of the first choice, from which the choices are numbered; their tokens carry the numbers
-    reader: int = 0  # number of the reader who gets the tokens
-    client: str = ""  # name of the client; clients take turns in having their requests admitted
+    first: int = 0  # number of the first choice; the others follow, and each token carries the number of its choice
+    reader: int = 0  # number of the process that reads the tokens
+    client: str = ""  # name of the client; waiting clients are admitted in turn
     choices: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)  # element i is the log-probability of prompt token i + 1
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -118,7 +120,7 @@ class Request:
     pooled: NDArray[np.float64] | None = None  # sum of the hidden states that `params.pooling` asks for, so far
     pooled_rows: int = 0  # the number of these hidden states
     held: list[Sequence] = field(default_factory=list)  # choices that wait until the first has computed the prompt
-    scored: int = 0  # number of prompt tokens whose logit rows are computed or planned, if all need one
+    scored: int = 0  # if the prompt is scored: how many of its tokens have been scored, or will be by planned steps
     seed: int = 0  # the user's seed, or a random one
     added_at: float = field(default_factory=perf_counter)
 
@@ -130,20 +132,20 @@ class Request:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def scores_prompt(self, choice: int) -> bool:
-        """Whether this choice needs a logit row for each prompt token, for log-probabilities or for a mean of hidden
-        states. The first choice does so for all choices."""
+        """Whether this choice needs logits or the hidden state of each prompt token, for log-probabilities or for a
+        mean of hidden states. Only the first choice does, on behalf of all choices."""
         return choice == 0 and (self.params.prompt_logprobs is not None or self.params.pooling == "mean")
 
     def pool(self, hidden: NDArray[np.generic]) -> None:
-        """Add the hidden state of the next prompt token. One state is added at a time, so the sum does not depend
-        on how steps divide the prompt."""
+        """Add the hidden state of the next prompt token to the sum. States are added one at a time, so that rounding
+        does not depend on how steps divide the prompt."""
         state = to_f32(hidden).astype(np.float64)
         self.pooled, self.pooled_rows = state if self.pooled is None else self.pooled + state, self.pooled_rows + 1
 
 
 class Slots:
-    """Arrays with the state of the running sequences. `order` lists their slots in order of admission. Steps are
-    planned before earlier steps have ended. So `length` also counts tokens that planned steps have yet to sample, and
+    """Arrays with the state of the running sequences. `order` lists their slots in order of admission. The next step is
+    planned before the running one has ended. So `length` also counts tokens that planned steps have yet to sample, and
     `computed` counts tokens whose K and V will be in the pages once all planned steps have run."""
 
     def __init__(self, dims: Dims) -> None:
@@ -152,22 +154,23 @@ class Slots:
         self.order: Ints = np.zeros(0, np.int64)  # a new array after each change, so that `is` shows whether it changed
         self.sequence: Objects = np.full(n, None)
         self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
-        self.reader, self.number = np.zeros((2, n), np.int64)  # whose tokens they are, and the number of the choice
+        self.reader, self.number = np.zeros((2, n), np.int64)  # see `Request.reader`, and the number of the choice
         self.tokens = np.zeros((n, dims.bucket.max_context), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
-        self.stop_ids = np.full((n, 1), -1)  # stop ids of each sequence, padded with -1
-        # How many top log-probabilities to report. -1: none; POOLED: none, but the hidden state.
+        # Ids that end each sequence, padded with -1.
+        self.stop_ids = np.full((n, 1), -1)
+        # How many top log-probabilities to report. -1: none; POOLED: none, but the hidden state is needed.
         self.top = np.full(n, -1)
         self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = SequencePages(dims)
-        self.sampling = Sampling(2 * n + 1)  # a row per slot, then a row per slot for use before min_tokens
+        self.sampling = Sampling(2 * n + 1)  # one row per slot, then one for use before min_tokens is reached
         self._tickets = 0
 
     def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:
-        """Put a sequence into `slot` with `pages`. The first `shared` pages already hold its first tokens."""
+        """Put a sequence into `slot` with the KV pages `pages`, of which the first `shared` ones are filled."""
         request, tokens = sequence.request, sequence.saved
         stop, logprobs = sorted(request.stop_ids), request.params.logprobs
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
@@ -195,7 +198,7 @@ class Slots:
         self.order = np.append(self.order, slot)
 
     def leave(self, sequence: Sequence) -> list[int]:
-        """Remove a sequence from its slot, save its tokens, and return its pages."""
+        """Remove a sequence from its slot, copy its tokens to the sequence, and return its KV pages."""
         slot = sequence.slot
         sequence.saved += self.tokens[slot, len(sequence.saved) : self.known[slot]].tolist()
         sequence.first_token_at = float(self.first_token_at[slot])
@@ -223,12 +226,13 @@ class Slots:
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many tokens no planned step computes yet: 0 at the sequence's length limit."""
+        """Return, for each slot, how many known or sampled tokens no planned step computes yet. A sequence that has
+        reached its maximum length needs none, so the result is 0."""
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
     def crowded(self, slots: Ints) -> NDArray[np.bool_]:
-        """Return for each slot whether its sequence has too few pages for `length` tokens."""
+        """Return for each slot whether its sequence needs another KV page, also for tokens not sampled yet."""
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def place(self, slots: Ints, position: Ints) -> Ints:
@@ -239,13 +243,14 @@ class Slots:
 
     def full_pages(self, slots: Ints) -> Ints:
         """Return, for each slot, how many pages the launches so far have filled. A page that ends with the last known
-        token does not count: a step that computes this token may be planned, but it never starts if the sequence
-        ends."""
+        token does not count: a step that computes this token may be planned, but it never starts if that token ends the
+        sequence."""
         full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
         return full
 
     def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """Append one known token to each of `slots`. Returns, as indices into FINISH, whether and why they end."""
+        """Append a sampled token to the sequence in each of `slots`. Returns for each an index into FINISH, which says
+        whether and why the token ends the sequence. `now` is the time."""
         known = self.known[slots]
         self.tokens[slots, known] = tokens
         self.known[slots] = known = known + 1

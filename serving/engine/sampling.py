@@ -1,5 +1,5 @@
-"""The sampling parameters of a request, among them the format that its text must match, with vLLM's names. They are
-checked once, when they are made."""
+"""The sampling parameters of a request, with vLLM's names. They include the format that the text must match. All are
+checked when an object is created."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from typing import Any
 
 from megakernel.errors import MegakernelError
 
-FINISH = (None, "stop", "length")  # reasons why a token ends its choice; arrays contain indices into this tuple
+# Reasons why a token ends its choice (completion); elsewhere, a reason is stored as an index into this tuple.
+FINISH = (None, "stop", "length")
 POOLINGS = ("last", "mean")  # how the hidden states of a prompt's tokens become its embedding
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-# A step table has room for more biases per row than MAX_BIAS + MAX_STOP_IDS.
+# The inputs of a launch have room for more biases per row than MAX_BIAS + MAX_STOP_IDS.
 MAX_BIAS = 300  # the OpenAI API's limit
 MAX_STOP_IDS = 128
-MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256  # each bad word is compared with the end of the text after each token
-_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # range of positive float32 numbers, the type in step tables
+# Limits on bad words, because each one is compared with the end of the text after each token.
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 256
+# Range of positive float32 numbers, the type in which parameters reach the device.
+_LEAST, _MOST = 2.0**-126, (2 - 2**-23) * 2.0**127
 # The maximum length of a schema or grammar. The largest common ones have thousands of characters.
 MOST_GRAMMAR_CHARACTERS = 2 << 20
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The format that the whole text must match. Exactly one of the fields is given.
+    """The format that a request's whole answer must match. Exactly one of the fields is given.
 
     json         a JSON schema, as a dict or as JSON text; kept as text
     regex        a regular expression
@@ -50,7 +53,7 @@ class StructuredOutputsParams:
                 f"structured outputs need one of json, regex, choice, grammar and json_object, not {found}"
             )
         if self.json is not None and not isinstance(self.json, str):
-            try:  # text carries any number to the engine's process; MessagePack only those of 64 bits
+            try:  # keep text, because MessagePack, which carries the parameters to the engine, has only 64-bit integers
                 object.__setattr__(self, "json", jsons.dumps(self.json))
             except (TypeError, ValueError, RecursionError) as e:
                 raise MegakernelError(f"structured outputs: json is not a JSON schema: {str(e)[:500]}") from e
@@ -71,7 +74,7 @@ class StructuredOutputsParams:
         return '{"type": "object"}' if self.json_object else self.json
 
     def source(self) -> tuple[str, str]:
-        """Return the notation and the text of the grammar, as `grammar_worker.py` reads them."""
+        """The name of the grammar's notation ("json", "regex", "choice" or "grammar") and its text."""
         if (schema := self.schema) is not None:
             return "json", schema
         if self.choice is not None:

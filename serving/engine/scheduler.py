@@ -1,11 +1,12 @@
 """The batch scheduler: which sequences wait and run, their slots and KV pages, and their tokens in the next step.
 
-Work that every step does for every sequence is vectorised over the arrays of `Slots`. Code for single sequences runs
-only when a sequence arrives, leaves, fills a page or computes its prompt.
+A slot is an index of the arrays in `Slots`, which hold the state of all running sequences. Work that every step does
+for every sequence is vectorised over these arrays. Code for single sequences runs only when a sequence arrives, leaves,
+fills a page or computes its prompt.
 
 A running sequence has KV pages for its prompt and the tokens generated so far. If it needs another page and none is
 free, the youngest running sequence is preempted: it frees its pages and waits again, but keeps its generated tokens.
-When it is admitted again, it recomputes them with bit-identical results."""
+When it is admitted again, it recomputes their keys and values, with bit-identical results."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from megakernel.serving.engine.pages import PagePool
 from megakernel.serving.engine.request import Request, Sequence, Slots
 
 _Queue = OrderedDict[Sequence, None]
-SCORED_ROWS = 64  # maximum logit rows for prompt scoring; each row has a logit per vocabulary entry
+SCORED_ROWS = 64  # maximum logit rows per step for scoring prompts; each has a logit per vocabulary entry
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Token counts of some steps."""
+    """Numbers of tokens, summed over steps."""
 
     generated: int = 0  # tokens that the steps generated
     turns: int = 0  # pairs of a step and a sequence that got at least one token in that step
@@ -65,9 +66,9 @@ class Stats:
 
 
 class Waiting:
-    """A queue of waiting sequences. Sequences that `push` has put at the front come first. Then clients take turns,
-    with one sequence per turn, and the sequences of one client keep their order. So a client with one request waits for
-    at most one sequence of every other client, however many requests they have sent."""
+    """The queue of waiting sequences. Preempted sequences and others that `push` puts at the front come first. Then
+    clients take turns, with one sequence per turn, and the sequences of one client keep their order. So a client with
+    one request waits for at most one sequence of every other client, however many requests they have sent."""
 
     def __init__(self) -> None:
         self._head = _Queue()
@@ -115,12 +116,12 @@ class Waiting:
 
 
 class Batch:
-    """Schedules sequences on `dims.max_seqs` slots and `pages` KV pages, with at most `step_tokens` tokens per step."""
+    """Schedules sequences: assigns `dims.max_seqs` slots, `pages` KV pages and `step_tokens` tokens per step."""
 
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting = Waiting()
         self.slots = Slots(dims)
-        self.counts = Counts()  # updated by the engine, which knows the results of steps
+        self.counts = Counts()  # the engine updates them after each step
         self._max_seqs, self._page = dims.bucket.max_seqs, dims.bucket.kv_page
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
@@ -147,9 +148,9 @@ class Batch:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request's choices. If the prompt is longer than a page, only the first choice is queued. The other
-        choices wait until the first one has computed the prompt, because they can then share at least one of the
-        prompt's pages."""
+        """Queue the choices (completions) of a request. If the prompt is longer than a page, only the first choice is
+        queued. The others wait until the first one has computed the prompt, because they can then share at least one of
+        the prompt's pages."""
         now = len(request.choices) if len(request.prompt_ids) <= self._page else 1
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
@@ -169,7 +170,8 @@ class Batch:
         return self._deal()
 
     def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return and forget the (slot, first position, tokens) that the host must write to HISTORY before the step."""
+        """Return the tokens that the host must write to the device buffer HISTORY before the next step, as (slot, first
+        position, ids), and forget them."""
         histories, self._histories = self._histories, []
         return histories
 
@@ -189,9 +191,9 @@ class Batch:
             self.unhold(sequence.request)
 
     def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """Give a running sequence pages for proposed `tokens`, which follow its last known token. Returns as many of
-        `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the host writes them to the
-        buffer HISTORY before the step, because penalties read that buffer."""
+        """Give a running sequence KV pages for the proposed `tokens`, which follow its last known token. Returns as
+        many of `tokens`, from the first on, as the free pages allow. Penalties read a sequence's tokens from the device
+        buffer HISTORY, so for a sequence with penalties the host will write the tokens there."""
         slots, slot = self.slots, sequence.slot
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
@@ -204,7 +206,7 @@ class Batch:
         return granted
 
     def shorten(self, sequence: Sequence) -> None:
-        """Discard a step's results for rejected draft tokens, and free the pages that only these tokens used."""
+        """Forget the keys and values of a step's rejected tokens, and free the pages that only these tokens used."""
         slots, slot = self.slots, sequence.slot
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
@@ -215,8 +217,8 @@ class Batch:
             self._write_history(slot, tokens - 1)
 
     def unhold(self, request: Request) -> None:
-        """Move a request's held choices to the front of the queue. These choices waited until the request's first
-        choice had computed the prompt or had ended."""
+        """Move the choices of a request that wait for its first choice to the front of the queue. The first choice has
+        now computed the prompt, or has ended."""
         for sequence in reversed(request.held):
             self.waiting.push(sequence)
         request.held = []
@@ -225,14 +227,14 @@ class Batch:
             self.slots.holds[slot] = False
 
     def unhold_computed(self, planned: Ints) -> None:
-        """For each slot in `planned`, call `unhold` if its sequence is a first choice that has computed the prompt."""
+        """Let the other choices of a request run if the first one, in a slot of `planned`, has computed the prompt."""
         slots = self.slots
         ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
         for sequence in slots.sequence[planned[ready]]:
             self.unhold(sequence.request)
 
     def reset(self) -> None:
-        """Preempt all running sequences, which keep their tokens, and empty the prefix cache."""
+        """Preempt all running sequences after a failed launch. They keep their tokens. The prefix cache is emptied."""
         for sequence in sorted(self.running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self.waiting:
@@ -246,7 +248,7 @@ class Batch:
         self._pool.forget()
 
     def _publish(self, sequence: Sequence) -> None:
-        """Add the pages that launches have filled so far to the prefix cache."""
+        """Add the sequence's KV pages that launches have filled so far to the prefix cache."""
         slots, slot = self.slots, sequence.slot
         full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)
@@ -255,8 +257,8 @@ class Batch:
         slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
-        """Give every running sequence a page for its next token if it needs one, oldest first. If no page is free, the
-        youngest sequences are preempted."""
+        """Give every running sequence a KV page for its next token if it needs one, oldest first. If no page is free,
+        the youngest sequences are preempted."""
         slots = self.slots
         order = slots.order
         short = order[slots.crowded(order)]
@@ -279,11 +281,11 @@ class Batch:
         self.waiting.push(sequence)
 
     def _admit(self) -> None:
-        """Admit waiting sequences in turn while there is a free slot and enough pages for the next one's tokens.
+        """Admit waiting sequences in turn while there are a free slot and enough KV pages for the next one's tokens.
 
         One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
-        because a step table has no more masks. A sequence that was just preempted is not admitted before the running
-        launch has sampled its token, because the launch stores that token in the sequence's old slot."""
+        because a step has room for so many token masks. A sequence that was just preempted is not admitted before the
+        running launch has sampled its token, because the launch stores that token in the sequence's old slot."""
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order
@@ -325,23 +327,23 @@ class Batch:
         return self._pool.find(sequence.page_hashes(page, (len(sequence.saved) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
-        """Divide the step's token budget among the running sequences, and return the result as `plan` does. Each
-        decoding sequence gets one token. The rest goes to prompts, in the order of admission."""
+        """Divide the maximum number of tokens of a step among the running sequences. Each decoding sequence gets one
+        token. The rest goes to prompts, in the order of admission. The result has the form that `plan` returns."""
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)
         decoding = (pending == 1).nonzero()[0][: min(tokens, rows)]
         if len(decoding) == len(order):
-            return order, []  # the same array as in the last step, unless a sequence came or left
+            return order, []  # the same array object unless a sequence came or left, so that its plan is reused
         tokens, rows = tokens - len(decoding), rows - len(decoding)
         pending[decoding] = 0
         prompts: list[tuple[Sequence, int]] = []
         for at in pending.nonzero()[0]:
             sequence, left = slots.sequence[order[at]], int(pending[at])
             count = min(left, tokens)
-            if sequence.scoring:  # every token needs a logit row
+            if sequence.scoring:  # every prompt token needs logits
                 count = wanted = min(count, rows)
-            else:  # only the last token needs one; without it, that token is left for a later step
+            else:  # only the last token needs logits; if no row is left for it, this token waits for a later step
                 wanted = int(count == left)
                 if wanted > rows:
                     count, wanted = count - 1, 0
@@ -358,5 +360,5 @@ class Batch:
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:
-    """A sort key by arrival."""
+    """A key by which sequences are sorted from oldest to youngest."""
     return sequence.request.id, sequence.choice

@@ -3,8 +3,8 @@
 A step with more rows takes longer, and generates more tokens only if proposals are right. From each sequence's recent
 acceptance rate and from the measured times of steps, `Speculation.propose` chooses the number of proposed tokens with
 the highest expected tokens per second, which is often zero. A new sequence starts with the recent acceptance rate of
-all sequences. If the proposals of a sequence have been declined for a while, one proposed token is verified
-nevertheless. This probe shows when the text of the sequence begins to repeat."""
+all sequences. To notice that a text has begun to repeat itself, one proposed token is verified after a while even if no
+proposal is expected to save time. This is called a probe."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from megakernel.serving.engine.scheduler import Batch
 
 MOST = 63  # maximum proposed tokens per sequence and step
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
-_SHARED_MEMORY = 0.99  # decay factor of the acceptance rate of all sequences; that of a single sequence decays faster
-_MEMORY = 0.9  # at each verification, the earlier counts are multiplied by this factor
-_BEGIN = 2.0  # weight of the initial acceptance rate, as a number of tried tokens
-_PATIENCE, _MOST_PATIENCE = 16, 64  # initial and maximum value of `Draft.patience`, in proposals
-_LEAST_MATCH = 2  # how many of the last tokens must have occurred before
+_SHARED_MEMORY = 0.99  # like _MEMORY, for the acceptance rate of all sequences together, which changes more slowly
+_MEMORY = 0.9  # acceptance rates are recent averages: at each verification, earlier counts are multiplied by this
+_BEGIN = 2.0  # weight of the initial acceptance rate: it counts like this many verified tokens
+_PATIENCE, _MOST_PATIENCE = 16, 64  # initial and maximum number of unverified proposals before a probe
+_LEAST_MATCH = 2  # a proposal needs an earlier occurrence of at least this many last tokens
 _MOST_MATCH = 32  # how many of the last tokens are compared with earlier text, at most
-_TRIED = 8  # how many earlier occurrences of the last _LEAST_MATCH tokens are compared, latest first
-_KEPT = 8  # latest times kept per bucket; the shortest one is used, because other programs only slow steps down
-_STALE = 1000  # if a bucket has not run for so many steps, its times are no longer used
+_TRIED = 8  # how many earlier occurrences of the last two tokens are compared, latest first
+_KEPT = 8  # latest step times kept per program; the shortest is used, because other processes only slow steps down
+_STALE = 1000  # if a program has not run for so many steps, its times are no longer used
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of one sequence."""
+    """Guesses the next tokens of one sequence from its earlier ones."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read the tokens that the sequence has gained. The engine tries to call this while a launch runs."""
+        """Read the tokens that the sequence has gained. While a launch runs, this takes no extra time."""
 
     def propose(self, count: int) -> list[int]:
         """Return at most `count` tokens that may come next."""
@@ -49,8 +49,8 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class AcceptanceShare:
-    """Acceptance rate: the probability that a proposed token is right if all tokens before it are. `tried` and
-    `accepted` are exponentially decayed counts of tokens."""
+    """The acceptance rate: the probability that a proposed token is right if all proposed tokens before it are. `tried`
+    and `accepted` are counts of tokens in which old tokens count less and less (exponential decay)."""
 
     memory: float = _MEMORY
     tried: float = _BEGIN
@@ -61,7 +61,7 @@ class AcceptanceShare:
         return self.accepted / self.tried
 
     def young(self) -> AcceptanceShare:
-        """Return an acceptance rate for a new sequence. Its initial value is the value of this rate."""
+        """Return an acceptance rate for a new sequence, which starts with the value of this one but changes faster."""
         return AcceptanceShare(tried=_BEGIN, accepted=_BEGIN * self.value)
 
     def learn(self, proposed: int, accepted: int) -> None:
@@ -73,8 +73,7 @@ class AcceptanceShare:
 
 @dataclass(slots=True)
 class Draft:
-    """Decides when to probe whether a sequence's proposals have become right. `share` is the acceptance rate of the
-    sequence.
+    """The speculation state of one sequence. It decides when a probe is due. `share` is the sequence's acceptance rate.
 
     A proposal is declined, that is, not verified, if verification is not expected to save time. After `patience`
     declined proposals in a row, at least one token of the next proposal is verified nevertheless, as a probe. After a
@@ -82,7 +81,7 @@ class Draft:
 
     proposer: Proposer
     share: AcceptanceShare = field(default_factory=AcceptanceShare)
-    read: int = 0  # how many of the sequence's tokens the proposer has read
+    read: int = 0  # number of the sequence's tokens that `proposer` has read
     declined: int = 0
     patience: int = _PATIENCE
     probing: bool = False
@@ -103,7 +102,7 @@ class Draft:
         self.probing, self.declined = self.due, 0
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Update the acceptance rate (see `AcceptanceShare.learn`) and the rate of probes."""
+        """Update the acceptance rate (see `AcceptanceShare.learn`), and decide how soon the next probe is due."""
         self.share.learn(proposed, accepted)
         if self.probing and accepted:
             self.declined = self.patience
@@ -119,12 +118,14 @@ class Lookup:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, int], int] = {}  # pair of tokens -> end index of the pair's last occurrence
-        # For the pair that ends at index i, _before[i] is the end index of its previous occurrence; 0: there is none.
+        # Pair of tokens -> index after the pair's last occurrence.
+        self._ends: dict[tuple[int, int], int] = {}
+        # For the pair of tokens before index i, _before[i] is the index after its previous occurrence, or 0.
         self._before = [0, 0]
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add new pairs to the index, except the last pair, whose earlier occurrences `propose` looks for."""
+        """Append `tokens`, and add each pair of neighbouring tokens to the index. The last pair is not added yet,
+        because `propose` looks for its earlier occurrences."""
         self._tokens += tokens
         tokens, ends, before = self._tokens, self._ends, self._before
         for end in range(len(before), len(tokens)):
@@ -133,11 +134,11 @@ class Lookup:
             ends[pair] = end
 
     def propose(self, count: int) -> list[int]:
-        """Return `count` tokens that followed an earlier occurrence of the last tokens.
+        """Return `count` tokens that followed an earlier occurrence of the last tokens, or none.
 
-        Several earlier occurrences of the last two tokens are compared, and the longest match is used. The result is
-        empty if the last two tokens have not occurred before. If fewer than `count` tokens follow the earlier
-        occurrence, these tokens are repeated, which continues a text that repeats itself."""
+        Several earlier occurrences of the last two tokens are compared, and the one with the most equal tokens before
+        it is used. The result is empty if the last two tokens have not occurred before. If fewer than `count` tokens
+        follow the occurrence, they are repeated, which continues a text that repeats itself."""
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST_MATCH:
             return []
@@ -167,14 +168,15 @@ Bucket = tuple[int, int]
 
 @dataclass
 class _Measured:
-    """Times of a bucket's latest steps, in seconds. `at` is the engine's step count at the last of these steps."""
+    """The seconds of the latest steps that ran one program. `at` is the number of the last of these steps."""
 
     at: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
 
 class StepTimes:
-    """Measured times of an engine's steps. `predict` returns the seconds that the cost model expects of a program."""
+    """Predicts the time of a step from the measured times of earlier steps. For a program that has not run, it uses
+    `predict`, which returns the cost model's seconds for a program."""
 
     def __init__(self, programs: Programs, predict: Callable[[Program], float]) -> None:
         self._programs, self._predict = programs, predict
@@ -191,18 +193,18 @@ class StepTimes:
         measured.seconds.append(seconds)
 
     def record_late(self, seconds: float) -> None:
-        """Record the `seconds` between two launches when the second could not be planned during the first."""
+        """Record the `seconds` for which no launch ran, because a step had to be planned after the previous one."""
         self._late.append(seconds)
 
     @property
     def late_s(self) -> float:
-        """The seconds that are lost if a step is planned only after the previous step has ended."""
+        """The seconds for which no launch runs if a step is planned only after the previous step has ended."""
         return min(self._late, default=0.0)
 
     def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
-        """Return the expected seconds of steps with 0, 1, 2 ... `most` more token rows and logit rows than given.
-        Buckets between two measured ones are interpolated linearly. Beyond the last measured bucket, times grow in
-        proportion to the cost model's predictions."""
+        """Return the expected seconds of steps that have 0, 1, 2 ... `most` more token rows and logit rows than
+        `tokens` and `logit_rows`. Between two measured sizes, times are interpolated linearly. Beyond the largest
+        measured size, they grow in proportion to the cost model's predictions."""
         buckets = [self._programs.bucket(tokens + more, logit_rows + more) for more in range(most + 1)]
         distinct = list(dict.fromkeys(buckets))
         known = {bucket: seconds for bucket in distinct if (seconds := self._lately(bucket)) is not None}
@@ -235,7 +237,7 @@ def check_depth(depth: int) -> None:
 
 @dataclass(slots=True)
 class _Offer:
-    """Proposed tokens of one sequence in one step. The first `taken` of them will be verified."""
+    """Proposed tokens of the sequence with index `chunk` in a step. The first `taken` of them will be verified."""
 
     chunk: int
     draft: Draft
@@ -244,7 +246,7 @@ class _Offer:
 
 
 class Speculation:
-    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes the `Proposer` of a sequence."""
+    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes a sequence's `Proposer`."""
 
     def __init__(
         self, depth: int, times: StepTimes, proposer: Callable[[Choice], Proposer] = lambda _: Lookup()
@@ -252,11 +254,11 @@ class Speculation:
         check_depth(depth)
         self.times = times
         self._depth, self._proposer = depth, proposer
-        self._share = AcceptanceShare(_SHARED_MEMORY)  # recent acceptance rate of all sequences
+        self._share = AcceptanceShare(_SHARED_MEMORY)  # of all sequences; new ones start with it
         self._drafts: WeakKeyDictionary[Choice, Draft] = WeakKeyDictionary()
 
     def read(self, part: PlannedRows) -> None:
-        """Let the proposers of a planned step's sequences read new tokens. Call this while a launch runs."""
+        """Let the proposers of a planned step's sequences read new tokens. While a launch runs, this is free."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             if sequence.constraint is None:
                 self._draft(sequence)
@@ -264,10 +266,12 @@ class Speculation:
     def propose(
         self, part: PlannedRows, batch: Batch, forced: Mapping[int, list[int]], *, room: int
     ) -> dict[int, list[int]]:
-        """Return the proposed tokens that a planned step should verify, by chunk: at most `room` in total.
+        """Return at most `room` proposed tokens that a planned step should verify, by chunk (index of a sequence in
+        it).
 
         `forced` are tokens to which a grammar leaves no alternative; the step computes them too. The returned tokens
         have their KV pages already.
+
         """
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
@@ -288,7 +292,7 @@ class Speculation:
         self._share.learn(proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
-        """Return the draft of a sequence. Its proposer has read all tokens."""
+        """Return the speculation state of a sequence. Its proposer has read all tokens."""
         draft = self._drafts.get(sequence)
         if draft is None:
             draft = self._drafts[sequence] = Draft(self._proposer(sequence), self._share.young())
@@ -302,18 +306,18 @@ class Speculation:
         for chunk in part.extensible(batch.slots).tolist():
             sequence = part.turns.sequence[chunk]
             if sequence.constraint is not None:
-                continue  # each proposed token would need its own mask, which depends on the token before it
+                continue  # a grammar's mask depends on all tokens before, so each proposed token would need its own
             draft = self._draft(sequence)
-            # A step generates one token more than the number of proposed tokens that it accepts.
+            # Propose one token less than the maximum length allows, because a step also samples one token.
             most = min(self._depth, sequence.length_limit - draft.read - 1)
             if tokens := draft.proposer.propose(most) if most > 0 else []:
                 offers.append(_Offer(chunk, draft, tokens))
         return offers
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:
-        """Choose how many tokens of each offer to verify in a step that has `tokens` rows and `logit_rows` logit rows.
-        The gain of a row is the probability that its token and those before it are right. Rows are added in order of
-        decreasing gain, up to the number with the most expected tokens per second. Probes are always added."""
+        """Choose how many tokens of each offer to verify in a step that already has `tokens` rows and `logit_rows`
+        logit rows. The gain of a row is the probability that its token and those before it are right. Rows are added in
+        order of decreasing gain, up to the number with the most expected tokens per second. Probes are always added."""
         probes = [offer for offer in offers if offer.draft.due][:room]
         for offer in probes:
             offer.taken = 1
@@ -321,7 +325,8 @@ class Speculation:
         gains = sorted(gains, key=lambda gain: gain[0], reverse=True)[: room - len(probes)]
         seconds = self.times.growing(tokens, logit_rows, len(probes) + len(gains))
         certain = sum((offer.draft.acceptance for offer in probes), float(logit_rows))
-        expected = accumulate((gain for gain, _ in gains), initial=certain)  # tokens, with the first 0, 1, 2 ... gains
+        # Expected number of generated tokens if the first 0, 1, 2 ... of `gains` are verified.
+        expected = accumulate((gain for gain, _ in gains), initial=certain)
         rates = [
             generated / max(seconds[rows] + (self.times.late_s if rows else 0.0), _NO_TIME)
             for rows, generated in enumerate(expected, len(probes))

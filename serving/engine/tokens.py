@@ -1,4 +1,4 @@
-"""The tokens that a step generated: one record from the engine, through the messages to a frontend, to its reader."""
+"""The tokens that a step generated, as the engine sends them to the processes that read them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NO_TOP: dict[int, float] = {}
 
 
 class Token(msgspec.Struct, gc=False):
-    """One generated token. `choice` is the number of its choice, and `at` the time at which the token's step ended. If
-    requested, `top_logprobs` holds the log-probabilities of the most likely ids and of this token's id."""
+    """One generated token. `choice` is the number of its choice (completion), and `at` the time at which its step
+    ended. If requested, `top_logprobs` has the log-probabilities of the most likely ids and of this token's id."""
 
     choice: int
     token_id: int
@@ -27,7 +27,8 @@ class Token(msgspec.Struct, gc=False):
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens, from the second on. They come with the first token of `choice`."""
+    """Log-probabilities of a prompt's tokens, from the second on, each with those of the most likely ids in `tops`.
+    They are sent together with the first token of `choice`."""
 
     choice: int
     logprobs: list[float]
@@ -35,18 +36,22 @@ class Score(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
-    """The tokens of a step: one array per attribute, with one element per token, in the order of the step's rows."""
+    """The tokens that one step generated: one array per attribute, with one element per token, in the order of the
+    step's rows. A choice is one completion of a prompt, identified by a number."""
 
     at: float  # when the step ended, in seconds of `perf_counter`
     choice: NDArray[np.int64]  # numbers of the choices
     token_id: NDArray[np.int32]  # token ids
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
-    finish: NDArray[np.uint8]  # index into FINISH: why the token ends its choice
-    top: dict[int, dict[int, float]]  # array index of a token -> its `Token.top_logprobs`, if requested
-    scores: list[Score]  # log-probabilities of prompts whose first token is in this step, if requested
-    cached: dict[int, int]  # choice -> its prompt's tokens in the prefix cache, if not 0; with a prompt's first token
-    admitted: dict[int, float]  # choice -> when it first got a slot, in seconds of `perf_counter`; with its first token
-    pooled: dict[int, NDArray[np.float32]]  # choice -> pooled hidden state of its prompt, if requested
+    finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
+    top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
+    # Log-probabilities of prompts, if requested, sent with the first generated token.
+    scores: list[Score]
+    # Choice -> number of its prompt's tokens found in the prefix cache, if not 0; sent with the first token.
+    cached: dict[int, int]
+    # Choice -> when it was first admitted, in seconds of `perf_counter`; sent with its first token.
+    admitted: dict[int, float]
+    pooled: dict[int, NDArray[np.float32]]  # choice -> last or mean hidden state of its prompt, if requested
 
     def __len__(self) -> int:
         return len(self.choice)
@@ -57,7 +62,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
             yield Token(choice, token, logprob, self.top.get(i, _NO_TOP), FINISH[finish], self.at)
 
     def where(self, mine: NDArray[np.bool_]) -> Tokens:
-        """Return the tokens for which `mine` is True. The choices of a prompt are all among them, or none is."""
+        """Return one reader's tokens, those for which `mine` is True. A prompt's choices all have the same reader."""
         if mine.all():
             return self
         choice = self.choice[mine]

@@ -36,15 +36,16 @@ from megakernel.serving.replicas.server_process import Head, Headers, Part, Serv
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.replay import Replay
 
-FRONT, REPLICAS = "megakernel", "megakernel-replicas"  # Ray applications; the front stays when replicas change
-_NO_LIMIT = 1 << 20  # number of requests at once, in effect unlimited; each replica's server has limits of its own
+# Names of the two Ray applications; the front keeps running while replicas are replaced.
+FRONT, REPLICAS = "megakernel", "megakernel-replicas"
+_NO_LIMIT = 1 << 20  # Ray's limit of concurrent requests, in effect none; each replica's server has its own
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 
 
 class Replica:
-    """A Ray actor and its server process. The actor and the server end together, so a caller that waits for the actor
-    learns that the server has ended."""
+    """A Ray actor that runs one server process. Both end together, so a caller that waits for the actor learns that the
+    server has ended."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
@@ -52,8 +53,8 @@ class Replica:
     async def answer(
         self, method: str, target: str, headers: Headers, body: bytes, replay: Replay, prefix: list[bytes]
     ) -> AsyncGenerator[Part]:
-        """Pass a request to the server and yield the parts of the answer. Only the router uses `prefix`. Raises an
-        error if the server can no longer answer any request."""
+        """Pass a request to the server and yield the parts of the answer. The router reads `prefix`, hashes of the
+        beginnings of the prompt, from the arguments. Raises an error if the server can no longer answer any request."""
         async for part in self._server.ask(method, target, headers, body, replay):
             if isinstance(part, Head) and part.status == 503:
                 await self.check_health()
@@ -67,11 +68,12 @@ class Replica:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests whose prompts begin alike to the same replica, unless it has too many requests (see `choose`)."""
+    """A router that sends requests whose prompts begin alike to the same replica, so that its prefix cache helps,
+    unless this replica has many more requests than others (see `choose`)."""
 
     def initialize_state(self, slack: int) -> None:
         self._slack = slack
-        self._at: dict[str, ReplicaID] = {}  # the replica to which each unfinished request is or was sent
+        self._at: dict[str, ReplicaID] = {}  # id of each unfinished request -> the replica that was chosen for it
         self._seen: dict[ReplicaID, SeenPrefixes] = {}
 
     async def choose_replicas(
@@ -88,7 +90,7 @@ class PrefixRouter(RequestRouter):
         load = Counter(self._at.values())
         loads = {replica: load[replica] for replica in by_id}
         chosen = choose(pending_request.kwargs["prefix"], self._seen, loads, self._slack)
-        # Record the request now, because others are routed before it is sent, and their `loads` must count it.
+        # Count the request at its replica already now: other requests are routed before this one is sent.
         self._at[request] = chosen
         pending_request.future.add_done_callback(lambda sent: sent.cancelled() and self._at.pop(request, None))
         others = [replica for name, replica in by_id.items() if name != chosen]
@@ -103,8 +105,8 @@ class PrefixRouter(RequestRouter):
 
 
 class Front:
-    """The ASGI application that passes requests on to replicas. Ray cancels the task of a request when the client
-    closes the connection."""
+    """The ASGI application that receives all requests and passes each one to a replica. Ray cancels the task of a
+    request when the client closes the connection."""
 
     def __init__(self, max_body: int, stall_seconds: float) -> None:
         self._max_body, self._stall_seconds = max_body, stall_seconds
@@ -142,7 +144,7 @@ class Front:
             parts.cancel()  # this does nothing if the answer has ended
 
     async def _look(self) -> bool:
-        """Return whether a replica runs. Ray is asked at most once a second, however many requests wait."""
+        """Return whether any replica runs. Ray is asked at most once a second, however many requests wait."""
         if (now := monotonic()) - self._looked_at >= 1.0:
             self._looked_at = now
             application = (await asyncio.to_thread(serve.status)).applications.get(REPLICAS)
@@ -160,7 +162,7 @@ def join(address: str | None, cpus: int) -> list[ClusterNode]:
     else:
         host, _, port = address.rpartition(":")
         try:
-            if host:  # Ray would retry for a minute if nothing listened there; with "auto", it finds the address itself
+            if host:  # fail at once if nothing listens at the address, because Ray would retry for a minute
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except (OSError, OverflowError) as e:
             raise MegakernelError(f"no Ray cluster answers at {address}: {getattr(e, 'strerror', None) or e}") from e
@@ -216,7 +218,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
 
 
 def undeploy() -> None:
-    """Remove the front and then the replicas. The running requests finish first."""
+    """Stop the front, which receives requests, and then the replicas. Running requests finish first."""
     for name in (FRONT, REPLICAS):
         serve.delete(name)
 

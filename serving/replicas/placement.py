@@ -1,4 +1,4 @@
-"""What a deployment needs before Ray is imported: Ray's environment variables, and the share of each replica."""
+"""Prepares a deployment before Ray is imported: Ray's environment variables, and the share of each replica."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from megakernel.errors import MegakernelError
 
-# Settings for clusters that `serve` starts, which Ray reads only when a process imports it. With them, processes call
-# each other by gRPC, and each process handles its calls in one thread. With Ray's defaults, a streamed token takes more
-# than twice the CPU time.
+# Settings for clusters that `serve` starts. Ray reads them from the environment when it is imported. Processes then
+# call each other by gRPC, and each process handles its calls in one thread. With Ray's defaults, a streamed token takes
+# more than twice the CPU time.
 _OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # run at normal priority, because a server is not background work
@@ -42,7 +42,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class ReplicaShare:
-    """The share of its node that one replica gets."""
+    """The CPUs, GPUs and threads that one replica gets on its node."""
 
     threads: int
     gpus: int
@@ -52,7 +52,7 @@ class ReplicaShare:
 class Plan:
     """What to deploy: the number of replicas, the resources of each, and the limits. `settings` holds the values of the
     flags of `serve` by name. Requests with the same prefix go to the same replica, unless it has over `slack` more
-    requests than the least busy one. If `slack` is None, prefixes do not matter."""
+    requests than the least busy one. If `slack` is None, Ray distributes requests without regard to prefixes."""
 
     replicas: int
     share: ReplicaShare

@@ -1,4 +1,5 @@
-"""Passes a replica's answer on to the client. If the replica is lost, another one gives the rest of the answer."""
+"""Passes the answer of a replica (one of several equal servers) on to the client. If the replica fails, another
+continues."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from megakernel.serving.server.http import event
 from megakernel.serving.server.replay import MARK, Replay
 
 log = logging.getLogger("ray.serve")
-# A request that kills every replica must not go on forever. So it fails after this number of attempts in a row that
-# gave the client nothing new. The pauses between them, each twice as long as the last, add up to 51 s.
+# A request that crashes every replica must not be tried forever. It fails after this number of attempts in a row that
+# gave the client nothing new. The pauses between them, in seconds, double each time and add up to 51 s.
 _MOST_ATTEMPTS, _FIRST_PAUSE = 10, 0.1
-_LOOK_SECONDS = 1.0  # how often a request that waits for its first part looks whether a replica runs
+_LOOK_SECONDS = 1.0  # seconds between checks whether any replica runs, while a request waits for an answer
 
 
 class _Lost(Exception):
@@ -28,7 +29,7 @@ class _Lost(Exception):
 
 
 class _NoneLeft(Exception):
-    """No replica has run for the stall timeout."""
+    """No replica has run for the configured stall timeout."""
 
 
 async def relay(
@@ -39,12 +40,12 @@ async def relay(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Send the client the answer to a request, which `ask` passes to a replica: the head, then pieces of the body. If
-    the replica is lost, ask again. The client gets the events of a stream as soon as it is known which tokens they
-    show, and any other answer when it is complete, so nothing is sent twice. If no replica runs for `stall_seconds`,
-    the client gets a 503, or an error event."""
+    """Send the client the answer to a request. `ask` passes the request to a replica and yields the head of its answer,
+    then pieces of the body. If the replica is lost, ask again. Nothing must be sent twice, so the events of a stream
+    are sent when it is known which tokens they show, and any other answer when it is complete. If no replica runs for
+    `stall_seconds`, the client gets a 503, or an error event."""
     replay = Replay(secrets.randbits(64), int(time.time()))
-    sent: Head | None = None  # what the client has got
+    sent: Head | None = None  # status and headers that the client has got, if any
     attempts = 0
     while True:
         head, rest = Head(0, [], ""), b""
@@ -59,7 +60,7 @@ async def relay(
                     rest += part
                     if not head.streams:
                         continue
-                    *known, rest = MARK.split(rest)  # events and the number of their choice, in turn
+                    *known, rest = MARK.split(rest)  # events and the number of their choice, alternately
                     if known and sent is None:
                         await _start(head, send)
                         sent = head
@@ -89,7 +90,8 @@ async def relay(
 async def _parts(
     parts: AsyncGenerator[Part], any_runs: Callable[[], Awaitable[bool]], stall_seconds: float
 ) -> AsyncGenerator[Part]:
-    """Yield the parts of an answer. Raises _Lost for whatever error ends them, and if no replica begins to answer."""
+    """Yield the parts of an answer. Every error is raised as _Lost, because another replica can answer instead. _Lost
+    is also raised if no replica begins to answer."""
     try:
         async with aclosing(parts):
             yield await _first(parts, any_runs, stall_seconds)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 R = TypeVar("R")
-_BLOCK = 256  # bytes of a block of a prompt: about 60 English tokens, or a few KV pages
+_BLOCK = 256  # prompts are compared in blocks of this many bytes, which are about 60 English tokens or a few KV pages
 _MOST_BLOCKS = 128  # maximum number of blocks of a prompt that are compared
 _KEPT = 1 << 16  # number of blocks that are remembered for each replica
 
@@ -30,13 +30,13 @@ _decode = msgspec.json.Decoder(_Prompted).decode
 
 
 def prefix_of(body: bytes) -> list[bytes]:
-    """Return names (hashes) for the beginnings of the prompt in a request's body, the shortest beginning first. Name i
-    is for the prompt's first i blocks of _BLOCK bytes. So two bodies have as many names in common as their prompts have
-    equal blocks from the start. A body without a prompt has no names."""
+    """Return hashes of the beginnings of the prompt in a request's body, the shortest beginning first. Hash i is that
+    of the first i blocks of _BLOCK bytes. So the lists of two bodies have as many hashes in common as their prompts
+    have equal blocks from the start. A body without a prompt gives an empty list."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return []  # the replica's server reports what is wrong with the body
+        return []  # any replica will do, because its server reports what is wrong with the body
     raw = (fields.tools, fields.instructions, fields.messages, fields.prompt, fields.input)
     text = b"".join(bytes(field) for field in raw)[: _BLOCK * _MOST_BLOCKS]
     names, chain = [], hashlib.blake2b(digest_size=8)
@@ -47,11 +47,11 @@ def prefix_of(body: bytes) -> list[bytes]:
 
 
 def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: Mapping[R, int], slack: int) -> R:
-    """Return the replica to which a request is sent. `loads` holds the number of requests at each replica.
+    """Return the replica that should answer a request with the hashes `prefix` (see `prefix_of`). `known` holds the
+    hashes of the prompts that each replica has answered, and `loads` the number of requests at each replica.
 
     Only replicas with at most `slack` requests more than the least loaded one are considered. Of these, the result is
-    the replica that knows the longest part of the prefix. If several know equally much, the least loaded of them is
-    chosen."""
+    the one that knows the longest part of the prompt or, of several such replicas, the least loaded one."""
     least = min(loads.values())
     fair = [replica for replica, load in loads.items() if load - least <= slack]
 
@@ -63,7 +63,7 @@ def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: 
 
 
 class SeenPrefixes:
-    """Remembers the beginnings of the prompts that one replica has answered most recently."""
+    """Remembers the hashes of the prompts that one replica has answered most recently (see `prefix_of`)."""
 
     def __init__(self, most: int = _KEPT) -> None:
         self._names: OrderedDict[bytes, None] = OrderedDict()

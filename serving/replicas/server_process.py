@@ -20,7 +20,7 @@ from megakernel.runtime.cpu.native import simd
 from megakernel.serving.server.replay import HEADER, KEY, Replay
 
 Headers = list[tuple[str, str]]
-# Headers that are not passed on, because they hold for one connection only or because others set them.
+# Headers that are not passed on, because they hold for one connection only or are set for each answer anew.
 _NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id", HEADER}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
 # The operating system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server
@@ -29,7 +29,8 @@ _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli 
 
 
 class Head(NamedTuple):
-    """The beginning of an answer. Replicas of the same `kind` give the same answer to a request, bit for bit."""
+    """Status and headers of an answer. Replicas of the same `kind` give bit-identical answers, so one can continue
+    another's."""
 
     status: int
     headers: Headers
@@ -40,7 +41,7 @@ class Head(NamedTuple):
         return dict(self.headers).get("content-type", "").startswith("text/event-stream")
 
 
-Part = Head | bytes  # of an answer: first a Head, then pieces of the body
+Part = Head | bytes  # an answer consists of a Head, followed by pieces of the body
 
 
 class ServerProcess:
@@ -94,8 +95,8 @@ class ServerProcess:
     async def ask(
         self, method: str, target: str, headers: Headers, body: bytes, replay: Replay | None = None
     ) -> AsyncGenerator[Part]:
-        """Pass on a request and yield the parts of the answer. With `replay`, streams have marks. Closing the generator
-        aborts the request."""
+        """Pass on a request and yield the parts of the answer: the head, then the body. With `replay`, streams have
+        marks that say which tokens have been sent (see `Replay`). Closing the generator aborts the request."""
         session = self._session = self._session or aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0),

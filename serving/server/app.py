@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -42,18 +43,19 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        _correct(app.openapi(), service)  # FastAPI makes the schema only once, and keeps the corrected object.
         service.engine.start()
         yield
         service.engine.close()
 
-    # FastAPI's interactive pages are off, because they load scripts from other sites.
+    # FastAPI's interactive pages are off, because they load scripts from other sites. Its route of the schema is off,
+    # because it would make the schema on the event loop, which takes half a second.
     app = FastAPI(
         title="megakernel",
         version=version("megakernel"),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         redirect_slashes=False,
         root_path=root_path,
     )
@@ -151,6 +153,18 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         """The server's version."""
         return bodies.VersionResponse(version=version("megakernel"))
 
+    making = asyncio.Lock()
+
+    async def openapi(request: Request) -> JSONResponse:
+        """Return the schema. The first request makes it, in a thread, and FastAPI keeps the corrected object."""
+        async with making:
+            if app.openapi_schema is None:
+                await asyncio.to_thread(lambda: _correct(app.openapi(), service))
+        root = request.scope.get("root_path", "")
+        return JSONResponse(app.openapi() | ({"servers": [{"url": root}]} if root else {}))
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
+
     live_page, chat_page = _page("live.html"), _page("chat.html", timeline_script())
 
     @app.get("/", include_in_schema=False)
@@ -180,7 +194,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
     )
     if origins := service.access.origins:
-        # The middleware added last runs first. CORS must run before `Gate`, which checks the API key, because a
+        # The middleware that is added last runs first. CORS must run before `Gate`, which checks the API key, because a
         # browser's preflight request carries no key.
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
@@ -193,7 +207,8 @@ def _model(service: Service, name: str) -> bodies.ModelCard:
 
 
 def _page(name: str, *more: str) -> str:
-    """Return an HTML page. Pages that it opens from memory inherit its policy, so it allows the scripts `more` too."""
+    """Return a page of the server. It forbids all scripts but its own and `more`, those of pages that it opens from
+    memory, because such pages inherit its content security policy."""
     folder = files("megakernel.serving.server") / "web"
     template = (folder / name).read_text(encoding="utf-8")
     own = template.partition("<script>")[2].partition("</script>")[0]

@@ -1,5 +1,5 @@
-"""Counters in memory that all processes of a server share. Each process writes its own row, and all may read every row.
-A row remains when its process ends, so a frontend that replaces a dead frontend continues the counters of that row."""
+"""The board: counters in memory that all processes of a server share. Each process writes its own row, and all may read
+every row. A row remains when its process ends, so the process that replaces it continues its counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Row:
             self.at[name] = end
             end += width
         assert end <= _COLUMNS
-        self._cpu_s = 0.0  # CPU seconds of this process that are already in the row
+        self._cpu_s = 0.0  # CPU seconds of this process that the row already counts
 
     def get(self, name: str) -> float:
         return float(self.numbers[self.at[name]])

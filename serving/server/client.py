@@ -1,5 +1,5 @@
-"""A frontend's client of the engine in another process, and the answers that it reads, for an asyncio event loop. It
-reads up to 64 messages at once, so a frontend that lags behind gets several tokens of a choice together."""
+"""Connects a frontend (HTTP server process) with the engine in another process, and collects the engine's answers on an
+asyncio event loop. Up to 64 messages are read at once, so a frontend that lags behind gets several tokens together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.text.codec import Transcript
 
-if TYPE_CHECKING:  # so that `AsyncLLM` needs no packages for metrics
+if TYPE_CHECKING:  # not imported at run time, so that `AsyncLLM` works without the packages for metrics
     from megakernel.serving.server.metrics import Metrics
 
 FinishReason = Literal["stop", "length"]
-_AT_ONCE = 64  # messages that are read before other tasks of the event loop have their turn
+_AT_ONCE = 64  # maximum number of messages to read before other tasks of the event loop have their turn
 
 
 class EngineDead(MegakernelError):
@@ -37,8 +37,8 @@ class Overloaded(MegakernelError):
 
 @dataclass(slots=True)
 class Delta:
-    """The new text and tokens of one choice. `index` is the number of the choice among the choices of all prompts, and
-    `prompt` is the number of its prompt. `text` contains only text that later tokens cannot change."""
+    """The new text and tokens of one choice (completion). `index` is the number of the choice among the choices of all
+    prompts, and `prompt` is the number of its prompt. `text` contains only text that later tokens cannot change."""
 
     index: int
     prompt: int
@@ -53,7 +53,7 @@ class Delta:
 
 
 class Answers:
-    """The choices of prompts that were submitted together, while the engine generates them.
+    """The choices (completions) of prompts that were submitted together, while the engine generates them.
 
     Only the event loop's thread may use it. A caller that stops before `finished` is true must call `close`.
 
@@ -66,7 +66,7 @@ class Answers:
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
     list has the most likely ids at the token's position. The entry of a prompt appears with its first generated token.
 
-    `pooled` maps the number of a prompt to its pooled hidden state, if `params.pooling` asks for that.
+    `pooled` maps the number of a prompt to its last or mean hidden state, if `params.pooling` asks for that.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class Answers:
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
         self.unenforced: tuple[str, ...] = ()
         self.pooled: dict[int, NDArray[np.float32]] = {}
-        self.admitted: dict[int, float] = {}  # for each choice that has begun: when it first got a slot
+        self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0
-        self.open = self._left = len(transcripts)  # choices that the engine, and this object, have not ended
+        # Number of choices that the engine has not ended, and of those whose end has not been read.
+        self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
         self._scored = params.prompt_logprobs is not None
         self._tokens: dict[int, list[Token]] = {}
@@ -100,9 +101,8 @@ class Answers:
         return not self._left
 
     async def take(self, *, singly: bool = False) -> list[Delta]:
-        """Wait for new tokens. Returns at most one delta per choice, which has all that is new since the last call, or
-        with `singly` a delta per token. If the engine cannot answer, `take` and `collect` raise the error that
-        `EngineClient.submit` describes."""
+        """Wait for new tokens. Returns one delta per choice that has new tokens, or one per token if `singly` is set.
+        If the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes."""
         deltas: list[Delta] = []
         while not deltas:
             for index, tokens in (await self._arrived()).items():
@@ -139,7 +139,7 @@ class Answers:
             self._waiter.set_result(None)
 
     async def _arrived(self) -> dict[int, list[Token]]:
-        """Wait for tokens, and return those of each choice."""
+        """Wait for tokens, and return them by the number of their choice."""
         while not self._tokens:
             if self._error is not None:
                 raise self._error
@@ -153,18 +153,18 @@ class Answers:
 
     def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
-        later call. The engine sends the log-probabilities of a prompt when the first choice of that prompt begins."""
+        later call. The engine sends a prompt's log-probabilities with the first token of its first choice."""
         for index, tokens in taken.items():
             self._held.setdefault(index, []).extend(tokens)
         known = [index for index in self._held if index // self.n in self.scores]
         return {index: self._held.pop(index) for index in known}
 
     def _add(self, index: int, tokens: list[Token], before: Delta | None = None) -> Delta:
-        """Append tokens to a choice. Returns what is new, added to the delta `before` if there is one."""
+        """Append tokens to a choice. Returns what is new, merged into the delta `before` if there is one."""
         transcript, metrics = self.transcripts[index], self._metrics
         delta = before or Delta(index, index // self.n)
         if transcript.finish_reason is not None:
-            return delta  # the engine generated these tokens before it learned of the stop string
+            return delta  # a stop string has ended this choice, but the engine did not know that yet
         (first_at, last_at), known = self.times[index], len(delta.tokens)
         for token in tokens:
             delta.text += transcript.add(token)
@@ -193,7 +193,7 @@ class Answers:
 
 
 class EngineClient:
-    """Connects the frontend `name` to the engine at the addresses in `description`, on one event loop."""
+    """Connects the HTTP server process `name` to the engine at the addresses in `description`, on one event loop."""
 
     def __init__(self, description: messages.Description, name: str) -> None:
         self.dead: EngineDead | None = None
@@ -206,7 +206,7 @@ class EngineClient:
         socket.connect(description.requests)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
-        self._choices: dict[int, Answers] = {}  # number of an open choice, unique in this frontend -> its answers
+        self._choices: dict[int, Answers] = {}  # number of an unfinished choice -> its answers
         self._asked: dict[int, asyncio.Future[bytes | None]] = {}
 
     def start(self) -> None:
@@ -232,10 +232,10 @@ class EngineClient:
         metrics: Metrics | None = None,
         seed: int | None = None,
     ) -> Answers:
-        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. `seed` is
-        that of `messages.Submit`. Raises EngineDead if the engine is known to be dead. `Answers.take` may raise an
-        error later: Overloaded, EngineDead, or another MegakernelError if a prompt can never run or if a constraint
-        allows no next token."""
+        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. `seed` makes
+        the random seeds reproducible (see `messages.Submit`). Raises EngineDead if the engine is known to be dead.
+        `Answers.take` may raise an error later: Overloaded, EngineDead, or another MegakernelError if a prompt can
+        never run or if a constraint (such as a grammar) allows no next token."""
         if self.dead is not None:
             raise self.dead
         answers = Answers(self, self._next, prompts, params, transcripts, metrics)
@@ -246,7 +246,7 @@ class EngineClient:
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:
-        """End one choice whose reader found a stop string. Does nothing if the choice has ended."""
+        """End a choice (completion), because its text contains a stop string. Does nothing if it has ended."""
         if self._choices.pop(answers.first + number, None):
             answers.open -= 1
             self._send(messages.Stop(answers.first, *divmod(number, answers.n)))
@@ -258,7 +258,7 @@ class EngineClient:
             self._send(messages.Abort(answers.first))
 
     def fail_all(self, error: MegakernelError) -> None:
-        """Abort everything. All readers get `error`."""
+        """Abort all requests. Whoever waits for an answer gets `error`."""
         for answers in set(self._choices.values()):
             self.abort(answers)
             answers.fail(error)
@@ -278,8 +278,8 @@ class EngineClient:
         return monotonic() - self.row.get("progress_at") if self.row.get("open") else 0.0
 
     async def look(self, what: str) -> bytes | None:
-        """Ask the engine's process for `what`: ROOFLINE (the record of steps, JSON) or TIMELINE (a traced step, HTML).
-        Returns None for TIMELINE if no step has been traced."""
+        """Ask the engine's process for `what`: ROOFLINE (statistics of all steps, JSON) or TIMELINE (a traced step,
+        HTML). Returns None for TIMELINE if no step has been traced."""
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1
@@ -343,7 +343,7 @@ class EngineClient:
         for token in tokens:
             answers = choices.get(token.choice)
             if answers is None:
-                continue  # the engine generated the token before it learned that the choice was stopped
+                continue  # the choice was stopped, but the engine did not know that yet
             answers.put(token)
             if token.finish_reason is not None:
                 del choices[token.choice]

@@ -1,5 +1,6 @@
-"""The frontend process: `python -m megakernel.serving.server.frontend`. It reads its configuration, a `Start`, from
-standard input. The process ends on SIGTERM, or when its parent process has ended."""
+"""A frontend: a process that serves HTTP and passes requests to the engine's process. `python -m
+megakernel.serving.server.frontend` starts it. It reads its configuration, a `Start`, from standard input, and ends on
+SIGTERM or with its parent process."""
 
 from __future__ import annotations
 
@@ -31,18 +32,19 @@ from megakernel.serving.text.codec import Codec
 _BACKLOG = 4096
 # Seconds until an idle connection is closed: longer than clients and proxies usually keep one, so they close it first.
 _IDLE = 75
-_UNREAD = 60_000  # milliseconds until a connection is dropped if the client does not read its answer
-# New objects that trigger a garbage collection. Python's default is 700. With 50,000, one paused requests for 95 ms.
+# Milliseconds until a connection is closed if the client does not read its answer.
+_UNREAD = 60_000
+# After so many new objects, Python collects garbage. Its default of 700 is too low; at 50,000, a collection took 95 ms.
 _GC_THRESHOLD = 5_000
-READY = b"R"  # the message of a frontend to its parent when the frontend accepts connections
+READY = b"R"  # a frontend sends this to its parent process when it accepts connections
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The configuration that a frontend gets from its parent."""
+    """The configuration that a frontend (HTTP server process) gets from its parent."""
 
     description: Description
-    number: int  # index of the frontend's row on the board, the counters in shared memory
-    identity: str  # name of the frontend in its messages to the engine
+    number: int  # index of this process's row on the board, the counters in shared memory
+    identity: str  # name of this process in its messages to the engine
     names: list[str] | None
     access: AccessRules
     limits: Limits
@@ -58,7 +60,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket; the system chooses port 0. Raises MegakernelError if the address cannot be bound."""
+    """Return a TCP socket bound to `host` and `port`; for port 0, the operating system chooses a free port. Raises
+    MegakernelError if the address cannot be bound."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -106,7 +109,7 @@ def allow_connections() -> None:
 
 
 class FrontendServer(uvicorn.Server):
-    """The server of one frontend. It serves until the process gets SIGTERM or `end` is called, and then finishes its
+    """The HTTP server of one frontend process. It serves until SIGTERM or until `end` is called, and then finishes its
     requests. `on_ready` is called on the event loop when connections are accepted. Requests that are not finished
     `drain_seconds` after the shutdown began get a 503. `tls` has the files of the private key and the certificate."""
 
@@ -119,7 +122,7 @@ class FrontendServer(uvicorn.Server):
         root_path: str = "",
         tls: tuple[str, str] | None = None,
     ) -> None:
-        # Only frontends need the routes. FastAPI takes a second to import, in which the engine's process starts.
+        # FastAPI takes a second to import. Only frontends need it, and the engine's process starts meanwhile.
         from megakernel.serving.server.app import create_app
 
         config = uvicorn.Config(
@@ -176,7 +179,7 @@ def main(start: Start) -> int:
         codec.tokenizer.set_chat_template(ChatTemplate(start.chat_template, "--chat-template"))
     about = (start.description, codec, start.number, start.identity, start.names, start.access, start.limits)
     service = Service(*about, start.seed)
-    # Collect garbage less often, because the objects that each token needs form no cycles.
+    # Collect garbage less often: the objects that each token needs form no cycles, so they are freed without it.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False
 
@@ -189,10 +192,10 @@ def main(start: Start) -> int:
 
     def ready() -> None:
         gc.collect()
-        # Exempt the existing objects from collection, because they stay alive and scanning them takes tens of ms.
+        # Exempt the present objects from garbage collection: they stay alive, and scanning them takes tens of ms.
         gc.freeze()
         asyncio.get_running_loop().add_reader(parent, gone)
-        with contextlib.suppress(OSError):  # If the parent has ended, the event loop calls `gone`.
+        with contextlib.suppress(OSError):  # if the parent has ended, `gone` handles that
             parent.send(READY)
 
     server = FrontendServer(

@@ -1,4 +1,4 @@
-"""Starts a server's frontend processes, replaces those that die, and ends them all."""
+"""Starts a server's frontends, the processes that serve HTTP, replaces those that die, and ends them all."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megakernel.serving.server.frontend import READY, Start
 
 log = logging.getLogger(__name__)
 
-_DIED = b"D"  # the message to `run` that says that the engine has died
+_DIED = b"D"  # sent to `run` when the engine has died
 
 
 @dataclass(eq=False)
 class _Frontend:
     start: Start
     process: subprocess.Popen[bytes]
-    line: socket.socket  # connection to the process; closed by the system when the process ends
+    line: socket.socket  # connection to the process; the operating system closes it when the process ends
     ready: bool = False
 
 
 @dataclass(eq=False)
 class Frontends:
-    """The frontend processes of a server. `count` processes accept connections from `listener`, and `start` is their
-    common configuration.
+    """The frontends of a server, the processes that serve HTTP. `count` processes accept connections from `listener`,
+    and `start` is their common configuration.
 
     `on_gone` is called with the identity of each frontend that has ended. `on_ready` is called when all frontends
     accept connections. `on_drain` is called with the name of the signal that ends the server; from then on, frontends
@@ -102,7 +102,7 @@ class Frontends:
             process.stdin.write(msgspec.msgpack.encode(start))
             process.stdin.close()
         except BrokenPipeError:
-            pass  # The process has died, and `_heard` will see that its connection is closed.
+            pass  # the process has died; `_heard` will notice that its connection is closed
         frontend = _Frontend(start, process, ours)
         self._running.append(frontend)
         self._selector.register(ours, selectors.EVENT_READ, frontend)

@@ -1,4 +1,4 @@
-"""What the engine's process runs for its frontends: engine loop, shared counters, and the record of steps."""
+"""What the engine's process does for the HTTP server processes: engine loop, shared counters, statistics of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megakernel.serving.server.messages import ROOFLINE, TIMELINE, Description
 from megakernel.serving.text.llm import LLM
 from megakernel.timeline import page, resolve, summarise
 
-TRACE_WAIT_S = 10.0  # maximum time to wait for a step to trace
+TRACE_WAIT_S = 10.0  # seconds to wait for the engine to run a step that can be traced
 
 
 class EngineHost:
@@ -29,9 +29,9 @@ class EngineHost:
         self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
     ):
         """`source` says where the tokenizer is, and `name` is the model name that the live page shows. Steps are
-        recorded and compared with `ceilings`. Without `ceilings` nothing is recorded."""
+        recorded and compared with `ceilings`, the hardware's maximum rates. Without `ceilings` nothing is recorded."""
         engine, dims = llm.engine, llm.engine.dims
-        folder = tempfile.mkdtemp(prefix="megakernel-")  # only this user may enter the folder
+        folder = tempfile.mkdtemp(prefix="megakernel-")  # `mkdtemp` makes a folder that other users cannot enter
         self.description = Description(
             source=source,
             name=llm.model,

@@ -1,4 +1,4 @@
-"""The HTTP layer below the routes: access checks and body limits, disconnected clients, and server-sent events."""
+"""The HTTP layer below the routes: access checks, limits on bodies, disconnected clients, and server-sent events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megakernel.serving.server.turns import CLIENT
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOST_ID = 256  # maximum characters of a client's X-Request-Id
-_DIRECT = "megakernel.send"  # the key of the ASGI scope under which `Gate` stores the `send` that it received
+_DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
 
 
 class ClientGone(Exception):
@@ -37,7 +37,7 @@ class ClientGone(Exception):
 
 class Gate:
     """ASGI middleware that refuses clients without access, and bodies that are too large, too slow or too complex. It
-    reads a body only for the paths in `takes_body`, after the access check. The application gets it in one message."""
+    reads a body only for the paths in `takes_body`, after the access check, and passes it on in one message."""
 
     def __init__(
         self, app: ASGIApp, *, access: AccessRules, limits: Limits, max_values: int, takes_body: Collection[str]
@@ -53,7 +53,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if scope["method"] == "HEAD":  # answered like GET; the HTTP protocol leaves out the body
+        if scope["method"] == "HEAD":  # answered like GET; uvicorn leaves out the body
             scope = {**scope, "method": "GET"}
         scope[_DIRECT] = send
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
@@ -76,7 +76,8 @@ class Gate:
             await e.response(scope["path"])(scope, receive, send)
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body and call the application. The body counts against `max_bodies` until its answer has ended."""
+        """Read the body and call the application. Until it is answered, the body counts against the limit on all
+        bodies."""
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
         if coding.lower() not in ("", "identity"):
             told = f"the body is compressed ({quoted(coding)}): send it without Content-Encoding"
@@ -215,7 +216,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._rest):
-            # The middleware changes only a response's start. So the many parts of a stream bypass it, to save time.
+            # Middleware changes only the start of a response. To save time, the many parts of a stream bypass it.
             await while_connected(receive, self._send(scope["path"], scope.get(_DIRECT, send)))
 
     async def _send(self, path: str, send: Send) -> None:
@@ -227,7 +228,7 @@ class EventStream(Response):
         except Exception as e:
             error = as_api_error(e)
             if error.status == 503 and REPLAYED.get():
-                return  # the connection closes before the end of the body, so another server goes on with the answer
+                return  # before the end of the body: the front then asks another replica for the rest
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body(path), "error" if is_messages(path) else "")

@@ -23,7 +23,7 @@ from megakernel.serving.server.errors import APIError, quoted, shortened
 BODY_SECONDS = 60.0  # Maximum seconds for a body to arrive. Until then, a slow client occupies memory.
 LARGE_BODY = 1 << 18  # A body of more bytes takes milliseconds to parse, so short requests go first.
 THREADS = 4  # Threads for tokenizing and detokenizing. There are few, because each holds the GIL part of the time.
-TURNS = 4  # A large body waits this many event loop iterations, in which a short request can be answered.
+TURNS = 4  # a large body waits this many iterations of the event loop, in which short requests can be answered
 MAX_PROMPTS = 2048  # Maximum prompts in a request, because each prompt needs its own queue entry.
 MAX_MESSAGES = 2048  # Maximum messages in a conversation, because the chat template loops over them in Python.
 MAX_PARTS = 1024  # Maximum parts of a message, because Python code joins the parts.
@@ -50,8 +50,8 @@ class Limits:
 
 
 def max_values(context: int) -> int:
-    """Return the maximum number of JSON values in one body. It is also the maximum number of tokens in all prompts of a
-    body together. The result is larger than the context length, so that one prompt may always fill the context."""
+    """Return the maximum number of JSON values in one body, which is also the maximum number of tokens of all its
+    prompts together. The result is larger than the context length, so that one prompt may always fill the context."""
     return max(MAX_VALUES, context + 4096)
 
 
@@ -66,7 +66,7 @@ def has_more_values(body: bytes, most: int) -> bool:
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
 
 
-# An escape of half a character, whose other half is missing. It may be text that only looks like an escape.
+# A JSON escape for half a character (a surrogate) without the other half. It may be text that only looks like one.
 _HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
@@ -82,7 +82,7 @@ def check_text(body: bytes) -> None:
     try:
         waiting: list[tuple[str, Any]] = [("", json.loads(body))]
     except (ValueError, RecursionError):
-        return  # reported when the body is parsed
+        return  # not JSON: an error is reported later, when the body is parsed
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, (dict, list)):
@@ -124,7 +124,8 @@ class AccessRules:
         return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
 
     def _authorise(self, headers: Mapping[bytes, bytes]) -> None:
-        sent = (_key(headers.get(b"authorization", b"")), headers.get(b"x-api-key", b""))  # the latter as at Anthropic
+        # Clients of Anthropic's API send X-Api-Key.
+        sent = (_key(headers.get(b"authorization", b"")), headers.get(b"x-api-key", b""))
         # Compare with every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(_digest(given), known) for given in sent for known in self._digests]
         if not any(matches):
@@ -157,7 +158,7 @@ def _name(host: str) -> str:
 
 
 def _key(header: bytes) -> bytes:
-    """Return the key in the Authorization header. Browsers use the Basic scheme, in which the password is the key."""
+    """Return the API key in the Authorization header. Browsers use the Basic scheme, with the key as the password."""
     scheme, _, value = header.partition(b" ")
     if scheme.lower() == b"bearer":
         return value.strip()

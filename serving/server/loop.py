@@ -1,4 +1,4 @@
-"""Runs an engine in its own thread and takes requests from frontends over ZeroMQ.
+"""Runs an engine in its own thread and takes requests from frontends, the HTTP server processes, over ZeroMQ.
 
 The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
 message. Sending never blocks. If a frontend reads slowly, its tokens are kept in memory. Their number is bounded,
@@ -34,15 +34,15 @@ from megakernel.serving.server.turns import Turns
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONTROL = b"server"  # the only sender that may send Gone and Close
-_BESIDE = b"beside"  # the only sender that may send Done
+CONTROL = b"server"  # name of the server itself among the senders of messages; only it may send Gone and Close
+_BESIDE = b"beside"  # name of the threads that do slow work beside the engine; only they may send Done
 _GRAMMARS = "grammars"
-_Key = tuple[bytes, int]  # of a job: its frontend, and the number of its first choice there
+_Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the number of the job's first choice there
 
 
 @dataclass(eq=False)
 class _Job:
-    """The requests of one `Submit` message. `open` counts the choices that have not ended."""
+    """A job: the requests of one `Submit` message. `open` counts its choices (completions) that have not ended."""
 
     key: _Key
     client: str
@@ -51,13 +51,13 @@ class _Job:
 
 
 class EngineLoop:
-    """Runs `engine`. No other code may call the engine between `start` and the end of `close`.
+    """Runs `engine` in a thread. No other code may call the engine between `start` and the end of `close`.
 
-    Frontends connect to `address`. At most `max_waiting` choices of one client may wait for their first step, and at
-    most twice as many of all clients together, so that no client alone fills the queue. Further requests are refused.
-    The callbacks in `on_step` run in the engine's thread after each step. They get the step and its wall time in
-    seconds, which begins when the previous step ended or, after a pause, when the step began. `on_death` runs in that
-    thread when the engine has failed."""
+    Frontends (HTTP server processes) connect to `address`. At most `max_waiting` choices of one client may wait for
+    their first step, and at most twice as many of all clients together, so that no client alone fills the queue.
+    Further requests are refused. The callbacks in `on_step` run in the engine's thread after each step. They get the
+    step and its wall time in seconds, which begins when the previous step ended or, after a pause, when the step began.
+    `on_death` runs in that thread when the engine has failed."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class EngineLoop:
         self.on_step: list[Callable[[Step, float], None]] = []
         self.wants_trace: Callable[[], bool] = lambda: False  # called before each step
         self.on_death: Callable[[], None] = lambda: None
-        self.views: dict[str, Callable[[], bytes | None]] = {}  # makes the answer to a `Look`, by its `what`
+        self.views: dict[str, Callable[[], bytes | None]] = {}  # `Look.what` -> the function that makes the answer
         self._max_waiting = max_waiting
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, 0)
@@ -83,12 +83,12 @@ class EngineLoop:
         self._control = context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
-        self._beside = context.socket(zmq.DEALER)  # tells the engine's thread that work beside it has ended
+        self._beside = context.socket(zmq.DEALER)  # the other threads report here that their work has ended
         self._beside.set(zmq.IDENTITY, _BESIDE)
         self._beside.connect(address)
         self._beside_lock = threading.Lock()
         self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Work that takes long has a thread of its own for each kind: grammars, and the values of `Look.what`.
+        # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
         kinds = (_GRAMMARS, messages.ROOFLINE, messages.TIMELINE)
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in kinds}
         self._grammars = grammars
@@ -100,13 +100,14 @@ class EngineLoop:
         # Only the engine's thread uses the following fields.
         self._jobs: dict[_Key, _Job] = {}
         self._job_of: dict[Request, _Job] = {}
-        self._readers: list[bytes] = []  # frontends that have sent jobs; the index is `Request.reader`
+        self._readers: list[bytes] = []  # frontends that have sent jobs; `Request.reader` is an index of this list
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
-        self._compiling: dict[_Key, messages.Submit] = {}  # jobs whose grammar is being compiled or waits for that
+        self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: Turns[_Key] = Turns()  # those whose grammar waits
         self._compiles = False
-        self._looking: dict[str, list[tuple[bytes, int]]] = {}  # queries that wait: their frontends and numbers
+        # Kind of query -> frontends and numbers of those that wait.
+        self._looking: dict[str, list[tuple[bytes, int]]] = {}
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -119,7 +120,7 @@ class EngineLoop:
         self._compiler.start()
 
     def forget(self, frontend: bytes) -> None:
-        """Abort all jobs of a frontend that has exited. Call `forget` and `close` from the same thread."""
+        """Abort all jobs of a frontend that has exited. `forget` and `close` must be called from the same thread."""
         self._control.send(messages.encode(messages.Gone(frontend)))
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class EngineLoop:
                 self._look(frontend, message)
 
     def _submit(self, frontend: bytes, asked: messages.Submit) -> None:
-        """Queue a job now, or when its constraint is compiled."""
+        """Queue a job now, or when its grammar is compiled."""
         key, params = (frontend, asked.first), asked.params
         with self._refusing(key):
             constraint = self._grammars.known(params)
@@ -244,7 +245,7 @@ class EngineLoop:
             self._queue(key, asked, result)
 
     def _look(self, frontend: bytes, asked: messages.Look) -> None:
-        """Answer a query. Queries for the same thing that arrive meanwhile get the same answer."""
+        """Answer a query for statistics or a trace. Those of the same kind that come meanwhile share the answer."""
         waiting = self._looking.setdefault(asked.what, [])
         waiting.append((frontend, asked.number))
         if len(waiting) == 1:
@@ -262,7 +263,7 @@ class EngineLoop:
             self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, content))])
 
     def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Run `work` in the thread for its kind, so that no step has to wait, and then call `then` in this thread."""
+        """Run `work` in the thread for its kind, so that no step has to wait, then `then` in the engine's thread."""
 
         def run() -> None:
             self._ended_beside.put(partial(then, work()))
@@ -273,7 +274,7 @@ class EngineLoop:
 
     @contextmanager
     def _refusing(self, key: _Key) -> Iterator[None]:
-        """Refuse a job if the block raises MegakernelError."""
+        """Tell the frontend that its job is refused if the `with` block raises MegakernelError."""
         try:
             yield
         except MegakernelError as e:
@@ -281,7 +282,7 @@ class EngineLoop:
             self._socket.send_multipart([key[0], messages.encode(refusal)])
 
     def _check_room(self, asked: messages.Submit) -> None:
-        """Raise MegakernelError if the choices of a job may never wait, and Overloaded if too many wait now."""
+        """Raise MegakernelError if a job has more choices than may ever wait, and Overloaded if too many wait now."""
         n, count, most = asked.params.n, len(asked.prompts) * asked.params.n, self._max_waiting
         if count > most:
             raise MegakernelError(
@@ -300,7 +301,7 @@ class EngineLoop:
         frontend, first = key
         self._check_room(asked)
         prompts, n = [messages.prompt_ids(prompt) for prompt in asked.prompts], asked.params.n
-        # `add` checks a prompt too, but only after the prompts before it are queued.
+        # Check all prompts before the first one is queued, so that a job is refused as a whole.
         for prompt in prompts if len(prompts) > 1 else ():
             self.engine.check(prompt, asked.params)
         if frontend not in self._readers:
@@ -344,7 +345,7 @@ class EngineLoop:
             self._ended(job, job.open)
 
     def _ended(self, job: _Job, choices: int) -> None:
-        """Record that `choices` more of a job's choices have ended. The job is dropped with the last one."""
+        """Record that `choices` more choices of a job have ended. When all have, the job is forgotten."""
         job.open -= choices
         self._open -= choices
         self._open_of[job.client] -= choices
@@ -360,7 +361,7 @@ class EngineLoop:
         step = self.engine.step(trace=self.wants_trace())
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
-        self._tell()  # before tokens are sent, so that a client that has an answer finds it counted in the metrics
+        self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it
         for reader in np.unique(step.reader).tolist():
             tokens = step.tokens.where(step.reader == reader)
             self._socket.send_multipart([self._readers[reader], messages.encode(tokens)])
@@ -384,7 +385,8 @@ class EngineLoop:
         return max(0, self._open - self.engine.stats.running) + compiling
 
     def _tell(self) -> None:
-        """Publish the engine's state and counters on the board, where every frontend reads them."""
+        """Write the engine's state and counters to the shared memory from which every HTTP server process reads
+        them."""
         stats = dict(vars(self.engine.stats))
         self.row.put(**vars(stats.pop("counts")), **(stats | {"open": self._open, "waiting": self._waiting()}))
         self.row.count_cpu()

@@ -1,4 +1,4 @@
-"""The messages between frontends and the engine's process, encoded as MessagePack.
+"""The messages between frontends (HTTP server processes) and the engine's process, encoded as MessagePack.
 
 A job is the work that one `Submit` message asks for. A frontend numbers the choices (completions) of all its jobs. The
 choices of one job have consecutive numbers from `Submit.first` on, prompt by prompt. After each step, the engine's
@@ -29,7 +29,7 @@ class Hello(_Record):
 
 class Submit(_Record):
     """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids. The
-    job's choices are numbered from `first` on. `client` names the client that sent the job: when many requests wait,
+    choices (completions) are numbered from `first` on. `client` names the client that sent the request: when many wait,
     the engine admits requests of different clients in turn. If `params` have no seed, prompt number i gets the seed
     `seed` + i, or a random seed if `seed` is None."""
 
@@ -41,7 +41,7 @@ class Submit(_Record):
 
 
 class Stop(_Record):
-    """End one choice of the job that begins at `first`, because its reader found a stop string."""
+    """End a choice (completion) of the job with the number `first`, because its text contains a stop string."""
 
     first: int
     prompt: int
@@ -49,7 +49,7 @@ class Stop(_Record):
 
 
 class Abort(_Record):
-    """Abort the job that begins at `first`."""
+    """Abort the job whose first choice has the number `first`."""
 
     first: int
 
@@ -61,7 +61,7 @@ class Gone(_Record):
 
 
 class Look(_Record):
-    """A query for `what`, which is ROOFLINE or TIMELINE. The answer to this query carries the same `number`."""
+    """A query for ROOFLINE (statistics of steps) or TIMELINE (a traced step). The answer has the same `number`."""
 
     number: int
     what: str
@@ -82,7 +82,7 @@ ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 
 class Refused(_Record):
-    """The job that begins at `first` is refused: too many requests wait (`later` is True), or it can never run."""
+    """The job with the number `first` is refused: too many requests wait (`later` is True), or it can never run."""
 
     first: int
     why: str
@@ -90,7 +90,7 @@ class Refused(_Record):
 
 
 class Unenforced(_Record):
-    """The JSON Schema keywords that the grammar of the job that begins at `first` does not enforce."""
+    """The JSON Schema keywords that are not enforced in the job whose first choice has the number `first`."""
 
     first: int
     keywords: tuple[str, ...]
@@ -113,14 +113,14 @@ ToFrontend = Tokens | Refused | Unenforced | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a frontend must know about the model, and where the frontend finds the engine."""
+    """What a frontend (HTTP server process) must know about the model, and where it finds the engine."""
 
     source: str  # where the tokenizer is, as `load_tokenizer` takes it
     name: str  # the model's name
     vocab: int
     max_context: int
     hidden: int  # length of an embedding
-    pooling: str  # what `load_pooling` returned for the model
+    pooling: str  # how the model's authors pool hidden states to an embedding, from `load_pooling`
     kv_page: int  # tokens per KV page
     sampling: dict[str, int | float]  # the model's defaults of sampling, with their names in SamplingParams
     folder: str  # the folder with the socket and the board; only this server's processes can enter it

@@ -1,6 +1,6 @@
-"""Prometheus metrics, with the names that routers and dashboards for vLLM expect. The counters are on the board and not
-in prometheus_client's multiprocess mode, because that mode takes seven times as long to count a token, and because
-/health reads the engine's numbers too."""
+"""Prometheus metrics, with the names that routers and dashboards for vLLM expect. The counters are in shared memory
+(see `Board`) and not in prometheus_client's multiprocess mode, because that mode takes seven times as long to count a
+token, and because /health reads the engine's numbers too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-# vLLM's bounds for the phases of a request, and smaller ones.
+# Upper bounds, in seconds, of the histogram buckets for the phases of a request: those of vLLM, and smaller ones.
 _PHASE = (
     0.001,
     0.01,
@@ -58,8 +58,8 @@ _HISTOGRAMS = {
 }
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
 _Kind = type[GaugeMetricFamily] | type[CounterMetricFamily]
-# Each metric of one number: its type, name, meaning, and the name of the number in `Metrics.collect`. The fraction of
-# the roofline reached in a period is rate(step_bound_seconds) / rate(step_seconds).
+# Each metric that is a single number: its type, name, meaning, and its key in `Metrics.collect`. The fraction of the
+# roofline reached in a period is rate(step_bound_seconds) / rate(step_seconds).
 _NUMBERS: tuple[tuple[_Kind, str, str, str], ...] = (
     (_GAUGE, "vllm:num_requests_running", "sequences in the batch", "running"),
     (_GAUGE, "vllm:num_requests_waiting", "sequences that wait for their first step", "waiting"),
@@ -81,7 +81,7 @@ _NUMBERS: tuple[tuple[_Kind, str, str, str], ...] = (
     (_GAUGE, "megakernel:ceiling_bytes_per_second", "measured peak memory read bandwidth", "ceiling_bytes"),
 )
 _REASONS = ("stop", "length")
-# The fields of a frontend's row on the board, each with its length in numbers. The field of a histogram has the sum of
+# The fields of a frontend's row of counters, each with how many numbers it has. The field of a histogram has the sum of
 # the observed values, followed by one count per bucket. The last bucket is +Inf.
 _FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
 _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()]

@@ -1,4 +1,5 @@
-"""The HTTP/1.1 protocol of one connection, on uvicorn's: what a client may send, and when the connection ends."""
+"""The HTTP/1.1 protocol of one connection, based on uvicorn's: what a client may send, and when the server closes
+it."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from megakernel.serving.server.errors import APIError
 
-_MOST_HEAD = 1 << 16  # maximum bytes of a request's header: of its request line and all header fields
-# A header field counts as so many bytes more, as in HTTP/2, because short ones take as long to parse as long ones.
+# Maximum bytes of a request's header: its request line and all header fields.
+_MOST_HEAD = 1 << 16
+# bytes added to the size of each header field, as in HTTP/2, because a short one takes as long to parse as a long one
 _FIELD = 32
-_MOST_WAITING = 128  # maximum requests of a connection that wait for the answer before theirs
+_MOST_WAITING = 128  # maximum number of unanswered requests on a connection
 
 # uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -33,7 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     _head = 0  # bytes of the current header so far
     _data = b""  # the bytes that arrived last
-    _answering: RequestResponseCycle | None = None  # uvicorn's `cycle` is the request that arrived last
+    _answering: RequestResponseCycle | None = None  # the request that is answered; uvicorn's `cycle` is the latest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,7 +56,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._data = b""
         if waiting is None:
             return
-        # If no answer is pending, the header is incomplete, or this is the rest of a refused body: the timer continues.
+        # The timer continues if nothing is being answered: the header is incomplete, or a refused body goes on.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
@@ -85,8 +87,8 @@ class HttpProtocol(HttpToolsProtocol):
         return bool(self.parser.get_method() != b"CONNECT")
 
     def handle_websocket_upgrade(self) -> None:
-        """Ignore the client's wish for another protocol, as HTTP allows. The parser has taken the body for that other
-        protocol, so it gets the header once more without `Upgrade`, and then the body."""
+        """Ignore the client's request to change to another protocol, as HTTP allows. The parser took the body for data
+        of that protocol. So it gets the header once more, without `Upgrade`, and then the body."""
         [end] = sys.exception().args  # type: ignore[union-attr]
         fields = b"".join(b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade")
         line = f"{self.scope['method']} {self.url.decode('latin-1')} HTTP/{self.scope['http_version']}\r\n"
@@ -104,7 +106,7 @@ class HttpProtocol(HttpToolsProtocol):
         last = self.cycle
         if last is not None and not last.response_complete and not last.more_body:
             last.keep_alive = False
-            self.flow.read_paused = False  # so that the end of an answer does not resume reading
+            self.flow.read_paused = False  # otherwise uvicorn would read again when the answer ends
             self.transport.pause_reading()
             return
         if self._answering is None or self._answering.response_complete or not self._answering.response_started:
@@ -116,8 +118,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> Any:
-    """Wrap the application for an HTTP/1.0 request, whose client knows no chunks. A body of unknown length is sent as
-    it is, and the end of the connection ends it."""
+    """Wrap the application for an HTTP/1.0 request, whose client does not know chunked bodies. A body of unknown length
+    is sent as it is, and the end of the connection marks its end."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         sized = True

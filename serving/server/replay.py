@@ -1,8 +1,8 @@
-"""Answers that another server can go on with when the server that gives them is lost.
+"""Lets another server continue an answer when the server that gave it is lost.
 
 Results do not depend on the batch, so a server that gets the same request with the same random seed generates the same
-tokens, bit for bit. A front that passes requests to servers adds the header HEADER to each, with a `Replay`. A server
-honours the header only with the key in the environment variable KEY, which only the front's processes know.
+tokens, bit for bit. The front, which passes requests to servers, adds the header HEADER to each, with a `Replay`. A
+server honours the header only with the key in the environment variable KEY, which only the front's processes know.
 
 Such an answer has separate events for each token, so the events do not depend on how many tokens arrive at once. A mark
 with the number of the choice follows them. From the marks, the front knows which tokens the client has, and a server
@@ -25,13 +25,13 @@ import msgspec
 from megakernel.serving.server.client import Delta
 
 HEADER, KEY = "x-megakernel-replay", "MEGAKERNEL_REPLAY_KEY"
-# A mark is a comment among the events of a stream. No event contains one, because JSON has no line breaks in strings.
+# A mark is an SSE comment with the choice of the events before it. JSON has no line breaks, so no event contains one.
 MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
 
 
 class Replay(msgspec.Struct):
-    """What makes all answers to one request alike: `seed`, from which random numbers and ids are derived, and the time
-    `created`. `given` has the number of tokens of each choice whose events the client already has."""
+    """What servers need to give the same answer: `seed`, from which random numbers and ids are derived, and the time
+    `created`. `given` has, by choice, the number of tokens whose events the client already has."""
 
     seed: int
     created: int
@@ -46,12 +46,12 @@ class Replayed:
 
     def __init__(self, asked: Replay) -> None:
         self.seed, self.created, self._given = asked.seed, asked.created, asked.given
-        self._passed: Counter[int] = Counter()  # tokens of each choice so far
+        self._passed: Counter[int] = Counter()  # choice -> number of its tokens generated so far
         self._at, self._ids = "", 0  # the current token, and the number of ids that its events have so far
 
     def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
-        """Return the events that `make` returns for a choice's next token, and their mark; nothing if the client has
-        them. `make` is called in any case, because later events depend on earlier ones."""
+        """Return the events that `make` makes of a choice's next token, followed by their mark, or nothing if the
+        client has them already. `make` is called in any case, because later events depend on earlier ones."""
         self._passed[delta.index] += 1
         count = self._passed[delta.index]
         self._at, self._ids = f"{delta.index} {count}", 0
@@ -64,11 +64,11 @@ class Replayed:
         return hashlib.blake2b(f"{self.seed} {self._at} {self._ids}".encode(), digest_size=12).hexdigest()
 
 
-REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # for the request that is being answered
+REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # of the request being answered
 
 
 def replayed(header: bytes | None) -> Replayed | None:
-    """Return what a request's header HEADER asks for, or None without the header or with a wrong key."""
+    """Return the `Replayed` that the value of HEADER asks for, or None without the header or with a wrong key."""
     key, _, asked = (header or b"").partition(b" ")
     known = os.environ.get(KEY, "").encode()
     if not known or not hmac.compare_digest(key, known):

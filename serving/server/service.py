@@ -33,11 +33,11 @@ from megakernel.serving.text.codec import Codec
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder that `_text_event` replaces by the text of a chunk
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
 
 
 def encode_json(value: object) -> bytes:
-    """Return a value as JSON. The fast encoder cannot write whole numbers beyond 64 bits."""
+    """Return a value as JSON. The fast encoder cannot write integers beyond 64 bits, so another one writes these."""
     try:
         return _encode(value)
     except OverflowError:
@@ -45,8 +45,8 @@ def encode_json(value: object) -> bytes:
 
 
 class Service:
-    """What the endpoints of one frontend process share: the engine, the tokenizer, access control and limits. Requests
-    may use any of `names` for the model. A request that names no model is answered with the first one."""
+    """What the endpoints of an HTTP server process share: the engine, the tokenizer, access control and limits.
+    Requests may use any of `names` for the model. A request that names no model is answered with the first one."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Service:
         limits: Limits | None = None,
         seed: int | None = None,
     ) -> None:
-        """`number` is the index of the frontend's row on the board (the counters in shared memory). `identity` is its
-        name in its messages to the engine; no later frontend gets the same name. With `seed`, requests without a seed
-        get one that depends on `seed` and on the order of the requests."""
+        """`number` is the index of this process's row on the board (the counters in shared memory). `identity` is its
+        name in messages to the engine; no later process gets the same name. With `seed`, requests without a seed get
+        one that depends on `seed` and on the order of the requests."""
         self.description = description
         self.codec = codec
         self.access, self.limits = access or AccessRules(), limits or Limits()
@@ -183,8 +183,8 @@ class Service:
         return prompt[-most:]
 
     def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
-        """Submit prompts to the engine, and return their choices. `special` keeps the text of special tokens. Raises
-        EngineDead if the engine has stopped, and MegakernelError if there are stop strings but no tokenizer."""
+        """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
+        text. Raises EngineDead if the engine has stopped, and MegakernelError for stop strings without a tokenizer."""
         replay = REPLAYED.get()
         if self._seeds and params.seed is None and replay is None:
             params = replace(params, seed=self._seeds.getrandbits(64))
@@ -233,20 +233,21 @@ class AnswerFormat(ABC):
         self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
-        # `_tokenizer` converts the tokens of log-probabilities to text; without it, they are written as `token_id:N`.
+        # Log-probabilities show tokens as text, or as `token_id:N` if the request asks for that or there is no
+        # tokenizer.
         choices = body if isinstance(body, Choices) else None
         self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
         self._head: dict[str, Any] = {"id": f"{kind}-{new_id()}", "created": created()}
         self._head["model"] = model
         self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
-        self._around: dict[int, list[bytes]] = {}  # for each choice: the bytes of its chunk before and after the text
+        self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
     @abstractmethod
     async def whole(self) -> bytes: ...
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream, without the last one. If another server can go on with the answer, begin with
-        the first token, even if it has no new event."""
+        """Yield the events of the stream, without the last one. If another server could continue the answer, yield one
+        item per token, even if the token has no new event."""
         replay = REPLAYED.get()
         make = partial(replay.events, self._event) if replay else self._event
         try:
@@ -271,7 +272,7 @@ class AnswerFormat(ABC):
         raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return `_text_chunk` as an event. To be fast, only the text in a cached chunk is replaced."""
+        """Return `_text_chunk` as an event. To save time, the JSON around the text is made only once per choice."""
         if (around := self._around.get(index)) is None:
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around

@@ -1,4 +1,4 @@
-"""Turns of clients, and worker threads for work that would block the event loop, which clients use in turn."""
+"""Serves clients in turn: a queue, and worker threads for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address
 
 
 class Turns(Generic[T]):
-    """Entries that wait, of several clients. The clients are served in turn, however many entries each has."""
+    """A queue of entries of several clients. The clients are served in turn, however many entries each has."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # in the order of the clients' turns
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # client -> its entries, in the order of turns
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -27,7 +27,7 @@ class Turns(Generic[T]):
         self._waiting.setdefault(client, deque()).append(entry)
 
     def take(self, allowed: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
-        """Remove the entry whose turn it is, of a client that is `allowed`. Returns the client and the entry."""
+        """Remove the next entry of a client that is `allowed`. Returns the client and the entry, or None."""
         if (client := next(filter(allowed, self._waiting), None)) is None:
             return None
         entry = self._waiting[client].popleft()
@@ -45,9 +45,9 @@ class ThreadTurns:
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")
         self._free = threads
-        # The number of calls of each client that have a thread.
+        # How many threads each client has now.
         self._running: Counter[str] = Counter()
-        self._waiting: Turns[asyncio.Future[None]] = Turns()  # the calls that wait for a thread
+        self._waiting: Turns[asyncio.Future[None]] = Turns()  # calls of `run` that wait for a thread
 
     async def run(self, work: Callable[[], T]) -> T:
         """Wait for the client's turn, run `work` in a thread, and return its result."""

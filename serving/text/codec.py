@@ -16,7 +16,8 @@ from megakernel.serving.text.tool_calls import ToolFormat, tool_format, with_too
 
 
 class Transcript:
-    """Collects the tokens of one choice. `decoder` converts ids to text; without it `text` is None.
+    """Collects the tokens of one choice (completion) and their text. `decoder` converts ids to text; without it `text`
+    is None.
 
     `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
     transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
@@ -34,7 +35,7 @@ class Transcript:
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder = decoder
         self._text = ""
-        self._shown = 0  # number of characters of the text that `add` has returned
+        self._shown = 0  # number of characters of the text that `add` has returned so far
 
     @property
     def text(self) -> str | None:
@@ -49,7 +50,7 @@ class Transcript:
         self.logprobs.append(token.logprob)
         self.top_logprobs.append(token.top_logprobs)
         self.finish_reason = token.finish_reason
-        unseen = False  # whether the token has no text
+        unseen = False  # whether this token adds nothing to the text
         if token.finish_reason == "stop":
             unseen = not self._keeps_end
             self.stop_reason = token.token_id if token.token_id in self._stop_ids else None
@@ -107,7 +108,7 @@ class Codec:
 
     @classmethod
     def of(cls, model: str, source: str, tool_parser: str | None = None) -> Codec:
-        """Return the codec of the model that `source` names, as `load_tokenizer` takes it."""
+        """Return the codec of a model whose tokenizer is at `source`, in the form that `load_tokenizer` takes."""
         try:
             return cls(model, load_tokenizer(source), tool_parser)
         except UnknownTokenizer as e:
@@ -157,7 +158,8 @@ class Codec:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def transcripts(self, prompt: Sequence[int], params: SamplingParams, *, special: bool = False) -> list[Transcript]:
-        """Return a transcript for each choice. `special` keeps special tokens in the text, whatever `params` say."""
+        """Return a new transcript for each choice (completion). `special` keeps special tokens, whatever `params`
+        say."""
         if (tokenizer := self.tokenizer) is None:
             return [Transcript(params, None) for _ in range(params.n)]
         skip = params.skip_special_tokens and not special
@@ -165,8 +167,8 @@ class Codec:
 
 
 def _for_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make developer messages system messages, for a chat template that does not know them. Such messages in a row
-    become one, because most templates read only one."""
+    """Turn messages with the role "developer" into system messages, for a chat template that does not know this role.
+    Consecutive system messages are joined, because most templates read only one."""
     if all(message["role"] != "developer" for message in messages):
         return messages
     told: list[dict[str, Any]] = []

@@ -218,7 +218,7 @@ class LLM:
                         request, choice, transcripts = choices[token.choice]
                         transcript = transcripts[choice]
                         if transcript.finish_reason is not None:
-                            continue  # the step generated the token after a stop string had ended the text
+                            continue  # a stop string has ended this text, but the step had already begun
                         text = transcript.add(token)
                         if transcript.finish_reason != token.finish_reason:
                             self.engine.stop(request, choice)

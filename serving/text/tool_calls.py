@@ -114,40 +114,40 @@ class CallDelta:
 
 
 def rest_of_call(pieces: list[CallDelta]) -> int:
-    """Return how many of the first pieces belong to a call that began earlier. They come before content that arrived
-    together with them, and the other pieces after it."""
+    """Return how many of the first pieces belong to a call that began in an earlier event. These pieces must be sent
+    before content that arrived together with them, and the other pieces after it."""
     return next((at for at, piece in enumerate(pieces) if piece.name is not None), len(pieces))
 
 
-_SEPARATORS = " \n\r\t,;[]}"  # what models write around calls, besides marks
+_SEPARATORS = " \n\r\t,;[]}"  # characters that models write around calls, besides the marks `begin` and `end`
 _BARE = re.compile(r"\s*(\[\s*)?(?=\{)")  # before a call without `begin`
 _BARE_BEGINNING = re.compile(r"\s*(\[\s*)?")
-# A call as recent Mistral models write it: the name, and then the arguments.
+# A call as recent Mistral models write it: the function's name, and then the arguments.
 _NAMED = re.compile(r"([a-zA-Z0-9_.-]{1,64})((?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)(?=\{)")
 _NAMED_BEGINNING = re.compile(r"[a-zA-Z0-9_.-]{1,64}(?:\[[\w\]\[]{0,80})?\s*")
 
 
 class ToolReader:
-    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls. What cannot be
-    read as a call is content, but its marks, whole or cut, are not."""
+    """Splits a streamed answer into content and calls of the functions `names`, at most `most` calls. Text that cannot
+    be read as a call is content, without the marks (`begin` and `end` of the format) around it."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], most: int | None = None) -> None:
         self.calls = 0
         self._form, self._names, self._most = form, names, most
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._marks = tuple(mark for mark in (self._begin, self._end) if len(mark) > 1)
-        self._held = ""  # text not yet read, or text that may be the start of a mark
+        self._held = ""  # text that is not classified yet, such as the start of a mark
         self._calling = False  # whether a call comes next
-        self._opened = False  # whether a call's `end` comes later
+        self._opened = False  # whether `begin` was read, so that `end` may follow
         self._object: _Object | None = None
         self._fresh = True  # whether only white space has arrived so far
-        self._said = False  # whether content has been returned since the last call
+        self._said = False  # whether content (text outside of calls) has been returned since the last call
         self._space = ""  # white space that becomes content if more content follows
 
     def add(self, text: str, reason: str | None = None) -> tuple[str, list[CallDelta]]:
-        """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the last
-        text comes the finish reason of the answer. Then everything that was held back is returned. A call that is not
-        complete is completed if only brackets are missing, unless the answer was cut (`length`)."""
+        """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the last text
+        comes `reason`, the finish reason of the answer, and everything that was held back is returned. If only brackets
+        of the last call are missing, they are added, unless the answer was cut off (`length`)."""
         self._held += text
         content: list[str] = []
         deltas: list[CallDelta] = []
@@ -170,7 +170,7 @@ class ToolReader:
         return "".join(content), deltas
 
     def _outside(self, content: list[str], last: bool) -> bool:
-        """Read content up to the next mark. Returns whether more of the held text can be read now."""
+        """Read content up to the next mark (begin or end of calls). Returns whether more can be read now."""
         text = self._held
         if self._form.bare and self._fresh:
             if found := _BARE.match(text):
@@ -188,7 +188,7 @@ class ToolReader:
         kept = max(_beginning(text, mark) for mark in marks)
         self._give(text[: len(text) - kept], content)
         self._held = text[len(text) - kept :]
-        if last and kept == 1:  # a single character is content, more are a cut mark
+        if last and kept == 1:  # a single character is content, but more characters are a mark that was cut off
             self._give(self._held, content)
         return False
 
@@ -228,7 +228,7 @@ class ToolReader:
         return used > 0 or found.done
 
     def _tell(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
-        """Return what is new of a call. An object that is no call is content."""
+        """Append what is new of a call to `deltas`, or an object that turns out to be no call to `content`."""
         more = self._most is None or self.calls < self._most
         if found.is_call and (found.begun or more):
             if not found.begun:
@@ -249,8 +249,8 @@ _OTHER_KEYS = ("name", "type", "id")
 
 
 class _Object:
-    """A JSON object that may describe a call, read character by character while it streams. A JSON parser would not
-    do: arguments are passed on before they are complete, and models leave out brackets and write line breaks into
+    """A JSON object that may describe a tool call, read character by character while it streams. A JSON parser would
+    not do: arguments are passed on before they are complete, and models leave out brackets and write line breaks into
     strings, which JSON forbids.
 
     `text` is what has been read. `arguments` has the arguments as far as they are known, in pieces. `told` counts the
@@ -267,19 +267,19 @@ class _Object:
         before: str,
         name: str | None,
     ) -> None:
-        """`keys` are names of the member that has the arguments. `before` is text of the object that was read already.
-        If `name` is given, the text is the arguments of that function."""
+        """`keys` are the possible names of the member with the arguments, and `marks` end an object early. `before` is
+        text of the object that was read already. If `name` is given, the object is the arguments of that function."""
         self.bare, self.name, self.text = bare, name, [before]
         self.arguments: list[str] = []
         self.told, self.begun, self.done, self.closed = 0, False, False, False
         self._names, self._keys, self._marks = names, keys, marks
         self._only_arguments = name is not None
-        self._open = ["}"] * self._only_arguments  # the brackets that will close the open ones
-        self._key = keys[0] if self._only_arguments else None  # the key whose value is being read
-        self._item: list[str] = []  # the key or the value that is being read
+        self._open = ["}"] * self._only_arguments  # the closing brackets that are still missing
+        self._key = keys[0] if self._only_arguments else None  # the key of the value being read
+        self._item: list[str] = []  # characters of the key or of the value that is being read
         self._comma = ""  # a comma and white space that are dropped if no value follows
         self._quoted = self._escaped = False
-        self._hopeless = False  # whether this cannot be a call any more
+        self._hopeless = False  # whether the text read so far cannot be a call
 
     @property
     def is_call(self) -> bool:
@@ -287,14 +287,15 @@ class _Object:
 
     def add(self, text: str, last: bool) -> int:
         """Read `text` up to the object's end, or up to a mark that may end it. Returns the number of characters read.
-        The caller must give the rest again together with more. After the `last` text, the rest is a cut mark."""
+        The caller must pass the rest again with more text; after the `last` text, the rest is a mark that was cut
+        off."""
         for at, character in enumerate(text):
             if self.done:
                 return at
             if (marked := self._marked(text, at, last)) is None:
                 return at
             if len(self._open) == 1 and not self._quoted:
-                # An object whose bracket is missing ends where a list ends, or where no member can follow.
+                # If the closing bracket is missing, the object ends at the end of a list or where no member can follow.
                 marked = marked or character == "]"
                 if not marked and self._key is None and character not in ' \n\r\t,:"}':
                     self.end("broken")
@@ -307,7 +308,7 @@ class _Object:
         return len(text)
 
     def _marked(self, text: str, at: int, last: bool) -> bool | None:
-        """Whether the text has a mark here that is not part of a string. None: that depends on the next text."""
+        """Whether a mark that ends the object begins here, outside of strings. None: the next text will tell."""
         if (mark := _at_mark(text, at, self._marks)) != "whole":
             return None if mark and (not last or len(text) - at > 1) else False
         if not self._quoted:
@@ -352,7 +353,7 @@ class _Object:
                 self._item = self._item if len(self._open) > 1 else []
 
     def _end_value(self) -> None:
-        """Read the value of a member that has ended."""
+        """Process the value of a member whose end has been read: the function's name or its arguments."""
         item, key, self._item, self._key = self._item, self._key, [], None
         if item is self.arguments:
             self.done = self._only_arguments
@@ -370,13 +371,14 @@ class _Object:
             self._no_arguments()
 
     def _no_arguments(self) -> None:
-        """Take missing arguments for none."""
+        """If the call has no arguments, take them to be an empty object."""
         if not self.arguments:
             self.arguments.append("{}")
 
     def end(self, how: str) -> None:
-        """End an object whose last bracket is missing: at a `mark`, at a character that cannot follow (`broken`), or
-        with the answer, whose finish reason is `stop` or `length`. What was cut stays cut."""
+        """End an object whose last bracket is missing: at a `mark`, at a character that cannot follow (`broken`), or at
+        the end of the answer, whose finish reason is `stop` or `length`. Missing brackets are added, except for
+        `length`, because the answer was then cut off."""
         self.done = True
         if how == "length":
             return
@@ -408,7 +410,8 @@ def _is_object(text: str) -> bool:
 
 
 def _at_mark(text: str, at: int, marks: tuple[str, ...]) -> str:
-    """Return whether the text has a mark at a position: "whole", "cut" by the end of the text, or neither ("")."""
+    """Return whether a mark begins at position `at` of the text: "whole", "cut" by the end of the text, or "" for
+    no."""
     if text.startswith(marks, at):
         return "whole"
     return "cut" if any(text[at : at + 1] == mark[0] and mark.startswith(text[at:]) for mark in marks) else ""

@@ -26,8 +26,8 @@ class Logprob(NamedTuple):
 def by_id(
     tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
 ) -> dict[int, Logprob]:
-    """Return the entries of one position: that of the chosen `token`, then those of the `count` most likely tokens.
-    `top` begins with the most likely tokens, in order; it may also hold the chosen token."""
+    """Return vLLM's log-probability entries at one position, by token id: the chosen `token` first, then the `count`
+    most likely tokens. `top` begins with the most likely tokens, in order; it may also hold the chosen token."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")

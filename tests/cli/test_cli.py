@@ -32,7 +32,7 @@ from megakernel.settings import reference as settings_page
 
 @pytest.fixture
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement of ceilings, which takes seconds. Only `test_doctor` measures them."""
+    """Replace the measurement of the machine's peak rates, which takes seconds. Only `test_doctor` measures them."""
     monkeypatch.setattr(
         ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, "made up", cache_bytes_per_s=1e13)
     )
@@ -298,13 +298,14 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) ->
     keys = {"text", "token_ids", "tokens_per_s", "read_fraction", "busy", "overlap", "timeline"}
     figures = run_json(capsys, *flags)
     assert keys <= figures.keys()
-    # The peaks are the measured ceilings, not the nominal rates of a core.
+    # The peak rates on the page are measured ones, not the nominal rates of the processor.
     memory = next(r for r in figures["resources"] if r["name"] == "memory")
     assert memory["peak"] == pytest.approx(figures["ceilings"]["read_bytes_per_s"])
     assert f'"peaks":[{figures["ceilings"]["flops"]}' in page.read_text()
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megakernel.roofline.ceilings._REPEATS", 1)
     report = run_json(capsys, "doctor")
     assert report["ok"] and report["findings"] == [] and report["ceilings"]["flops"] > 0
     assert report["versions"]["megakernel"] and report["cores"] >= 1 and report["simd"]
@@ -376,7 +377,6 @@ sys.exit(status)
     [
         ("megakernel.cli", "doctor"),
         ("numpy", "generate --prompt x"),
-        ("rich.console", "roofline"),
         ("tokenizers", "generate --prompt x --model random:llama-3.2-1b"),
         ("uvicorn", "serve --model random:llama-3.2-1b --port 0"),
         ("end", "completion bash"),
@@ -388,9 +388,8 @@ def test_an_interrupt_of_an_import_is_silent(module: str, arguments: str) -> Non
     assert (done.returncode, done.stderr) == (130, b"")
 
 
-@pytest.mark.parametrize("verb", ["doctor", "roofline", "serve", "completion bash"])
-def test_closed_standard_output_is_one_line(verb: str) -> None:
-    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command(*verb.split())], capture_output=True, timeout=120)
+def test_closed_standard_output_is_one_line() -> None:
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command("serve")], capture_output=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, b"megakernel: error: standard output is closed\n")
 
 

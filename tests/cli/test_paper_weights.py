@@ -32,7 +32,7 @@ def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: 
     step = run_json(capsys, "roofline", *flags)
     matmuls = [c for c in step["instructions"] if c["family"] == "matmul"]
     assert sum(c["memory_bytes"] for c in matmuls) == pytest.approx(expected)
-    vectors = 4 * (30 * 2 * 32 + 61 * 576)  # frequencies and factors of the RoPE pairs of each layer, norms
+    vectors = 4 * (30 * 2 * 32 + 61 * 576)  # RoPE frequencies and factors of each layer, norms
     assert step["memory"]["weight_bytes"] == pytest.approx(expected + vectors)
     assert step["critical_rows"] == pytest.approx(hardware(CPU).critical_rows("bf16", expected / PARAMETERS))
     file = tmp_path / "a.program"

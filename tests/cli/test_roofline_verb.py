@@ -73,7 +73,7 @@ def test_bytes_between_ranks_follow_the_lowering(capsys: pytest.CaptureFixture[s
 
 
 def test_a_step_agrees_with_formulas(capsys: pytest.CaptureFixture[str]) -> None:
-    """If all shards have the same size, the sums over instructions are those of formulas with the model's sizes."""
+    """If all shards have the same size, closed formulas with the model's sizes give the sums over the instructions."""
     n, context, ranks = 1024, 2000, 8
     flags = ["--tp", "8", "--tokens", str(n), "--context", str(context), "--o-lowering", "sharded"]
     flags += ["--residual", "dealt"]

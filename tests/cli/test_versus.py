@@ -1,5 +1,5 @@
-"""Tests `bench latency --vs` and `bench throughput --vs` against fake peers, which compute nothing and return given
-times."""
+"""Tests `bench latency --vs` and `bench throughput --vs`, which compare megakernel with other engines (peers). The
+peers are fakes, which compute nothing and return given times."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def commands(native: Path) -> list[dict[str, str]]:
 
 
 class Scripted:
-    """A Peer whose times follow from its settings. It keeps the phase and the settings of each call in `asked`."""
+    """A fake peer whose times follow from its settings. `asked` has the phase and the settings of each measurement."""
 
     name = "scripted"
 
@@ -157,25 +157,30 @@ def test_latency_against_llama_bench(
     assert (decode["-p"], decode["-n"], decode["-d"], decode["-fa"], decode["-ngl"]) == ("0", "4", "600", "0", "0")
     assert (prefill["-p"], prefill["-n"], prefill["-ub"], "-d" in prefill) == ("600", "0", "128", False)
     assert not Path(decode["-m"]).exists(), "the file that was written for them is gone"
-    status, out, _ = run(capsys, *flags, "--llama-bench", str(native / "llama-bench"))
+    short = ["--prompt-tokens", "8", "--runs", "1"]
+    status, out, _ = run(capsys, *flags, *short, "--llama-bench", str(native / "llama-bench"))
     assert status == 0 and "tokens/s of llama.cpp" in out and "flash attention off" in out
     assert "build 1 (abc), llama" in out
 
 
-def test_a_gguf_file_goes_to_both_as_it_is(capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path) -> None:
+def test_both_get_the_gguf_file_and_the_type_of_the_cache(
+    capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path
+) -> None:
     flags = ["--model", "smollm2-135m", "--vs", "llama.cpp", "--llama-bench", str(native), "--backend", "null"]
-    flags += ["--context", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
+    flags += ["--context", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1", "--kv-cache-dtype", "q8_0"]
     figures = run_json(capsys, "bench", "latency", *flags)
-    assert {flags["-m"] for flags in commands(native)} == {str(smollm2)}
+    asked = {tuple(flags[name] for name in ("-m", "-ctk", "-ctv", "-fa")) for flags in commands(native)}
+    assert asked == {(str(smollm2), "q8_0", "q8_0", "1")}, "llama.cpp needs flash attention for a quantised V"
+    assert figures["vs"]["llama.cpp"]["settings"]["kv_cache"] == "q8_0"
     assert figures["vs"]["llama.cpp"]["settings"]["weights"] == f"as in {smollm2.name}"
 
 
 def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[str], model: str, native: Path) -> None:
     flags = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native / "llama-bench")]
-    figures = run_json(capsys, *flags, "--backend", "null", "--threads", "2")
+    flags += ["--backend", "null", "--threads", "2"]
+    figures = run_json(capsys, *flags, "--runs", "1")
     versus = figures["vs"]["llama.cpp"]
     assert (figures["completed"], figures["input_tokens"], figures["output_tokens"]) == (32, 32 * 64, 32 * 96)
-    assert len(figures["runs"]) == len(versus["runs"]) == 5
     assert versus["tokens_per_s"] == 32 * 96 / 1.25 and versus["runs"][0] == {"batch_s": 1.25}
     mine = np.median([32 * 96 / run["duration_s"] for run in figures["runs"]])
     assert versus["ratio"] == pytest.approx(mine / (32 * 96 / 1.25))
@@ -183,6 +188,8 @@ def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[st
     assert last["program"] == "llama-batched-bench"
     assert (last["-npp"], last["-ntg"], last["-npl"], last["-c"]) == ("64", "95", "32,32", str(32 * 256))
     sizes = ["--dataset", "random", "--num-prompts", "2", "--random-input-len", "6", "--random-output-len", "3"]
+    figures = run_json(capsys, *flags, *sizes)
+    assert len(figures["runs"]) == len(figures["vs"]["llama.cpp"]["runs"]) == 5
     status, out, _ = run(capsys, *flags, *sizes, "--runs", "1")
     assert status == 0 and "tokens/s of llama.cpp" in out
     assert (commands(native)[-1]["-npl"], commands(native)[-1]["-ntg"]) == ("2,2", "2")

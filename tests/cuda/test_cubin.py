@@ -160,14 +160,14 @@ def test_a_table_that_no_code_meets_fails() -> None:
 
 
 def budgets() -> dict[str, int]:
-    """The number of registers per thread for service warps and for consumers."""
+    """The number of registers per thread: of service warps, which move data, and of consumers, which compute."""
     text = (cuda.source_folder() / "cuda" / "megakernel.cu").read_text()
     return {name: int(n) for name, n in re.findall(r"#define MK_(\w+)_REGISTERS (\d+)", text)}
 
 
 @pytest.mark.slow
 def test_registers_by_role(built: Built) -> None:
-    """The code that service warps or consumers can reach uses only registers that these warps have."""
+    """Warps that move data have fewer registers than warps that compute. The code of each uses only those it has."""
     code = built.code
     roots = {"SERVICE": code.find("USETMAXREG.DEALLOC"), "CONSUMER": code.find("USETMAXREG.TRY_ALLOC")}
     assert budgets().keys() == roots.keys()

@@ -22,7 +22,7 @@ TENSOR, DOTS = Units.TENSOR, Units.DOTS
 
 
 class Counting:
-    """A stand-in for the compiler. Its list `asked` has (traced, units, SMs) of each build that was requested."""
+    """A stand-in for the compiler. Its list `asked` has (traced, matmul units, SMs) of each requested build."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.asked: list[tuple[bool, Units, int]] = []

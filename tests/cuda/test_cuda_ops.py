@@ -34,7 +34,7 @@ def phase(twins: HostTwins, name: str) -> Phase:
 
 
 def attend(twins: HostTwins, slot: int, groups: int) -> Records:
-    """Return an attention instruction for a slot, which signals one counter per row block."""
+    """Return an attention instruction for a slot (a list of items), which signals one counter per row block."""
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
 
@@ -125,8 +125,8 @@ def test_attention(heads: tuple[int, int, int], window: int) -> None:
 
 @pytest.mark.parametrize(("heads", "window"), [*((heads, 0) for heads in HEADS[:4]), (HEADS[0], 20), (HEADS[2], 150)])
 def test_split_attention(heads: tuple[int, int, int], window: int) -> None:
-    """The last item of a split merges the partial results of all items of the split. The merged result is bit-identical
-    to that of one item without a split."""
+    """If items divide the KV blocks of some rows among them (a split), the item that ends last merges their partial
+    results. The result is bit-identical to that of a single item."""
     head_dim, query, kv = heads
     dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3, window=window)
     whole, table = attention_twins(dims)

@@ -1,11 +1,10 @@
-"""Tests of csrc/cuda/tensor_core.h, whose layouts are those of the hardware (tests/cuda/ptx executes code that uses
-them)."""
+"""Tests of the shared-memory layouts in csrc/cuda/tensor_core.h."""
 
 from built_once import ROOT, library
 
 
 def test_output_pages_spread_over_the_banks() -> None:
-    """When the lanes of a warp store bf16 pairs (4 bytes) of eight rows, each lane uses a different bank."""
+    """When the lanes of a warp store bf16 pairs (4 bytes) in eight rows, each lane uses another shared-memory bank."""
     layouts = library(ROOT / "tests" / "support" / "layouts_harness.cpp")
     for block in range(8):
         banks = {

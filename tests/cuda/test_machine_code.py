@@ -1,4 +1,4 @@
-"""Tests that the hot paths of csrc/cuda take as many issue cycles in the machine code as the machine files declare."""
+"""Tests that hot paths of csrc/cuda take as many issue cycles in machine code as the hardware descriptions declare."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace

@@ -23,8 +23,8 @@ MODELS = {
     # For dot products, a tensor map copies whole weight pages if the inner length is a multiple of 256. The hidden size
     # is such a multiple, the FFN size is not. The LM head's 299 columns leave its last page partly empty.
     "mapped": SMALL.changed(hidden=512, ffn=1288, heads=4, kv_heads=2, head_dim=128, vocab=299, layers=2),
-    # Rows are longer than a piece (1,024 elements). On tensor cores, matmuls have several chunks of 256 columns. With
-    # dot products, they fill the page ring several times.
+    # Dot products load rows in pieces of 1,024 elements. These rows are longer, and each matmul fills the page ring
+    # several times. On tensor cores, matmuls have several chunks of 256 columns.
     "wide": SMALL.changed(hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
 }
 ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")

@@ -1,4 +1,4 @@
-"""Tests that the pages which an instruction takes hold all data that it reads and stores, and no other data."""
+"""Tests that the shared-memory pages of an instruction hold all data that it reads and stores, and no other data."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ WEIGHTS, INPUTS, OUTPUT = range(3)
 def covered(
     boxes: dict[str, NDArray[np.int32]], fill: int, buffer: Buffer, dims: Dims, z: int, rows: int = 0
 ) -> NDArray[np.int32]:
-    """Return in how many pages of kind `fill` each element of matrix `z` of a buffer lies, as an array [rows, inner].
-    `rows` is the number of rows of one matrix; 0 means that the buffer is a single matrix."""
+    """Return, for each element of matrix `z` of a buffer, the number of pages that hold it, as an array [rows, inner].
+    Only pages of kind `fill` count (weights, inputs or output). A matrix has `rows` rows; 0: all rows of the buffer."""
     shape = BUFFERS[buffer].shape(dims, 16)
     count = np.zeros((rows or int(np.prod(shape[:-1])), shape[-1]), np.int32)
     width = 32 if BUFFERS[buffer].dtype is Dtype.F32 else 64
@@ -74,8 +74,8 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
     if dots and whole.any():
         assert (boxes["ahead"][whole] * matrices == ahead_columns(phase, dims)).all()
 
-    # Inputs: an instruction loads its inputs once for each chunk of columns (tensor cores) or once for each lap of the
-    # ring (dots). If it normalises its inputs itself, they take no pages.
+    # Inputs: an instruction loads its inputs once for each chunk of 256 columns (tensor cores) or each time that its
+    # pages fill the ring (dot products). If it normalises its inputs itself, they take no pages.
     count = covered(boxes, INPUTS, phase.inputs, dims, 0)
     if phase.norm is not None:
         times = 0
@@ -174,7 +174,7 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
 
 
 def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/how-ring.svg shows the pages that the interpreter's roles take. Its script derives their order from
+    """docs/how-ring.svg shows the shared-memory pages that each kind of warp uses. Its script derives their order from
     `megakernel.isa`."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks" / "pictures")
     import how_it_works

@@ -39,7 +39,7 @@ def test_a_wait_names_only_the_phases_that_signal_its_counter(waits: str, signal
 
 
 def _slots_that_signal(table: StepTable) -> NDArray[np.intp]:
-    """Return the attention slots with at least one item that reads the whole KV range of its rows."""
+    """Return the attention slots (lists of items) with at least one item that reads the whole KV range of its rows."""
     whole = np.flatnonzero(table.item_split[: table.slot_items[-1]] < 0)
     return np.searchsorted(table.slot_items, whole, "right") - 1
 
@@ -88,13 +88,13 @@ def test_says_that_a_task_was_overwritten(segment: int, number: int) -> None:
         assert said.endswith("the program has no such instruction: a block's memory was overwritten")
 
 
-CONTROLLER, WEIGHTS, STORER, CONSUMERS = 0, 1, 2, 4  # numbers of warps; from CONSUMERS on, eight consumers
+CONTROLLER, WEIGHTS, STORER, CONSUMERS = 0, 1, 2, 4  # numbers of warps; the eight consumers begin at CONSUMERS
 
 
 @pytest.mark.parametrize(
     ("waits", "named"),
     [
-        # A page of weights never arrives: nobody is about to fill it.
+        # A page of weights never arrives: all consumers wait for it, and no loader waits before it fills the page.
         ([(CONSUMERS + n, "full", 3, 0) for n in range(8)], "consumer 0 of rank 0 worker 1 .* page 3 to be filled"),
         # A consumer did not release page 3, for which a loader waits before it fills the page again.
         (
@@ -115,7 +115,7 @@ CONTROLLER, WEIGHTS, STORER, CONSUMERS = 0, 1, 2, 4  # numbers of warps; from CO
     ids=["lost load", "page not released", "endless arithmetic", "never retired"],
 )
 def test_names_the_warp_that_holds_up_the_others(waits: list[tuple[int, str, int, int]], named: str) -> None:
-    """The other worker waits for a counter, which is only a consequence."""
+    """Warps of worker 1 wait as listed. Worker 0 waits for a counter, but only because worker 1 is stuck."""
     program = small_programs.make(workers=2, layers=2)
     later = len(program.body.records) - 1
     found = [Wait(0, 0, 0, 3, segment=1, layer=1, number=later, kind=COUNTER, index=0, value=0, expected=1)]

@@ -166,7 +166,7 @@ def test_a_cpu_knows_neither_pages_nor_dots() -> None:
 
 
 def names(program: Program, instruction: str, *complaints: str) -> None:
-    """Check that the verifier reports each complaint about an instruction whose description begins so."""
+    """Check that the verifier reports each complaint about an instruction, whose name begins with `instruction`."""
     found = verify(program).violations
     for complaint in complaints:
         assert any(v.startswith(instruction) and complaint in v for v in found), found[:3]

@@ -1,4 +1,4 @@
-"""Tests of phases as data: their numbers, how they are written to a file and read back, and each rank's sizes."""
+"""Tests of phases (operations with their parameters): numbers, storage in a file, and the sizes of each rank."""
 
 import json
 from dataclasses import replace

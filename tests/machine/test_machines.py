@@ -1,5 +1,5 @@
-"""Tests of machine files: every figure has a source, the figures agree with each other, and the error for a bad file
-says in one sentence what is wrong."""
+"""Tests of hardware descriptions (machine files): every figure has a source, the figures agree with each other, and the
+error for a bad file says in one sentence what is wrong."""
 
 import tomllib
 from math import log2

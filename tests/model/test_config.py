@@ -73,7 +73,7 @@ GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
 SMOLLM3 |= {"tie_word_embeddings": False}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None, "head_dim": 16}
-# What published files say, with other sizes.
+# Further keys of Gemma 3's published files, with smaller sizes.
 GEMMA3 |= {
     "hidden_activation": "gelu_pytorch_tanh",
     "rope_theta": 1e6,
@@ -117,7 +117,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             },
             {},
         ),
-        # What published files contain besides: SmolLM2, Falcon 3, Llama 1, Together's and fine-tuned models.
+        # Further keys that occur in published files: SmolLM2, Falcon 3, Llama 1, Together's and fine-tuned models.
         ({"is_llama_config": True, "rope_interleaved": False, "neftune_noise_alpha": 5.0, "pretraining_tp": 2}, {}),
         ({"activation": "swiglu", "hidden_act": "swish", "model_max_length": 64, "max_sequence_length": 2048}, {}),
         ({"bos_token_id": -1, "eos_token_id": -1, "pad_token_id": -1, "tokenizer_class": "LlamaTokenizer"}, {}),
@@ -129,7 +129,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}, {}),
         ({"num_beams": 1, "typical_p": 1.0, "min_length": 0, "max_length": 20, "task_specific_params": {"a": 1}}, {}),
         ({"max_position_embeddings": None}, {"max_context": 2048}),
-        # All programs agree on contexts that are not longer than the window.
+        # Programs disagree on whether to apply this window, unless the context fits into it. So it limits the context.
         ({"sliding_window": 128}, {"max_context": 128}),
         ({"sliding_window": 4096}, {}),
         (

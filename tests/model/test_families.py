@@ -113,8 +113,8 @@ def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> 
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
 
 
-# Families with sliding windows, which begin in all places of KV blocks, in all layers or in some; and those with phases
-# that Llama does not have.
+# Families with phases that Llama does not have, and families with sliding windows in all layers or in some of them. The
+# windows begin at any place in a KV block.
 LONG: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma3_text": {"sliding_window": 90},
@@ -142,7 +142,7 @@ def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, t
 
 
 SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
-# Families that differ only in their weights and config.json are as exact as Llama with any number of ranks.
+# Families with the same phases as Llama are as exact as Llama with any number of ranks, so one rank is enough for them.
 CASES = [
     (family, *split) for family in SHAPES for split in (SPLITS if family in ("glm4", "llama", "qwen3") else SPLITS[:1])
 ]

@@ -1,4 +1,4 @@
-"""Tests which model a folder or a file contains, and that a folder without a model says what it has and what helps."""
+"""Tests which model a folder or a file contains. If there is none, the error says what there is and what to do."""
 
 from __future__ import annotations
 

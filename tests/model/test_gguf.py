@@ -131,7 +131,7 @@ def test_yarn_is_that_of_config_json(
 
 
 def test_longrope(path: Path) -> None:
-    """The context in use decides between the two lists of factors, for the whole engine."""
+    """LongRoPE has two lists of factors. The maximum context of the engine decides which one all requests use."""
     long, short = np.linspace(2, 9, 32, dtype=np.float32), np.linspace(1, 2, 32, dtype=np.float32)
     tensors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
     how = {"llama__rope__scaling__type": "longrope", "llama__rope__scaling__original_context_length": 64}
@@ -206,7 +206,7 @@ def test_damaged_parts_are_named(path: Path, damage: Any, message: str, opened: 
 
 
 def test_types_without_arithmetic_are_counted(path: Path) -> None:
-    """The file's bytes in types that are widened are known, so that the start-up can say so."""
+    """Weights of some types are widened when they are loaded. Their bytes are counted, so that a message can say so."""
     block, size = gguf.GGML_QUANT_SIZES[Type.IQ4_XS]
     rows = arbitrary(256, 512 // block * size, seed=1)
     tiny_gguf(path, raw={"blk.0.ffn_down.weight": (rows, Type.IQ4_XS)})
@@ -282,7 +282,7 @@ def test_a_tensor_has_four_axes_at_most(path: Path, axes: int) -> None:
 
 @pytest.mark.parametrize("dtype", [Dtype.Q4_K, Dtype.Q5_K, Dtype.Q6_K])
 def test_superblocks_are_near_the_weights_that_they_stand_for(dtype: Dtype) -> None:
-    """Each weight that the gguf package reads differs from the original by at most 1.5 quantisation steps."""
+    """Quantised weights, as the gguf package reads them, differ from the originals by at most 1.5 steps."""
     weights = np.random.default_rng(8).standard_normal((3, 512)).astype(np.float32)
     read = gguf.quants.dequantize(quantise(weights, dtype), Type[dtype.name])
     group, steps = (16, 62) if dtype is Dtype.Q6_K else (32, 15 if dtype is Dtype.Q4_K else 31)
@@ -293,7 +293,7 @@ def test_superblocks_are_near_the_weights_that_they_stand_for(dtype: Dtype) -> N
 
 
 def test_scales_of_superblocks_are_those_of_their_weights() -> None:
-    """Groups whose scale is 100 / 127 of the first group's are represented as exactly as the first group."""
+    """In a Q6_K block, a group with smaller weights is as exact as the first, because it has a scale of its own."""
     whole = np.array([-31, 31, *range(-7, 7)], np.float32)
     weights = np.concatenate([whole, *[whole * (100 / 127)] * 15])[None]
     read = gguf.quants.dequantize(quantise(weights, Dtype.Q6_K), Type.Q6_K)
@@ -310,7 +310,7 @@ def test_cut_anywhere(path: Path) -> None:
 
 
 def test_lying_lengths(path: Path) -> None:
-    """Replacing any eight bytes of the header by a huge number gives a MegakernelError or changes nothing important."""
+    """With a huge number in place of any eight bytes of the header, the file is refused or loads, but never crashes."""
     tiny_gguf(path, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
     data = path.read_bytes()
     refused = 0

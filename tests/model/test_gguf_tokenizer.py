@@ -1,4 +1,4 @@
-"""Tests tokenizers of GGUF files: splitting rules, SentencePiece, ends of turns, BOS, templates, odd lists."""
+"""Tests tokenizers of GGUF files: splitting rules, SentencePiece, end-of-turn tokens, BOS, templates, odd data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def splitting(name: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([Split(Regex(rule), "isolated") for rule in SPLITS[name]])
 
 
-# How the owners' tokenizer.json files declare their rules.
+# Splitting rules by their names in GGUF files, as the tokenizer.json of the model that introduced them declares them.
 _CAMEL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CAMEL += r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 OWNERS: dict[str, list[Any]] = {
@@ -72,7 +72,7 @@ def test_rules_are_those_of_transformers() -> None:
     assert {name: SPLITS[name] for name in known} == {name: (rule,) for name, rule in known.items()}
 
 
-# Pieces that distinguish the rules.
+# For each rule, a text that similar rules split differently, and its pieces.
 @pytest.mark.parametrize(
     ("name", "text", "parts"),
     [
@@ -159,7 +159,7 @@ def test_ends_of_a_turn(tmp_path: Path, special: str, keys: dict[str, Any], ends
 
 
 def test_ends_by_their_types(tmp_path: Path) -> None:
-    """Old files give ends of a turn the type of ordinary tokens. What may be ordinary text ends nothing then."""
+    """Old files mark end-of-turn tokens as ordinary. Then only <|eot_id|> ends a turn: </s> may be plain text."""
     special = ("<s>", "<|eot_id|>", "</s>", "<eos>", "<user>")
     tokens = [*BYTES, "ab", *special]
     keys = {"tokens": tokens, "token_type": [1] * len(tokens), "eos_token_id": None}
@@ -233,7 +233,7 @@ def test_hostile_lists_are_refused_by_name(tmp_path: Path, keys: dict[str, Any],
 
 
 def test_odd_lists_that_work(tmp_path: Path) -> None:
-    """Tokens without text have a name, and of two equal merges the first counts, as in llama.cpp."""
+    """A vocabulary may have tokens with empty text. Of two equal merges the first counts, as in llama.cpp."""
     tokens = [*BYTES, "ab", "bc", "", "", "<s>", "</s>", "<user>"]
     merges = ["a b", "b c", "a b"]
     path = byte_gguf(tmp_path / "m.gguf", merges=merges, tokens=tokens, token_type=None, bos_token_id=260)

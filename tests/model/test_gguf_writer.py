@@ -39,7 +39,7 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
     write_gguf(checkpoint, tmp_path / "m.gguf", dtype)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
     # A Mistral model is written with the architecture "llama", so the file cannot tell its family.
-    own_rope = {"rope": checkpoint.config.rope}  # scaled frequencies are written as factors
+    own_rope = {"rope": checkpoint.config.rope}  # the file has RoPE factors instead of a scaling rule
     assert replace(back.config, family=family, **own_rope) == replace(checkpoint.config, bos_id=None, eos_ids=())
     assert back.dtype is dtype
     assert list(back.storage) == ([Buffer.W_ROUTER] if checkpoint.config.experts else [])  # it stays in float32

@@ -1,4 +1,4 @@
-"""Tests tokenizers of folders against transformers: special tokens, named templates, continued messages, odd files."""
+"""Compares the tokenizers of model folders with transformers, and tests files of other formats and damaged ones."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ METASPACE = [
 
 @pytest.mark.parametrize(("pre", "decoder", "strips"), METASPACE)
 def test_only_the_start_of_the_whole_text_loses_its_space(tmp_path: Path, pre: Any, decoder: Any, strips: bool) -> None:
-    """A continuation is what the whole text has after the prompt's text, whatever tokens the prompt has."""
+    """The text of generated tokens is what they add to the prompt's text, so their leading space stays. Only the first
+    token of a whole text loses its space."""
     vocab = {t: i for i, t in enumerate(["<unk>", "<s>", "[INST]", "▁", "a", "▁a", "<0xC3>", "<0xA9>"])}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
     if pre is None:

@@ -84,7 +84,7 @@ def test_cache_serves_when_the_hub_does_not(hub: Hub, monkeypatch: pytest.Monkey
     assert fetch(f"org/name@{SHA}", weights=True) == folder
     with pytest.raises(MegakernelError, match=r"HF_HUB_OFFLINE is set.*local folder"):
         fetch("org/other", weights=True)
-    # A name without a revision means the same offline as it did online.
+    # Offline, a name without a revision means the revision that was fetched online.
     assert fetch("org/name", weights=True) == folder
     message = (
         r"org/name@v9 cannot be fetched because HF_HUB_OFFLINE is set.*connect, give org/name@main, which it holds,"

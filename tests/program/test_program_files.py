@@ -194,7 +194,7 @@ def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_cpu_backend_refuses_offsets(program: Program, native: bool, monkeypatch: Any) -> None:
-    """The Python code refuses wrong offsets, and without its check the native library does."""
+    """The Python code refuses a program with wrong offsets. Without this check, the native library refuses it."""
     offsets = program.body.offsets.copy()
     offsets[1] += 1000
     if native:

@@ -10,7 +10,7 @@ from commands import fails, run, run_json
 from megakernel.machine import hardware
 from megakernel.roofline.ask import EXAMPLES, QUESTIONS
 
-# The book's answers by question number: (figure of our answer, value, tolerance). The default tolerance is 0.5 %.
+# Answers of the book *How to Scale Your Model*, by question: (key of our answer, value, tolerance; default 0.5 %).
 SAID: dict[int, list[tuple[Any, ...]]] = {
     1: [("fp32_lanes", 18944)],
     2: [("vector_without_multiply_add_per_s", 26.9e12)],

@@ -1,5 +1,5 @@
-"""Tests how the measured hardware ceilings are stored: each is measured once, and repeated measurements keep the best.
-Busy machines and damaged files are tested too."""
+"""Tests how measured peak rates of the hardware are stored: each is measured once, and repeated measurements keep the
+best. Busy machines and damaged files are tested too."""
 
 import json
 import os
@@ -259,7 +259,8 @@ def test_doctor_calibrates(
     probes: list[Measured], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`doctor --calibrate` runs its real micro-benchmarks, shortened, and writes a machine file with possible rates."""
-    for name, value in {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96)}.items():
+    shortened = {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96), "_ATTENTION_ROWS": (4,), "_CONTEXT": 128}
+    for name, value in shortened.items():
         monkeypatch.setattr(calibration, name, value)
     probes += [measured(flops=1e15), measured(flops=1e15)]
     path = tmp_path / "mine.toml"

@@ -1,5 +1,4 @@
-"""Tests the necessary work, the ceilings and the fractions of the roofline against figures computed from published
-shapes."""
+"""Tests the work that a step needs, the hardware limits and the roofline fractions, for models of published sizes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ def work_of(
 def test_a_decode_step_reads_every_weight_once() -> None:
     work = work_of(LLAMA_1B, [1], [1], 1, tied=True)
     norms = (2 * 16 + 1) * 2048  # norms are float32, which takes two bytes more than bfloat16
-    assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 16 * 64  # and 32 frequencies and factors per layer
+    assert work.weight_bytes == 2 * PARAMETERS_1B + 2 * norms + 4 * 16 * 64  # and RoPE's 32 frequencies and factors
     assert work.kv_bytes == 2 * 16 * 8 * 64 * 2
     untied = work_of(LLAMA_1B, [1], [1], 1)
     assert untied.weight_bytes - work.weight_bytes == 2 * 2048  # it also reads one row of the embedding table

@@ -186,7 +186,7 @@ WINDOWS = [(width, *case) for width in WIDTHS for case in ((Dtype.F32, 20), (Dty
 
 @pytest.mark.parametrize(("simd", "dtype", "window"), [*WINDOWS, ("", Dtype.F32, 1), ("", Dtype.F32, 128)])
 def test_attention_in_a_window(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int) -> None:
-    """All tokens before the windows of a step's rows are NaN."""
+    """K and V are NaN for tokens that no row's window contains, so the results would be NaN if they were read."""
     twins = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), window=window))
     check_attention(twins)
     check_attention_splits(twins)
@@ -207,7 +207,7 @@ def test_bits_do_not_depend_on_rows_or_tiles(backend: CpuBackend) -> None:
         together = backend.buffer(out)[:, :kept].copy()
         backend.buffer(out)[:] = start
         for row, rows in ((0, 1), (1, 2), (3, 6), (9, 1), (10, 30)):
-            for col in range(0, cols, 44):  # most of these tiles begin inside a packed panel
+            for col in range(0, cols, 44):  # most of these tiles begin inside a panel of 16 packed columns
                 backend.execute(record(P[name], row, rows, col, min(44, cols - col)), 0, table, FORWARD)
         np.testing.assert_array_equal(backend.buffer(out)[:, :kept], together, err_msg=name)
 

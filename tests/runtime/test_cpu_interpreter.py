@@ -32,7 +32,7 @@ WORKERS = {(None, 1): 4, (1, 1): 1, (3, 1): 3, (16, 1): 4, (16, 2): 2, (2, 8): 1
 
 
 def forward_program(workers: int) -> Program:
-    """A whole forward pass in two row blocks. Column tiles cut through heads and through panels of packed weights."""
+    """A whole forward pass in two row blocks. Tiles begin inside heads and inside panels of 16 packed columns."""
     return make_program(CONFIG, DIMS, workers, tile=44)
 
 
@@ -179,7 +179,7 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     for w in range(p.workers):
         mine = compute[compute["worker"] == w]
         assert (mine["begin"][1:] >= mine["end"][:-1]).all()
-    # Each interval of a wait belongs to a wait word that the instruction has.
+    # Each traced wait belongs to a counter for which the record of its instruction waits.
     for wait in t[t["kind"] == IntervalKind.COUNTER_WAIT]:
         s = segments[layers.index(int(wait["layer"]))]
         assert s.records[wait["instruction"], 16 + wait["slot"]] != 0

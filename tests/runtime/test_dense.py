@@ -1,4 +1,4 @@
-"""Every backend computes what a dense Llama in NumPy does, and that computes what transformers does."""
+"""Compares every backend with a plain implementation of Llama in NumPy, and that with transformers."""
 
 import numpy as np
 import pytest

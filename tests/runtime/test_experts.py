@@ -1,5 +1,5 @@
-"""Tests of layers with experts: instructions, whole models against transformers, quantised experts, and what a wrong
-table of experts can do. That neither other rows nor the size of a step change bits is tested in test_invariance.py."""
+"""Tests of layers with experts: instructions, whole models against transformers, quantised experts, and wrong routing
+tables. test_invariance.py tests that neither other rows nor the size of a step change bits."""
 
 import itertools
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def test_route(dims: Dims, normalised: int) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_experts_and_their_sum(dims: Dims, tokens: int) -> None:
-    """Steps with few rows have an instruction for each row and expert of the row, others one for each expert."""
+    """An instruction computes the j-th of each row's 3 experts if there are few rows, otherwise one of all 11."""
     twins = routed(dims.changed(tokens=tokens, logit_rows=3))
     table, d = make_table(twins.dims, {0: (0, tokens)}), twins.dims
     assert d.places == (11 if tokens > 3 else 3)
@@ -206,14 +206,15 @@ def test_programs_are_proved_and_their_waits_are_needed(tp: int, tokens: int) ->
     assert verify(program).ok
     for name in ("route", "experts_gate_up", "experts_down", "combine" if tp == 1 else "combine_partial"):
         broken = program
-        for at in rows_of(program, "body", name):  # a stream's later instructions also wait for its earlier ones
+        # Remove the waits of all instructions of the phase: one that is left would order later ones of its stream too.
+        for at in rows_of(program, "body", name):
             broken = edit(broken, "body", at, list(range(WAIT_WORD, WAIT_WORD + WAITS)))
         assert any(name in violation for violation in verify(broken).violations), name
 
 
 def test_tables_order_what_different_experts_store_in_one_place() -> None:
-    """In the next layer, another expert may store its results where this one did. That is proved to come later because
-    both read the table, which ROUTE overwrites in between (megakernel/isa/operations/experts.py)."""
+    """In the next layer, another expert may store its results in the same place. The verifier can prove that this comes
+    later, because the instructions of both experts read the routing table, which is overwritten in between."""
     program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
     for phase, d, _, columns in program.by_phase(1):
         read = {a.buffer for a in accesses(phase, columns, d) if a.kind is Kind.READ}

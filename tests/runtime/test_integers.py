@@ -17,10 +17,10 @@ from megakernel.model.checkpoint import Storage, StoredRows, WeightRows
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.reference import ReferenceBackend
 
-# Rows of activations: one, those of the smallest and largest register blocks, and more than one pass over the weights.
+# Numbers of rows: one, those of the smallest and largest register blocks, and more than one pass takes.
 ROWS = (1, 2, 3, 4, 5, 8, 13, 100)
 COLUMNS = 40  # two panels and a half
-INNER = 301  # two chunks of 256 steps, and a partial unit
+INNER = 301  # takes two chunks of 256 elements, and ends with a partial block of 32
 
 
 def blocks(kind: Dtype, rows: int, inner: int = INNER) -> Array:
@@ -33,7 +33,7 @@ def blocks(kind: Dtype, rows: int, inner: int = INNER) -> Array:
 
 
 def activations(rows: int, inner: int = INNER) -> Array:
-    """Random rows. Some units are all zero, tiny, huge, or contain one large element."""
+    """Random rows. Some blocks of 32 elements, which share a scale, are zero, tiny or huge; one has a large element."""
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, inner)).astype(np.float32)
     extremes = [(0, 0), (1, 1e-32), (2, 1e30), (0, 1e-10), (3, 1e3)]
@@ -66,7 +66,7 @@ def test_a_row_is_rounded_to_the_nearest_integers() -> None:
 
 
 def test_a_product_is_rounded_once() -> None:
-    """The last addition ends halfway between two float32 numbers if its product is rounded first."""
+    """The product of the scales is rounded to float32. Otherwise, adding the tiny offset would round the sum up."""
     a, b = np.float32(1 + 2**-12), np.float32(1 + 2**-12)  # the product is 1 + 2^-11 + 2^-24
     w = Codes(np.ones((1, 1, 32), np.int64), np.full((1, 1), b), np.full((1, 1), np.float32(2**-40)))
     x = rounded(np.zeros((1, 32), np.float32))._replace(scale=np.full((1, 1), a))
@@ -79,8 +79,8 @@ def test_a_product_is_rounded_once() -> None:
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda t: t.name)
 @pytest.mark.parametrize("simd", WIDTHS)
 def test_bits_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, simd: str, kind: Dtype) -> None:
-    """Every SIMD path and every number of rows gives the bits of the definition. Without fused multiply-adds, each
-    product is rounded before it is added, so the result differs by rounding."""
+    """Every SIMD path gives the bits of the definition in megakernel/isa/integers.py, for any number of rows. Only the
+    portable path, which has no fused multiply-adds, differs by rounding."""
     use(monkeypatch, simd)
     head = blocks(kind, COLUMNS)
     dims = DIMS.changed(ffn=32, vocab=COLUMNS, hidden=INNER, layers=1)
@@ -120,8 +120,8 @@ def test_a_number_that_is_not_finite_stays_one() -> None:
 
 
 def assert_near(got: Array, expected: Array) -> None:
-    """Compare the logits of whole models. A difference in the last bit of an activation can change its integer by one,
-    so they are not as near as those of floats."""
+    """Compare the logits of whole models. The tolerance is larger than for floats, because a difference in the last bit
+    of an activation can change the integer to which it is rounded."""
     np.testing.assert_allclose(got, expected, rtol=0, atol=0.04 * np.abs(expected).max())
 
 
@@ -142,7 +142,7 @@ def test_ranks_round_the_same_units(tp: int) -> None:
 
 
 def test_rounding_changes_little() -> None:
-    """The class changes the logits, by about the error of 8 bits."""
+    """Rounding activations to 8 bits changes the logits, but only by about the error of 8 bits."""
     blocks, _ = quantised(ODD)
     q8, floats = (logits(CpuBackend, blocks, 2, q8=q8) for q8 in (True, False))
     error = np.abs(q8 - floats).max() / np.abs(floats).max()

@@ -43,7 +43,8 @@ def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def close(twins: CpuTwins, name: str, table: StepTable, *operands: int) -> None:
-    twins.compare(record(P[name], *operands), 1, table, atol=1e-3 if twins.dims.model.dtype == Dtype.BF16 else 2e-5)
+    # Without fused multiply-adds, a query that is nearly halfway between two integers may be rounded to the other one.
+    twins.compare(record(P[name], *operands), 1, table, atol=3e-3 if twins.dims.model.dtype == Dtype.BF16 else 2e-5)
 
 
 # -- stored bytes

@@ -1,4 +1,4 @@
-"""Step tables: every step that an engine may request gets a valid table, and `check_step` rejects invalid tables."""
+"""Tests of step tables, the inputs of a launch: any step of an engine gets a valid one; invalid ones are rejected."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def test_items_run_every_kv_block_of_every_row_once(slots: int, window: int) -> 
         first = max(after - window, 0) // 128 if window else 0
         assert set(blocks) >= set(range(first, -(-after // 128)))
         assert len(set(blocks)) == len(blocks)
-        assert not blocks or min(blocks) >= first - 1  # the first row of the item may see one block more
+        assert not blocks or min(blocks) >= first - 1  # rows share an item, so it may begin a block earlier
     for i in live_items(table):
         waits = range(table.item_wait_block[i], table.item_wait_block[i] + table.item_wait_blocks[i])
         held = range(table.item_block[i] * 128, (table.item_block[i] + table.item_blocks[i]) * 128)
@@ -214,8 +214,9 @@ def units(table: StepTable) -> list[int]:
 
 
 def slot_times(table: StepTable) -> np.ndarray:
-    """Return the time of each attention slot. The unit is the time to load K and V of one head and one KV block. One
-    pass over a KV block computes at most eight groups of 16 (query row, head) pairs, and takes two units of time."""
+    """Return the time of each attention slot, the work of one attention instruction. The unit is the time to load K and
+    V of one head and KV block. A pass over a KV block computes up to eight groups of 16 (query row, head) pairs, and
+    takes two units of time."""
     out = np.zeros(table.dims.bucket.attention_slots)
     for slot in range(len(out)):
         for i in range(*table.slot_items[slot : slot + 2]):

@@ -149,7 +149,7 @@ def test_a_rank_takes_no_part_of_a_block() -> None:
 
 @pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
 def test_packed_weights_have_the_bytes_of_the_file(kind: Dtype) -> None:
-    """Packed weights take the bytes of the file, plus padding for partial panels and partial cache lines."""
+    """Packed weights take the bytes of the file, plus padding of partial groups of 16 columns and of cache lines."""
     dims = DIMS.changed(hidden=512, ffn=512)
     blocks, _ = quantised(dims, kind=kind, tied=True)
     backend = CpuBackend(blocks, dims, PAGES, dtype=Dtype.F32, threads=1)

@@ -55,7 +55,8 @@ def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, t
 
 
 def test_all_buckets_of_an_engine_share_the_lowering_of_o(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a replicated O projection is faster above 16 rows, and a sharded one up to 16 rows."""
+    """Programs for all batch sizes (buckets) must give a row the same bits. So all of them divide the O projection, or
+    all replicate it, even if the other choice is faster for some sizes."""
 
     def seconds(self: Fastest, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
         return float((options.o == "replicated") != (tokens > 16))

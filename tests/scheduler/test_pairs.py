@@ -83,15 +83,20 @@ def test_a_pair_has_the_rates_of_two_and_the_ring_of_one() -> None:
     assert costs.worker_bytes_per_s < pair.worker_bytes_per_s < 2 * costs.worker_bytes_per_s
 
 
-def test_they_are_tried_where_a_tile_does_not_have_all_rows_and_faster_where_the_cache_is_busy() -> None:
-    def fastest(pairs: str) -> Fastest:
-        options = Options(matmul="tensor", queue="body", o="replicated", pairs=pairs)
-        config, sizes = load_config("random:llama-3.1-70b"), {"max_seqs": 8192, "max_context": 128}
-        return Fastest(config, H100, tp=8, options=options, dtype=Dtype.BF16, **sizes)
+def fastest(pairs: str) -> Fastest:
+    options = Options(matmul="tensor", queue="body", o="replicated", pairs=pairs)
+    config, sizes = load_config("random:llama-3.1-70b"), {"max_seqs": 8192, "max_context": 128}
+    return Fastest(config, H100, tp=8, options=options, dtype=Dtype.BF16, **sizes)
 
+
+def test_they_are_tried_where_a_tile_does_not_have_all_rows() -> None:
     tried = [{"pairs": "off"}, {"pairs": "on"}]
     assert tried in fastest("auto").open(8192)
     assert tried not in fastest("auto").open(128) and tried not in fastest("off").open(8192)
+
+
+@pytest.mark.slow
+def test_they_are_faster_where_the_cache_is_busy() -> None:
     known: dict[Options | str, float] = {}
     on, off = (fastest("off").seconds(replace(PAIRS, o="replicated", pairs=how), 8192, known) for how in ("on", "off"))
     assert on < off

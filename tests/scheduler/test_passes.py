@@ -1,4 +1,4 @@
-"""The passes: where norms are computed, and what ranks share. Programs that use them are tested everywhere else."""
+"""Tests the compiler passes that decide where norms are computed, and how ranks share the work."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 """Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
-The tests cover one rank and several, every lowering, and shards of equal, unequal and zero size."""
+The tests cover one rank and several, every way to divide the work, and shards of equal, unequal and zero size."""
 
 import itertools
 import json
@@ -93,7 +93,7 @@ def test_attention_comes_after_all_qkv_of_its_stream_and_each_worker_has_its_slo
 
 
 def columns_of(program: Program, name: str) -> list[Columns]:
-    """Return, for each worker, the operands of its instructions of a phase."""
+    """Return, for each worker, the operands of the instructions that it runs in a phase."""
     phase = program.forward.by_name[name]
     segment = program.body if phase in program.forward.body else program.epilogue
     streams = map(segment.stream, range(program.workers))
@@ -244,8 +244,8 @@ def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
 
 @EACH_LOWERING
 def test_random_shapes(options: Options) -> None:
-    rng = np.random.default_rng(6)
-    for seed in range(4):
+    rng = np.random.default_rng(LOWERINGS.index(options))
+    for seed in range(2):
         target = small_machine(int(rng.integers(1, 7)), int(rng.integers(1, 6)))
         tp, tokens, rows = int(rng.choice([1, 2, 4, 8])), int(rng.integers(1, 14)), int(rng.integers(1, 7))
         program = compiled(random_model(rng, 40 if tp == 1 else 200), target, tokens, rows, tp, options)

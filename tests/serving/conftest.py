@@ -1,11 +1,21 @@
-"""The server fixture that several test files of this folder share."""
+"""Fixtures that several test files of this folder share: a model, a server and a client."""
 
 from collections.abc import Iterator
 
 import pytest
 from api_support import Live, serving, until
+from model_helpers import byte_model
+from openai import OpenAI
 
 from megakernel import LLM
+
+
+@pytest.fixture(scope="session")
+def quiet_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model as the fixture `model` gives it, but with logits that are small compared with biases and penalties."""
+    folder = tmp_path_factory.mktemp("quiet")
+    byte_model(folder, gain=0.01)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +24,8 @@ def live(llm: LLM) -> Iterator[Live]:
     with serving(llm) as server:
         yield server
         until(server.at_rest)
+
+
+@pytest.fixture
+def client(live: Live) -> OpenAI:
+    return OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)

@@ -337,7 +337,7 @@ def test_bound_counts_weights_as_the_file_stores_them(capsys: pytest.CaptureFixt
         flags = [*FLAGS, "--base-url", fake.url, "--machine", "h100"]
         stored, whole = (run_json(capsys, *flags, "--model", m) for m in (str(smollm2), "random:smollm2-135m"))
     read = [one["read_GBps"] * one["duration_s"] for one in (stored, whole)]
-    assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # MB of weights; KV adds little
+    assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # MB of weights, to which KV adds little
 
 
 @pytest.mark.usefixtures("tiny_shape")

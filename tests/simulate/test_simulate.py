@@ -240,11 +240,11 @@ def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
 
 
 def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> None:
-    """If memory limits a job, its worker claims the next one when it requests the job's last bytes.
+    """If memory limits a job, the worker claims its next job when it requests the last bytes of this one.
 
-    The ring has room for 20 of the job's 100 bytes, so the worker requests the last 20 when the first 80 have arrived:
-    after the set-up (0.5 s), 80 bytes at 10 bytes/s (8 s) and the latency (0.25 s). If the job's output occupies half
-    of the ring, 90 bytes must have arrived, which takes 9 s instead of 8 s."""
+    The ring of shared memory has room for 20 of the job's 100 bytes. So the worker can request the last 20 bytes when
+    80 have arrived: after the set-up (0.5 s), 80 bytes at 10 bytes/s (8 s) and the latency (0.25 s). If the output
+    occupies half of the ring, only the last 10 bytes fit beside it, so 90 bytes must have arrived (9 s)."""
     for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
         work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
         _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)
@@ -411,8 +411,7 @@ def test_costs_of_machines() -> None:
     assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
 
 
-@pytest.mark.parametrize("cores", [16, 64])
-@pytest.mark.parametrize("model", ["random:llama-3.2-1b", "random:llama-3.1-8b"])
+@pytest.mark.parametrize(("cores", "model"), [(16, "random:llama-3.2-1b"), (64, "random:llama-3.1-8b")])
 def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, model: str) -> None:
     """Reading a decode step's bytes at the full rate of memory would take at least 85 % of the step's time."""
     machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
@@ -465,7 +464,7 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
 
 
 def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100"]
+    model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4"]
     assert main([*model, "--json"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
@@ -496,9 +495,10 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
     therefore reports the memory needed with tied embeddings, which is less than without."""
     shape = "random:llama-3.1-8b"
     config, stem = load_config(shape), tmp_path / "step"
-    assert main(["simulate", "--model", shape, "--machine", "h100", "--save", str(stem), "--json"]) == 0
+    flags = ["--machine", "h100", "--workers", "4", "--json"]
+    assert main(["simulate", "--model", shape, *flags, "--save", str(stem)]) == 0
     untied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
-    assert main(["simulate", f"{stem}.program", "--machine", "h100", "--json"]) == 0
+    assert main(["simulate", f"{stem}.program", *flags]) == 0
     tied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
     assert untied - tied == config.vocab * config.hidden * 2
 
@@ -507,7 +507,7 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
 @pytest.mark.parametrize("model", ["smollm2-135m", "random:llama-3.2-1b"])
 @pytest.mark.usefixtures("smollm2")
 def test_a_step_takes_no_less_than_the_ceilings_allow(model: str, workers: int) -> None:
-    """Predictions lie between the least time that the ceilings allow and twice that time. The cases are decode and
+    """Predictions lie between the least time that the peak rates allow and twice that time. The cases are decode and
     prefill, on a calibrated CPU and on this CPU with nominal rates."""
     for file in (str(SERVERS / "epyc-2.toml"), machines.HOST):
         for case in predictions_host.cases(model, workers, file, measured=False):

@@ -107,8 +107,7 @@ def serving(
 
 
 def until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.005) -> None:
-    """Wait until `condition` returns true, and fail if it does not within `seconds`. It is asked every `pause`
-    seconds."""
+    """Call `condition` every `pause` seconds until it returns true. Fails if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"

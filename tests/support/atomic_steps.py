@@ -114,8 +114,9 @@ class Step:
     adds: list[tuple[int, int]]
     reads: list[Box] = field(default_factory=list)
     writes: list[Box] = field(default_factory=list)
-    split: tuple[int, ...] | None = None  # only attention items have it: (rank, layer, split, part, parts)
-    # Only DRAIN instructions, which execute records of a queue, have it: (queue, number of claimed records at the end).
+    # Only attention items have `split`: (rank, layer, split, part, parts). Only DRAIN instructions, which execute a
+    # queue's records, have `queue`: (queue, number of records that are claimed when the instruction ends).
+    split: tuple[int, ...] | None = None
     queue: tuple[int, int] | None = None
 
 

@@ -44,7 +44,6 @@ def linked(name: str, source: Path, *flags: str) -> Path:
 
 
 def library(source: Path, *flags: str) -> ctypes.CDLL:
-    """Compile a C++ source to a library and load it."""
     return ctypes.CDLL(str(linked(f"{source.stem}.so", source, *WARNINGS, "-fPIC", "-shared", *flags)))
 
 

@@ -15,8 +15,8 @@ from megakernel.cli import main
 
 
 def command(*arguments: str) -> list[str]:
-    """Return the command that runs `megakernel` with these arguments as a separate process. That process accepts
-    ceilings that were measured while other programs used the machine, as the test process does."""
+    """Return the command that runs `megakernel` with these arguments as a separate process. That process accepts peak
+    rates that were measured while other programs used the machine, as the test process does."""
     code = "import sys; from megakernel.cli import main; from megakernel.roofline import ceilings; ceilings.QUIET = 1.0"
     return [sys.executable, "-P", "-c", f"{code}; sys.exit(main())", *arguments]
 

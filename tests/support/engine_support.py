@@ -205,7 +205,6 @@ class Guesses:
         self.texts: dict[Any, Sequence[int]] = {}
 
     def tell(self, choice: Any, text: Sequence[int]) -> None:
-        """Announce the complete text of a sequence."""
         self.texts[choice] = text
 
     def __call__(self, choice: Any) -> "Guess":

@@ -179,7 +179,7 @@ class Arguments:
         self.strides = view(params.layer_stride, (tp, len(Buffer)), np.uint64)
 
     def _forward(self, prologue: Segment, body: Segment, epilogue: Segment, queues: Segment) -> Forward:
-        """Rebuild the forward pass from the phase numbers in the records, without control phases (join and drain)."""
+        """Rebuild the forward pass from the phase numbers in the records, without the phases that compute nothing."""
         lists = [[prologue.records], [body.records, queues.records], [epilogue.records]]
         numbers = [np.unique(phase_number(np.concatenate(records))).tolist() for records in lists]
         found = [[_phase(n, self.phases[0, n]) for n in segment] for segment in numbers]

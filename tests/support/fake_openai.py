@@ -22,7 +22,7 @@ class FakeServer:
     model: str = "random:tiny"
     delay_s: float = 0.0
     faults: dict[int, int | str] = field(default_factory=dict)
-    pages: dict[str, Any] = field(default_factory=dict)  # the JSON response to each other path
+    pages: dict[str, Any] = field(default_factory=dict)  # the JSON responses to other paths, by path
     close_after: int = 10**9  # number of responses after which the server closes a connection
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -121,12 +121,11 @@ def answering(*raw: bytes, endless: bytes = b"") -> Iterator[str]:
 
 
 def whole(body: bytes, status: str = "200 OK") -> bytes:
-    """Return an HTTP answer with the body."""
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
 DEEP = b'{"choices":' + b"[" * 200_000
-# Answers that are no answers of an OpenAI server. The second value is sent endlessly.
+# Answers that no OpenAI server gives. The first value is sent once, and then the second one again and again.
 HOSTILE: dict[str, tuple[bytes, bytes]] = {
     "choices": (whole(b'data: {"choices":"x"}\n\n'), b""),
     "choice": (whole(b'data: {"choices":["x"]}\n\n'), b""),

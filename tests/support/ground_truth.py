@@ -35,8 +35,8 @@ class State:
     record. `heads` has the number of records claimed from each queue."""
 
     at: tuple[int, ...]
-    inner: tuple[tuple[int, int], ...]  # (record, step), or (-1, 0) without a record
-    heads: tuple[int, ...]  # one for each launch, rank, layer and queue
+    inner: tuple[tuple[int, int], ...]  # (record, step), or (-1, 0) if none is claimed
+    heads: tuple[int, ...]  # a number for each launch, rank, layer and queue
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Explorer:
             if step.queue is not None:
                 inner = self._claimed(state, s, step, launch)
                 if inner is None:
-                    out.append((s, step, launch))  # nothing is left to claim, so the drain itself may end
+                    out.append((s, step, launch))  # the queue has nothing left, so the drain may end
                     continue
                 waits, step = waits + inner.waits, inner
             if all(counters[c] >= (launch + 1) * self.model.totals[c] for c in waits):
@@ -90,8 +90,8 @@ class Explorer:
         this only if the current step may run. Positions count over all launches, as in `State.at`."""
         launch, position = divmod(state.at[s], self.lengths[s])
         if self.model.streams[s][position].queue is not None:
-            # No need to look beyond a drain. Once it has ended, another stream may still run the queue's instructions,
-            # so conflicts between them and the steps after the drain are found in that state.
+            # No need to look beyond a drain (which runs a queue's records). Once it has ended, other streams may still
+            # run records of the queue, so conflicts with the steps after the drain are found in that state.
             return
         for at in range(position + 1, self.lengths[s]):
             step = self.model.streams[s][at]
@@ -109,8 +109,8 @@ class Explorer:
         return launch * len(self.queue_keys) + self.queue_keys.index((rank, layer, step.queue[0]))
 
     def _claimed(self, state: State, s: int, step: Step, launch: int) -> Step | None:
-        """Return the next step of the queue record that stream `s` has claimed or would claim. Returns None if the
-        drain has nothing left to claim."""
+        """Return the next step of the queue record that stream `s` has claimed or would claim next. Returns None if the
+        queue has nothing left for it."""
         head = self._head(s, step, launch)
         queue = self.model.queues[self.queue_keys[head % len(self.queue_keys)]]
         record, at = state.inner[s]
@@ -155,7 +155,7 @@ class Explorer:
         return "" if np.array_equal(counters, LAUNCHES * self.model.totals) else "totals"
 
     def _drain(self, state: State, s: int) -> Step | None:
-        """Return the drain from which stream `s` may claim: its current step or, in the same launch, the next one."""
+        """Return the drain for which stream `s` may claim records now: its current step or, in one launch, the next."""
         position = state.at[s] % self.lengths[s]
         for step in self.model.streams[s][position : position + 2]:
             if step.queue is not None:

@@ -100,7 +100,7 @@ class _Builder:
         ]
         self.streams: list[list[list[Records]]] = [[[] for _ in range(dims.split.tp * workers)] for _ in SEGMENTS]
         self.queues: list[list[Records]] = [[] for _ in range(dims.split.tp)]
-        # Keys: (segment, 1 for a counter of the next layer and otherwise 0, rank, counter).
+        # Keys: (part of the program, 1 for a counter of the next layer and otherwise 0, rank, counter).
         self.arrivals: Counter[tuple[int, int, int, int]] = Counter()
         self.everyone = ALL_RANKS if dims.split.tp > 1 else 0
         self.dealt = dims.split.tp > 1 and not dims.split.replicated_residual

@@ -76,7 +76,7 @@ class Image:
         return memory
 
     def fill(self, memory: NDArray[np.uint8]) -> None:
-        """Give such a block its first contents again."""
+        """Restore the initial contents of a block of memory that `memory` has returned."""
         for offset, array in self._parts:
             memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         for place, target in self._pointers:
@@ -84,8 +84,8 @@ class Image:
 
 
 class LaunchImage:
-    """The memory of a launch: a program, a step table and the buffers of `backend`. It can be launched repeatedly.
-    `poison` fills all activations and outputs except SPLITS with 0xFF bytes, which are NaN if read as floats."""
+    """The memory of a launch: a program, a step table and the buffers of `backend`. It can be launched repeatedly. If
+    `poison` is set, activations and outputs except SPLITS begin as 0xFF bytes, which are NaN if read as floats."""
 
     def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable, *, poison: bool = True) -> None:
         self.program, self.dims, self._pages = program, program.dims, backend.pages

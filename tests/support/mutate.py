@@ -53,7 +53,7 @@ def edit_operand(program: Program, name: str, row: int | list[int], which: str, 
 
 
 def rows_of(program: Program, name: str, phase: str, rank: int | None = None) -> list[int]:
-    """Return the indices of a phase's records in a segment or in the queues, of one rank or (if None) of all ranks."""
+    """Return the indices of a phase's records in the program's part `name`, of one rank or (if None) of all ranks."""
     segment: Segment = getattr(program, name)
     per_rank = program.rank_queues if name == "queues" else program.workers
     stream = np.searchsorted(segment.offsets, np.arange(len(segment.records)), side="right") - 1
@@ -128,7 +128,7 @@ def _flip(flag: int) -> Callable[[Program, Rng, Place], Program]:
 
 
 def change_owner(program: Program, rng: Rng, place: Place) -> Program | None:
-    """Send a signal to another rank, to all ranks, or to the owner of a row block."""
+    """Send a signal to another rank, to all ranks, or to the rank that keeps a row block's residual."""
     if program.ranks == 1:
         return None
     name, row, word, old = place
@@ -245,7 +245,7 @@ def _moved(copies: int, elsewhere: bool) -> Mutation:
 
 
 def change_drain(program: Program, rng: Rng) -> Program | None:
-    """Change which queue a drain claims instructions from, or how many must be claimed before it ends."""
+    """Change from which queue a drain instruction claims records, or how many must be claimed before it ends."""
 
     def wanted(records: np.ndarray) -> np.ndarray:
         mask = np.zeros(records.shape, dtype=bool)

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from api_support import Live
 from commands import command
@@ -21,7 +22,12 @@ def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]
         line = running.stdout.readline()
         assert line, running.stderr.read()
         facts = json.loads(line)
-        yield running, facts, Live(None, None, None, facts["url"], int(facts["url"].rpartition(":")[2]))  # type: ignore[arg-type]
+        yield running, facts, at(facts["url"])
+
+
+def at(url: str) -> Live:
+    """Return a client for a server in another process."""
+    return Live(None, None, None, url, urlsplit(url).port)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Task:
     ask: float = 0.0  # seconds
     output: float = 0.0  # bytes of the ring that the output occupies until it is stored
     ahead: float = 0.0  # distance in bytes by which prefetches are ahead of loads
-    drain: int = 0  # number of queue records that must be claimed before the drain ends; 0: not a drain
+    drain: int = 0  # if nonzero, the task runs a queue's records until so many are claimed
 
 
 Stream = Sequence[Task]

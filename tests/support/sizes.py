@@ -1,4 +1,4 @@
-"""The sizes of the smallest possible step, for tests that need a model's sizes but no bucket of a certain size."""
+"""The sizes of the smallest possible step, for tests that need a model's sizes but no batch of a certain size."""
 
 from typing import Any
 

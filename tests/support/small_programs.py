@@ -20,8 +20,8 @@ QUEUES = ("none", "attention", "body")
 
 
 def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> Program:
-    """Compile a program. `rows` and `cols` are the size of a tile. `changes` are sizes of the bucket, sizes of the
-    model, or scheduler options."""
+    """Compile a program. `rows` and `cols` are the size of a tile. `changes` are sizes of the batch or of the model, or
+    scheduler options."""
     bucket = {"tp": 1, "tokens": 2, "logit_rows": 1, "max_seqs": 2, "max_context": 16}
     bucket |= {name: changes.pop(name) for name in bucket if name in changes}
     shape = {name: changes.pop(name) for name in ("layers", "heads", "kv_heads") if name in changes}
@@ -35,14 +35,13 @@ def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> 
 
 
 def small(step: int = 1) -> Iterator[tuple[str, Program]]:
-    """Yield the description of every `step`-th of 71 programs that are small enough to visit all their reachable
-    states, and the program."""
+    """Yield (description, program) for every `step`-th of 71 programs so small that all their states can be visited."""
     return (make_one() for make_one in islice(_small(), 0, None, step))
 
 
 def large(step: int = 1) -> Iterator[tuple[str, Program]]:
-    """Yield descriptions and programs with so many workers, ranks or layers that not all states can be visited: every
-    `step`-th of them."""
+    """Yield (description, program) for every `step`-th of the programs with so many workers, ranks or layers that not
+    all their states can be visited."""
     return (make_one() for make_one in islice(_large(), 0, None, step))
 
 

@@ -23,7 +23,7 @@ from megakernel.model.safetensors_checkpoint import safetensors_naming
 
 SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16}
 SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
-# What a family needs besides SHAPE.
+# Settings that a family needs in addition to SHAPE.
 OWN: dict[str, dict[str, Any]] = {
     "glm": {"eos_token_id": 0},
     "glm4": {"eos_token_id": 0},
@@ -43,7 +43,7 @@ ROPES = {
 
 
 def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of a model under the names of published files, which have the matrices of each expert."""
+    """Return a model's weights under the names in published files, where each expert has separate matrices."""
     out = {}
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -83,8 +83,8 @@ class TinyCheckpoint(FileCheckpoint):
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
-        # transformers replaces LongRoPE's short frequencies only when a text is long.
-        # Its frequencies do not know of layers without RoPE and of multipliers of attention scores.
+        # Use the RoPE frequencies of transformers, except in two cases: for LongRoPE, transformers changes them only
+        # when a text is long, and they do not express layers without RoPE or multipliers of attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
         if self._own:
             return
@@ -150,7 +150,7 @@ def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> 
     """Return the arguments that describe `rope` to a transformers configuration class. transformers 5 reads
     rope_parameters, and transformers 4 reads rope_theta and rope_scaling."""
     if kind is transformers.Gemma3TextConfig:
-        return {}  # it has two tables, whose defaults differ
+        return {}  # Gemma 3 has two RoPE tables, whose defaults are right
     scaling: dict[str, Any] = {"rope_type": rope.kind.value}
     if rope.kind is not RopeKind.DEFAULT:
         scaling["factor"] = rope.factor

@@ -124,7 +124,7 @@ def test_waits_name_the_producers_of_their_counters() -> None:
     assert found == {
         ("qkv_rope", "attn_norm"): (2, 42),
         ("o_proj", "qkv_rope"): (2, 53),  # through the join
-        ("final_norm", "o_proj"): (1, 9),  # an INDEXED wait, signalled by the last layer
+        ("final_norm", "o_proj"): (1, 9),  # an INDEXED wait (the step table names its counter)
     }
 
 
@@ -224,7 +224,7 @@ def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
 
 
 def test_work_is_spread_over_the_intervals_that_did_it() -> None:
-    """The FLOPs of an o_partial are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
+    """The FLOPs of an O projection are spread over its COMPUTE interval [0, 60), the bytes of its weights over its LOAD
     interval [0, 20), and the bytes that it sends over its STORE interval [60, 80)."""
     d = synthetic.dims(1, tp=2)
     tile = (0, 32, 0, 64)  # rows of row block 0, whose owner is rank 0
@@ -360,7 +360,7 @@ def test_terminal_table() -> None:
 def test_comparison_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command compares two traces, and computes each record of figures once, whatever it writes."""
+    """The command compares two traces, and computes each set of figures once, whatever files it writes."""
     p = synthetic.llama()
     t = synthetic.run(p)
     rest = t.intervals[t.intervals["layer"] != EPILOGUE].copy()
@@ -389,7 +389,7 @@ def test_comparison_on_the_command_line(
     start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
     written = ["-o", str(files["both.html"]), "--perfetto", str(tmp_path / "a.pftrace")]
     assert main([*start, str(files["b.trace"]), *written]) == 0
-    # Signals are decoded once for the causes and once for the releasers of each trace.
+    # For each of the two traces, signals are decoded twice: to find the cause of each wait, and what ended it.
     assert made == {Resolved: 2, Causes: 2, Signals: 4, Summary: 2, Comparison: 1}
     out = capsys.readouterr().out
     assert compared.only_first > 0 and f"{compared.only_first} instructions only in the first" in out

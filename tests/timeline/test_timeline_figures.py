@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The contents of a trace file. `attention` has FLOPs and bytes by (launch, rank, attention slot)."""
+    """The contents of a trace file. `attention` has the FLOPs and bytes of attention by (launch, rank, slot)."""
 
     tick_s: float
     rows: list[Row]
@@ -391,8 +391,8 @@ def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
 
 
 def test_the_critical_path_is_the_step(case: Case) -> None:
-    """The critical path covers the whole launch without holes. Each link follows a link on the same worker, or follows
-    the releaser of a wait that ended when the link began."""
+    """The critical path covers the whole launch without holes. Each link follows one on the same worker, or begins when
+    a wait ends; then it follows the instruction whose signal ended the wait."""
     path, rows, tick = case.summary["critical_path"], case.read.rows, case.read.tick_s
     begin, end = launches(case)[max(row.launch for row in rows)]
     links = path["links"]

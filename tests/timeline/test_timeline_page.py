@@ -35,7 +35,7 @@ def stalled() -> Resolved:
 
 @pytest.fixture(scope="module")
 def gpus() -> Resolved:
-    """Return a step of two GPUs whose workers have roles."""
+    """Return a step of two GPUs, whose trace names the roles of warps (loaders, consumers and so on)."""
     return resolve(*synthetic.node(2, 3, clock_error_s=2e-6))
 
 
@@ -214,8 +214,7 @@ def test_a_click_on_a_bar_goes_to_its_worst_place_and_the_next_to_another(limits
 
 
 def test_an_instruction_stands_beside_those_of_its_phase(page: Browser, stalled: Resolved) -> None:
-    """A stalled instruction is shown as an outlier, and a click in the panel of another instruction of its phase
-    selects it."""
+    """The details of an instruction compare it with others of its phase, and have a link to the one that stalled."""
     r, length = stalled, stalled.length
     worst = int(np.argmax(np.where(r.kind(IntervalKind.COMPUTE), length, 0)))
     same = np.flatnonzero(r.kind(IntervalKind.COMPUTE) & (r.number == r.number[worst]))

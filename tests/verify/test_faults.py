@@ -79,7 +79,7 @@ HANDMADE = {
 @pytest.mark.parametrize("name", HANDMADE)
 def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> None:
     base, rng = HANDMADE[name], np.random.default_rng(len(name))
-    mutants = [(kind, mutant) for kind, mutate in KINDS.items() for _ in range(2) if (mutant := mutate(base, rng))]
+    mutants = [(kind, mutant) for kind, mutate in KINDS.items() if (mutant := mutate(base, rng))]
     accepted = [(kind, mutant) for kind, mutant in mutants if verify(mutant).ok]
     assert len(accepted) < len(mutants) / 2
     for seed, (kind, mutant) in enumerate(accepted):
@@ -89,7 +89,7 @@ def test_no_unsafe_mutant_of_a_program_made_by_hand_is_accepted(name: str) -> No
 @pytest.mark.parametrize("name", list(HANDMADE)[::2])
 def test_no_word_makes_the_verifier_raise(name: str) -> None:
     base, rng = HANDMADE[name], np.random.default_rng(3)
-    for seed in range(25):
+    for seed in range(15):
         part = str(rng.choice([part for part in PARTS if len(getattr(base, part).records)]))
         row, word = int(rng.integers(len(getattr(base, part).records))), int(rng.integers(record.WORDS))
         value = int(rng.integers(-(2**31), 2**31) if rng.random() < 0.5 else rng.integers(-2, 40))

@@ -13,8 +13,7 @@
 #pragma once
 #include <math.h>
 
-#include <type_traits>
-
+#include "kv.h"
 #include "store.h"
 
 namespace mk::MK_SIMD {
@@ -30,109 +29,6 @@ constexpr int kDenseRows = 6, kDenseVectors = 2;
 // faster.
 constexpr int kDirectPairs = 2 * kDenseRows;
 
-inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
-
-// A column of SIMD vectors within a matrix, one vector per row. `now` is the address of the first vector, and
-// each further row is `stride` elements later. `next` is the address of a column that will be read soon;
-// `fetch` prefetches one of its vectors.
-template <class T>
-struct Strip {
-  const T *now, *next;
-
-  Strip right(int columns) const { return {now + columns, next + columns}; }
-  Strip down(int rows, int64_t stride) const { return {now + rows * stride, next + rows * stride}; }
-  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + t * stride); }
-  MK_INLINE F32 row(int t, int64_t stride, int n, F32) const { return load(now + t * stride, n); }
-};
-
-// Like Strip, a column of SIMD vectors, but it needs no prefetch because it is in the CPU's cache already.
-// `row` may always load a full vector: the rows are padded to full vectors, and no other thread writes them.
-struct NearStrip {
-  const float* now;
-
-  NearStrip right(int columns) const { return {now + columns}; }
-  NearStrip down(int rows, int64_t stride) const { return {now + rows * stride}; }
-  MK_INLINE void fetch(int, int64_t) const {}
-  MK_INLINE F32 row(int t, int64_t stride, int, F32) const { return load(now + t * stride); }
-};
-
-// A column of SIMD vectors of quantised keys. Each row of the matrix is an element of the head, and each
-// column is a token of a KV page. In each column, groups of kKvUnit rows share a float16 scale. In memory,
-// the scales of a group, one per token, precede the values of the group. `scale` loads the scales of the
-// group that begins at row t. A product of value and scale is exact in float32.
-struct KeyStrip {
-  const int8_t *now, *scales, *next;
-
-  KeyStrip down(int rows, int64_t stride) const {
-    const int64_t bytes = at(rows, stride);
-    return {now + bytes, scales + bytes, next + bytes};
-  }
-  MK_INLINE int64_t at(int t, int64_t stride) const { return (t + t / kKvUnit * kKvScale) * stride; }
-  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + at(t, stride)); }
-  MK_INLINE F32 scale(int t, int64_t stride, int n) const {
-    return load_half(reinterpret_cast<const uint16_t*>(scales + at(t, stride)), n);
-  }
-  MK_INLINE F32 row(int t, int64_t stride, int n, F32 scale) const {
-    return load(now + at(t, stride), n) * scale;
-  }
-};
-
-// A column of SIMD vectors of quantised values. Each row of the matrix is a token of a KV page, and each
-// column is an element of a quantisation block of `width` elements. `scales` points to one float32 scale per
-// token.
-struct ValueStrip {
-  const int8_t *now, *next;
-  const float* scales;
-  int64_t width;
-
-  ValueStrip down(int rows, int64_t) const {
-    return {now + rows * width, next + rows * width, scales + rows, width};
-  }
-  MK_INLINE void fetch(int t, int64_t) const { __builtin_prefetch(next + t * width); }
-  MK_INLINE F32 row(int t, int64_t, int n, F32) const { return load(now + t * width, n) * scales[t]; }
-};
-
-// The quantised values of a KV page, from the page's token number `token` on. `scales` points to that token's
-// scale in the array [quantisation block][token of the KV block] of float32 scales.
-struct ValuePage {
-  const Dims& d;
-  const int8_t *now, *next;
-  const float* scales;
-  int token;
-
-  ValueStrip right(int columns) const {
-    const int block = columns / kKvUnit, width = lower_of(d.head_dim - block * kKvUnit, kKvUnit);
-    const int64_t at =
-        int64_t{block} * kv_block_bytes(d) + kKvScale * d.kv_page + token * width + columns % kKvUnit;
-    return {now + at, next + at, scales + block * d.kv_block, width};
-  }
-};
-
-// Presents the keys of a KV block, [element of the head][token], as the matrix B of `dense`.
-template <class Kv>
-struct Keys {
-  const Kv& kv;
-
-  auto at(int row, int column) const { return kv.key(column).down(row, stride()); }
-  int64_t stride() const { return kv.key_stride(); }
-  int run_end(int, int end) const { return end; }
-};
-
-// Presents the values of a KV block, [token][element of the head], from token `first` on, as the matrix B of
-// `dense`.
-template <class Kv>
-struct TokenValues {
-  const Kv& kv;
-  int first;
-
-  auto at(int row, int column) const { return kv.value(first + row).right(column); }
-  int64_t stride() const { return kv.value_stride(); }
-  int run_end(int row, int end) const {
-    const int token = first + row;
-    return lower_of(end, row + kv.run() - token % kv.run());
-  }
-};
-
 // Computes C = A B, or C += A B with `resume`, for R rows and V SIMD vectors of columns of C. The columns are
 // those of B from `column` on; only the first `last` lanes of the last vector are columns of B. The products
 // use the columns [k, end) of A, and so the same rows of B.
@@ -142,28 +38,20 @@ struct TokenValues {
 template <int R, int V, class B>
 void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int k, int end, float* c,
                  int64_t ldc, bool resume) {
-  using BStrip = decltype(b.at(0, 0));
   F32 acc[R][V];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
   }
   const int64_t ldb = b.stride();
   while (k < end) {
-    BStrip strips[V];
+    decltype(b.at(0, 0)) strips[V];
     MK_UNROLL for (int v = 0; v < V; ++v) strips[v] = b.at(k, column + v * kLanes);
-    F32 scale[V] = {};
     const int run_end = b.run_end(k, end);
     for (int row = 0; k < run_end; ++row, ++k) {  // `row` counts from the beginning of the strips
-      if constexpr (std::is_same_v<BStrip, KeyStrip>) {
-        if (row % kKvUnit == 0) {  // a group of quantised keys begins
-          MK_UNROLL for (int v = 0; v < V; ++v) scale[v] =
-              strips[v].scale(row, ldb, v + 1 < V ? kLanes : last);
-        }
-      }
       F32 values[V];
       MK_UNROLL for (int v = 0; v < V; ++v) {
         strips[v].fetch(row, ldb);
-        values[v] = strips[v].row(row, ldb, v + 1 < V ? kLanes : last, scale[v]);
+        values[v] = strips[v].row(row, ldb, v + 1 < V ? kLanes : last);
       }
       MK_UNROLL for (int i = 0; i < R; ++i) {
         const F32 x = splat(a[i * lda + k]);
@@ -200,6 +88,58 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
                     resume || t > 0);
   }
   if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, k, c, ldc, resume, column);
+}
+
+// Computes the scores of R queries, which are rounded to integers, and of the first n tokens of `keys`, at
+// most kLanes. Each query has `units` units. The integer sum of a unit is multiplied by the scales of the key
+// and the query, and added in ascending order of the units (megakernel/isa/integers.py).
+template <int R>
+MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, const KeyWords& keys, int n,
+                            float* scores) {
+  F32 acc[R] = {};
+  for (int u = 0; u < units; ++u) {
+    const F32 scale = keys.scale(u, n);
+    const int elements = d.head_dim - u * kKvUnit;
+    ByteSums<8> sums[R];
+    MK_UNROLL for (int j = 0; j < kKvUnit / 4; ++j) {
+      if (4 * j >= elements) break;
+      const U32 words = keys.words(u, j, n);
+      MK_UNROLL for (int i = 0; i < R; ++i) sums[i].add(j, words, queries[i * units + u].words[j]);
+    }
+    MK_UNROLL for (int i = 0; i < R; ++i) {
+      const Rounded& query = queries[i * units + u];
+      const I32 products = sums[i].value(0, query.halves[0] + query.halves[1]);
+      acc[i] = acc[i] + __builtin_convertvector(products, F32) * (scale * query.scale);
+    }
+  }
+  MK_UNROLL for (int i = 0; i < R; ++i) store(scores + int64_t{i} * d.kv_block, acc[i]);
+}
+
+// Computes the scores of `rows` queries and the tokens [begin, tokens) of a KV block, R queries at a time.
+template <int R = kIntegerRows>
+void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlock<int8_t>& cached, int begin,
+                int tokens, float* scores) {
+  const int units = ceil_div(d.head_dim, kKvUnit);
+  for (; rows >= R; rows -= R, queries += R * units, scores += int64_t{R} * d.kv_block) {
+    int t = begin;
+    for (; t + kLanes <= tokens; t += kLanes)
+      score_tokens<R>(d, queries, units, cached.key(t), kLanes, scores + t);
+    if (t < tokens) score_tokens<R>(d, queries, units, cached.key(t), tokens - t, scores + t);
+  }
+  if constexpr (R > 1) score_rows<R - 1>(d, queries, rows, cached, begin, tokens, scores);
+}
+
+// Computes the scores of `rows` queries and the tokens [begin, tokens) of a KV block.
+template <class T, class Kv>
+inline void score(const Dims& d, int rows, const float* queries, const CachedBlock<T>&, const Kv& kv,
+                  int begin, int tokens, float* scores) {
+  dense(rows, tokens, queries, d.head_dim, Keys<Kv>{kv}, d.head_dim, scores, d.kv_block, false, begin);
+}
+
+template <class Kv>
+inline void score(const Dims& d, int rows, const Rounded* queries, const CachedBlock<int8_t>& cached,
+                  const Kv&, int begin, int tokens, float* scores) {
+  score_rows(d, queries, rows, cached, begin, tokens, scores);
 }
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
@@ -243,136 +183,6 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// The keys and values of one KV head in a sequence's KV pages. T is their type; int8_t means Q8_0.
-template <class T>
-struct Cache {
-  const Dims& d;
-  const T *keys, *values;  // addresses in page 0
-  int64_t page, head;      // elements from one page to the next, and from one KV head to the next
-  const int32_t* pages;    // the sequence's page numbers
-  int end;                 // the position after the last token that is read
-
-  // The numbers of the pages that the next KV head reads first and that can be prefetched. Null for the last
-  // head.
-  const int32_t* after;
-  float* scales;  // buffer for the scales of a KV block's values
-
-  // Presents the keys and values of the KV head `kv_head`. The work item covers several consecutive KV heads,
-  // of which the last is head_end - 1, and reads tokens [first, last) of each. `table` has the page numbers
-  // of the sequence. `room` is a buffer for scales.
-  Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
-      : d(*call.dims),
-        keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
-        values(call.at<T>(Buffer::V_CACHE) + v_index(d, 0, kv_head, 0)),
-        page(k_index(d, 1, 0, 0)),
-        head(k_index(d, 0, 1, 0)),
-        pages(table),
-        end(last),
-        after(kv_head + 1 < head_end ? table + first / d.kv_page : nullptr),
-        scales(room) {}
-};
-
-// Reads one KV block directly from the KV cache. `run` is the number of tokens that lie together in memory:
-// those of a KV page. In a page, keys are stored as [element of the head][token], with a stride of
-// `key_stride`, and values as [token][element].
-template <class T>
-class CachedBlock {
-  static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
-
- public:
-  CachedBlock(const Cache<T>& cache, int block, int tokens)
-      : cache_(cache), d_(cache.d), first_(block * d_.kv_block), pages_(cache.pages + first_ / d_.kv_page) {
-    if constexpr (kQuantised) {
-      for (int begin = 0; begin < tokens; begin += d_.kv_page) {
-        const int8_t* scales = cache.values + pages_[begin / d_.kv_page] * cache.page;
-        const int n = lower_of(d_.kv_page, tokens - begin);
-        for (int at = begin; at < ceil_div(d_.head_dim, kKvUnit) * d_.kv_block; at += d_.kv_block) {
-          for (int t = 0; t < n; t += kLanes)
-            store(cache.scales + at + t, load_half(reinterpret_cast<const uint16_t*>(scales) + t, n - t));
-          scales += kv_block_bytes(d_);
-        }
-      }
-    }
-  }
-
-  int run() const { return d_.kv_page; }
-  int64_t key_stride() const { return d_.kv_page; }
-  int64_t value_stride() const { return d_.head_dim; }
-  auto key(int token) const {
-    const int page = token / d_.kv_page, column = token - page * d_.kv_page;
-    const Strip<T> strip = this->strip(cache_.keys, page);
-    const int behind = kKvScale * d_.kv_page;  // the keys follow the scales, which have this many bytes
-    if constexpr (kQuantised)
-      return KeyStrip{strip.now + behind + column, strip.now + kKvScale * column,
-                      strip.next + behind + column};
-    else
-      return strip.right(column);
-  }
-  auto value(int token) const {
-    const int page = token / d_.kv_page, row = token - page * d_.kv_page;
-    const Strip<T> strip = this->strip(cache_.values, page);
-    if constexpr (kQuantised)
-      return ValuePage{d_, strip.now, strip.next, cache_.scales + token, row};
-    else
-      return strip.down(row, d_.head_dim);
-  }
-
- private:
-  // Returns the addresses of page i of this KV block and of the page to prefetch. The latter is page i of the
-  // next block or, after the last block, page i of the next KV head's first block.
-  Strip<T> strip(const T* page_0, int i) const {
-    const T* now = page_0 + pages_[i] * cache_.page;
-    const int later = i * d_.kv_page + d_.kv_block;
-    if (first_ + later < cache_.end) return {now, page_0 + pages_[later / d_.kv_page] * cache_.page};
-    return {now, cache_.after ? page_0 + cache_.head + cache_.after[i] * cache_.page : now};
-  }
-
-  const Cache<T>& cache_;
-  const Dims& d_;
-  const int first_;             // the position of the block's first token
-  const int32_t* const pages_;  // the block's page numbers
-};
-
-// A float32 copy of the keys and values of tokens [first, tokens) of a KV block, in scratch memory.
-struct Widened {
-  const Dims& d;
-  const Scratch& scratch;
-
-  int run() const { return d.kv_block; }
-  int64_t key_stride() const { return mk::key_stride(d); }
-  int64_t value_stride() const { return padded_head(d); }
-  NearStrip key(int token) const { return {scratch.keys + token}; }
-  NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
-
-  // Copies the tokens from the page of token `first` on. Does not read keys after token `tokens`, because
-  // other threads may be storing them.
-  template <class T>
-  Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int first, int tokens)
-      : d(dims), scratch(to) {
-    const int n = d.head_dim;
-    for (int begin = first / d.kv_page * d.kv_page; begin < tokens; begin += d.kv_page) {
-      const int rows = lower_of(tokens - begin, d.kv_page);
-      for (int t = 0; t < rows; t += kLanes) {
-        const auto column = from.key(begin + t);
-        F32 scale{};
-        float* out = scratch.keys + begin + t;
-        for (int e = 0; e < n; ++e, out += key_stride()) {
-          if constexpr (std::is_same_v<T, int8_t>) {
-            if (e % kKvUnit == 0) scale = column.scale(e, from.key_stride(), rows - t);
-          }
-          store(out, column.row(e, from.key_stride(), rows - t, scale));
-        }
-      }
-      const auto row = from.value(begin);
-      float* out = scratch.values + begin * value_stride();
-      for (int t = 0; t < rows; ++t, out += value_stride()) {
-        for (int e = 0; e < n; e += kLanes)
-          store(out + e, row.right(e).row(t, from.value_stride(), n - e, F32{}));
-      }
-    }
-  }
-};
-
 // Turns the scores of one (row, head) pair into unnormalised softmax weights: each score, multiplied by
 // `scale`, is a value s, which becomes e^(s - m). Also computes the maximum m of the values s, and the sum l
 // of the weights. There are `tokens` scores; the rest of the last SIMD vector becomes zero.
@@ -401,17 +211,16 @@ inline int first_token(const Dims& d, int span, int position, int block) {
 
 // Computes the softmax state (m, l, o) of one KV block for query rows at ascending `positions`. Each row has
 // `group` query heads and attends to the last `span` tokens up to its own, at least one of them in the block.
-template <class Kv>
-inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* positions, int rows,
-                         int group, int span, const float* queries, float* scores, float* m, float* l,
-                         float* out) {
+template <class T, class Kv, class Query>
+inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& kv, int block,
+                         const int32_t* positions, int rows, int group, int span, const Query* queries,
+                         float* scores, float* m, float* l, float* out) {
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
   const int tokens = visible_tokens(d, positions[rows - 1], block), padded = padded_head(d);
   // No row sees the tokens before `oldest`. Scores are computed from the beginning of its SIMD vector on, and
   // those that a row does not see get the weight 0.
   const int oldest = first_token(d, span, positions[0], block), begin = oldest / kLanes * kLanes;
-  dense(rows * group, tokens, queries, d.head_dim, Keys<Kv>{kv}, d.head_dim, scores, d.kv_block, false,
-        begin);
+  score(d, rows * group, queries, cached, kv, begin, tokens, scores);
   for (int j = 0; j < rows * group; ++j) {
     float* own = scores + int64_t{j} * d.kv_block;
     const int first = first_token(d, span, positions[j / group], block);
@@ -430,6 +239,22 @@ inline void attend_block(const Dims& d, const Kv& kv, int block, const int32_t* 
   }
 }
 
+// Copies a query of `n` elements to float32.
+template <class T>
+inline void load_query(const T* q, int n, float* out) {
+  for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
+}
+
+// Rounds a query of `n` elements to integers. Zeros fill the last unit.
+template <class T>
+inline void load_query(const T* q, int n, Rounded* out) {
+  for (int e = 0; e < n; e += kUnit, ++out) {
+    float unit[kUnit] = {};
+    load_query(q + e, lower_of(n - e, kUnit), unit);
+    round_unit(unit, out);
+  }
+}
+
 // Computes attention for the item's query rows [first, first + rows) and one of its KV heads. C is the type
 // of the KV cache.
 template <class T, class C>
@@ -444,11 +269,14 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   const int32_t* positions = s.positions + row;
   float *block_m = scratch.stats, *block_l = block_m + pairs, *m = block_l + pairs, *l = m + pairs;
 
-  for (int i = 0; i < rows; ++i) {
-    const T* q = call.inputs<T>() + int64_t{row + i} * d.q_cols() + heads.first * d.head_dim;
-    float* out = scratch.queries + int64_t{i} * group * d.head_dim;
-    const int n = group * d.head_dim;
-    for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
+  // Quantised keys are multiplied in integers, so the queries are rounded to integers.
+  using Query = std::conditional_t<CachedBlock<C>::kQuantised, Rounded, float>;
+  Query* const queries = reinterpret_cast<Query*>(scratch.queries);
+  const int width = CachedBlock<C>::kQuantised ? ceil_div(d.head_dim, kKvUnit) : d.head_dim;
+  for (int j = 0; j < pairs; ++j) {
+    const T* q =
+        call.inputs<T>() + int64_t{row + j / group} * d.q_cols() + (heads.first + j % group) * d.head_dim;
+    load_query(q, d.head_dim, queries + j * width);
   }
   const int span = d.span(call.layer), end = s.item_block[item] + s.item_blocks[item];
   // The first of the item's KV blocks that row i sees.
@@ -466,13 +294,12 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
     while (visible_tokens(d, positions[skip], block) == 0) ++skip;
     while (opening(stop - 1) > block) --stop;
     const int from = skip * group, to = stop * group;
-    const auto attend_from = [&](const auto& kv) {
-      attend_block(d, kv, block, positions + skip, stop - skip, group, span,
-                   scratch.queries + from * d.head_dim, scratch.scores, block_m + from, block_l + from,
-                   scratch.block_out + from * padded);
-    };
     const int tokens = visible_tokens(d, positions[stop - 1], block);
     const CachedBlock<C> cached(cache, block, tokens);
+    const auto attend_from = [&](const auto& kv) {
+      attend_block(d, cached, kv, block, positions + skip, stop - skip, group, span, queries + from * width,
+                   scratch.scores, block_m + from, block_l + from, scratch.block_out + from * padded);
+    };
     if (to - from > kDirectPairs)
       attend_from(Widened(d, cached, scratch, first_token(d, span, positions[skip], block), tokens));
     else

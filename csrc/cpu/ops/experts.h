@@ -25,9 +25,9 @@ void experts(const Call& call, const ExpertTile& op) {
     const Tile tile{0, rows, op.col, op.cols};
     const Panel* const weights = call.weights<Panel>() + expert * panels;
     if (gated)
-      gemm<T, store_gated<T, silu_exponent>>(call, tile, weights, {tokens}, {results});
+      gemm<T>(call, tile, weights, store_gated<T, silu_exponent>, {tokens}, {results});
     else
-      gemm<T, store_plain<T>>(call, tile, weights, {results}, {results});
+      gemm<T>(call, tile, weights, store_plain<T>, {results}, {results});
     rows = 0;
   };
   const auto add = [&](int r, int j) {

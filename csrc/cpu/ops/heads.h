@@ -48,9 +48,8 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
 }
 
 // Stores the K or V of one token and one head as Q8_0, rounded as the gguf package does. `page` points to the
-// head's data in the token's KV page. `transposed` is true for K, which a page stores as [element][token],
-// and false for V, which it stores as [token][element].
-inline void quantise(const Dims& d, const float* x, char* page, int token, bool transposed) {
+// head's data in the token's KV page, which stores K as [word of four elements][token] and V as [token].
+inline void quantise(const Dims& d, const float* x, char* page, int token, bool is_key) {
   for (int first = 0; first < d.head_dim; first += kKvUnit, page += kv_block_bytes(d)) {
     const int n = lower_of(d.head_dim - first, kKvUnit);
     float top = 0.0f;
@@ -61,15 +60,16 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
     const float scale = top / 127.0f, inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
     const uint16_t half = half_of(scale);
     memcpy(page + token * kKvScale, &half, sizeof half);
-    char* values = page + kKvScale * d.kv_page + (transposed ? token : token * n);
-    for (int i = 0; i < n; ++i, values += transposed ? d.kv_page : 1) {
+    char* const values = page + kKvScale * d.kv_page;
+    for (int i = 0; i < n; ++i) {
       // Rounds to the nearest integer, and halves away from zero. Adding 0.5 to the product and truncating
       // would not do, because the addition itself rounds. If the block contains NaN or infinity, its scale is
       // NaN or infinity, and all its values are read as NaN.
       const float product = x[first + i] * inverse, a = product == product ? product : 0.0f;
       const float whole = static_cast<float>(static_cast<int32_t>(a));
       const float up = fabsf(a) >= fabsf(whole) + 0.5f ? 1.0f : 0.0f;
-      *values = static_cast<char>(static_cast<int32_t>(whole + (a < 0.0f ? -up : up)));
+      const int at = is_key ? (i / 4 * d.kv_page + token) * 4 + i % 4 : token * n + i;
+      values[at] = static_cast<char>(static_cast<int32_t>(whole + (a < 0.0f ? -up : up)));
     }
   }
 }
@@ -132,7 +132,7 @@ void heads(const Call& call, const Tile& tile) {
   const bool whole = call.phase->head_norm != Buffer::kNone || call.dims->quantised_kv;
   const int most = whole ? kPass / head * head : tile.cols;
   for (int done = 0; done < tile.cols; done += most)
-    gemm<T, store_heads<T>>(call, {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)});
+    gemm<T>(call, {tile.row, tile.rows, tile.col + done, lower_of(most, tile.cols - done)}, store_heads<T>);
 }
 
 }  // namespace mk::MK_SIMD

@@ -61,17 +61,17 @@ void matmul(const Call& call, const Tile& tile) {
     case Result::kHeads:
       return heads<T>(call, tile);
     case Result::kResidual:
-      return gemm<T, add_residual>(call, tile);
+      return gemm<T>(call, tile, add_residual);
     case Result::kPartial:
-      return gemm<T, store_partial<T>>(call, tile);
+      return gemm<T>(call, tile, store_partial<T>);
     case Result::kGated:
-      return gemm<T, store_gated<T, silu_exponent>>(call, tile);
+      return gemm<T>(call, tile, store_gated<T, silu_exponent>);
     case Result::kLogits:
-      return gemm<T, store_logits>(call, tile);
+      return gemm<T>(call, tile, store_logits);
     case Result::kStored:
-      return gemm<T, store_float>(call, tile);
+      return gemm<T>(call, tile, store_float);
     case Result::kGeluGated:
-      return gemm<T, store_gated<T, gelu_exponent>>(call, tile);
+      return gemm<T>(call, tile, store_gated<T, gelu_exponent>);
   }
 }
 

@@ -41,7 +41,7 @@ inline void choose(const Call& call, int r, int, int n, float* t) {
 
 template <class T>
 void route(const Call& call, const Run& op) {
-  gemm<T, choose>(call, {op.row, op.rows, 0, call.dims->experts});
+  gemm<T>(call, {op.row, op.rows, 0, call.dims->experts}, choose);
 }
 
 }  // namespace mk::MK_SIMD

@@ -51,8 +51,8 @@ class AttentionItem {
   }
 
  private:
-  // The KV blocks that the item reads. A split has items without any if all their blocks come before the
-  // window of the layer.
+  // Returns the KV blocks that the item reads. It reads none if all of them come before the layer's sliding
+  // window.
   MK_FN KvBlocks blocks() const { return visible_blocks(s_, item_, span()); }
   MK_FN bool no_blocks() const { return blocks().begin == blocks().end; }
   MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
@@ -65,16 +65,19 @@ class AttentionItem {
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
   MK_FN int head_pages() const { return narrow() ? 2 : 4; }
 
-  // Processes up to eight units, from number `begin` on, one per warp.
+  // A unit is a tile of 16 query rows with one KV head. Processes up to eight units of the item at once, one
+  // per warp, from number `begin` on.
   MK_FN void run_pass(int begin) {
     const int tiles = this->tiles(), end = lower_of(begin + kConsumerWarps, units()),
               unit = begin + call_.warp;
-    // The KV head of this warp's unit, counted from the item's first KV head, or -1 if the warp has no unit.
+    // The KV head of this warp's unit, counted from the item's first KV head; -1 if no unit is left for the
+    // warp.
     const int own = unit < end ? unit / tiles : -1;
     const int first = unit % tiles * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = s_.item_split[item_] >= 0;
-    // The number of KV heads in the pass, and how many of them come before this warp's KV head.
+    // The number of KV heads of all warps' units together, and how many of them come before this warp's KV
+    // head.
     const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
@@ -224,8 +227,8 @@ class AttentionItem {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
-  // Returns the ranks that get the item's output. Looking up the first row is enough, because all rows of an
-  // item lie in one row block.
+  // Returns the ranks that get the item's output. All rows of an item lie in one row block, which one rank
+  // owns, so it is enough to look up the first row.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

@@ -68,7 +68,7 @@ class AttentionTile {
     }
   }
 
-  // Computes the scores of half kHalf of the block's tokens; `keys` is a tile [element][64 tokens].
+  // Computes the scores of half kHalf (0 or 1) of a KV block's tokens; `keys` is a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
     const uint32_t own = own_matrix_row(keys, here(lane_));
@@ -98,14 +98,14 @@ class AttentionTile {
     }
   }
 
-  // For each row, turns the scores of the block's tokens that the row sees, `span` tokens up to its own, into
-  // probabilities e^(score - m), rounded to bf16. m is the row's maximum score in the block. Also computes l,
-  // the sum of the row's e^(score - m) before rounding.
+  // Turns the scores of KV block number `block` into probabilities e^(score - m), rounded to bf16, where m is
+  // the row's maximum score in the block. A row sees the last `span` tokens up to its own, and the
+  // probability of other tokens is 0. Also computes l, the sum of a row's e^(score - m) before rounding.
   __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;
-      // The row sees column c of this lane if `offset` + c, which is negative before a sliding window, is in
-      // [0, span).
+      // The row sees the token in column c of this lane if 0 <= offset + c < span. With unsigned numbers, one
+      // comparison tests both limits.
       const unsigned offset = fragment_col(here(lane_)) + span - seen;
       float m = minus_infinity();
       MK_UNROLL for (int n = 0; n < 16; ++n) {
@@ -176,7 +176,7 @@ class AttentionTile {
     }
   }
 
-  // Stores m, l and o (softmax.h) of a single block at to(i), for each row i that sees the block.
+  // Stores a single KV block's softmax maximum m, sum l and output o at to(i), for each row i that sees it.
   template <class To>
   __device__ void store_block(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -190,8 +190,8 @@ class AttentionTile {
     }
   }
 
-  // Stores the result of each row i, o / l over all blocks rounded to bf16, at to(i); skips the row
-  // if to(i) is null.
+  // Stores the output of each row i, o / l (the weighted sum of values divided by the sum of weights),
+  // rounded to bf16, at to(i); skips the row if to(i) is null.
   template <class To>
   __device__ void store_results(To to) const {
     const int lane = here(lane_), head_dim = head_dim_;
@@ -215,7 +215,7 @@ class AttentionTile {
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];
-  Pair block_[2];  // m and l; after merge(), the factors of the old and the new o
+  Pair block_[2];  // the KV block's softmax maximum and sum; after merge(), factors for old and new outputs
   bool seen_[2];
 };
 

@@ -8,7 +8,7 @@ namespace mk {
 
 MK_FN float minus_infinity() { return bits_to_float(0xFF800000u); }
 
-// An instruction of a stream: its record and the record's phase.
+// An instruction: its encoded record, its place in the program, and the parameters of its phase (operation).
 struct Task {
   int32_t record[kWords];
   Where where;
@@ -32,9 +32,9 @@ MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
 struct Scratch {
   alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
   uint64_t gathered[2][kConsumerWarps];
-  float squares[2][kConsumerWarps][8];  // dots.h: sum of squares of a warp's columns of a head, by row
-  int32_t last;                         // attention: whether this block merges a split's partial results
-  int32_t listed;                       // sample: number of logits copied to the list (sample.h)
+  float squares[2][kConsumerWarps][8];  // dots.h: a warp's sum of squares over its columns of a head, by row
+  int32_t last;    // attention: whether this block was the last, and so merges partial results
+  int32_t listed;  // sample.h: number of logits copied to the list of candidates
 };
 
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.

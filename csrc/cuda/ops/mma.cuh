@@ -4,7 +4,8 @@
 
 namespace mk {
 
-// c += a b, [16][16] x [16][8].
+// Computes c += a * b on the tensor cores; a is [16][16], b is [16][8], and each lane passes its part of
+// them.
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

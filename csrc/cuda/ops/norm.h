@@ -41,7 +41,8 @@ class Norm {
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
-    // One SM of a pair may have no row. Then source(row) would be a row of others, or read beyond the table.
+    // If a worker is two SMs, one of them may have no rows of the instruction. source(row) would then be a
+    // row of another instruction, or read beyond the step table.
     if (kSms > 1 && rows <= 0) return;
     NormPart next = fetch(source(row));
     for (int i = row; i < row + rows; ++i) {
@@ -115,8 +116,8 @@ class Norm {
     return y;
   }
 
-  // Adds the row x, normalised, to a row of the residual. It reads x again, because the code for columns in
-  // registers would be as long once more.
+  // Normalises row x of the inputs and adds it to a row of the residual. It reads x from memory again:
+  // to use the columns that are in registers, it would need a second copy of the code in `rows`.
   MK_FN void add(int row, const float* x, float scale) const {
     float* residual = call_.at<float>(call_.phase().output) + int64_t{row} * width_;
     MK_LOOP for (int k = first_; k < width_; k += kStep) {

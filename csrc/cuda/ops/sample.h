@@ -107,7 +107,7 @@ class Sampler {
   // Returns the largest logit, and sets log_sum to the log of the sum of e^logit over the row. While a thread
   // adds kLoads logits, the loads of its next two batches of logits are in flight.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
-    constexpr int kGroup = 4;  // the running sum is rescaled once per group
+    constexpr int kGroup = 4;  // number of logits for which the running sum is rescaled once
     float top = minus_infinity(), sum = 0.0f;
     int id = 0;  // the first id with the largest logit
     Logits next = load(z, thread_), after = load(z, thread_ + kLoads * kThreadsOfRow);
@@ -178,7 +178,8 @@ class Sampler {
     }
   }
 
-  // Returns p * all, rounded up, but at least 1 and at most `all`. For top-p, `all` is the total weight.
+  // Returns the weight that top-p must keep: the fraction p of the total weight `all`, rounded up, and at
+  // least 1.
   MK_FN static uint64_t part(float p, uint64_t all) {
     const double wanted = ceil(static_cast<double>(p) * static_cast<double>(all));
     return wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all);
@@ -306,7 +307,8 @@ class Sampler {
     return *count;
   }
 
-  // Calls each(token id) for tokens [begin, end) of a row's token history; the threads divide them.
+  // Calls each(token id) for tokens [begin, end) of a sequence's history; the threads divide them among
+  // themselves.
   template <class Each>
   MK_FN void for_tokens(const int32_t* history, int begin, int end, const Each& each) {
     MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));
@@ -373,7 +375,7 @@ class Sampler {
   const Call& call_;
   const int vocab_, thread_;
   float* z_;      // the row's logits
-  float* other_;  // counts of tokens for the penalties, later the list that `shorten` reads
+  float* other_;  // first, counts of tokens for penalties; later, the list of logits that `shorten` reads
   Team<P> team_;
   float top_ = 0.0f, min_p_ = 0.0f;
   Cut cut_{};

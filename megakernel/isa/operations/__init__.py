@@ -1,6 +1,5 @@
-"""All operations. Each file here declares one: the regions of buffers that its instructions access, their cost, how the
-scheduler divides a phase, which buffers a phase names, and what an instruction computes, in NumPy.
-"""
+"""All operations. Each file declares one: which data its instructions access, what they cost, how the scheduler divides
+a phase into instructions, which buffers a phase needs, and what an instruction computes, in NumPy."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ OPERATIONS: dict[Operation, OperationSpec] = {
 
 
 def accesses(phase: Phase, columns: Columns, dims: Dims) -> list[Access]:
-    """Return the regions of buffers that instructions of `phase` with operands `columns` access on rank `dims.rank`."""
+    """The buffer regions that instructions of `phase` with operands `columns` read and write on rank `dims.rank`."""
     return OPERATIONS[phase.operation].accesses(phase, columns, dims)
 
 
 def cost(phase: Phase, columns: Columns, dims: Dims) -> Cost:
-    """Return the work of the instructions of `phase` on rank `dims.rank`. `columns` has their operands."""
+    """Return the FLOPs and bytes of the instructions of `phase` with operands `columns` on rank `dims.rank`."""
     return OPERATIONS[phase.operation].cost(phase, columns, dims)

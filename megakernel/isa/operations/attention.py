@@ -7,6 +7,8 @@ counters, which has one counter per row block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,8 @@ from ..access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from ..buffers import Buffer, given, kv_bytes
 from ..context import F32, Context, product
 from ..dims import Dims, ModelSizes, ceil_div
+from ..dtypes import Dtype
+from ..integers import codes, multiply, rounded
 from ..phases import Phase
 from ..ragged import ragged
 from ..step import StepTable
@@ -168,17 +172,19 @@ def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
     c.store(c.output, ranks, index, values)
 
 
-def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[F32, F32]:
-    """K and V of a KV block's tokens before `end`, each [tokens, head_dim]."""
+def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[NDArray[Any], F32]:
+    """K and V of a KV block's tokens before `end`, each [tokens, head_dim], or K in Q8_0 blocks: [tokens, bytes]."""
     positions = np.arange(block * c.dims.bucket.kv_block, min((block + 1) * c.dims.bucket.kv_block, end))
-    keys, values = (c.read_cache(b, sequence, head, positions) for b in (Buffer.K_CACHE, Buffer.V_CACHE))
-    return keys, values
+    read = c.cache_blocks if c.dims.model.quantised_kv else c.read_cache
+    return read(Buffer.K_CACHE, sequence, head, positions), c.read_cache(Buffer.V_CACHE, sequence, head, positions)
 
 
-def _partial(c: Context, row: int, head: int, keys: F32, values: F32) -> F32:
+def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -> F32:
     """Attention of one row's heads over some tokens: maximum m, sum l and undivided output o, [heads, 2 + head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
-    scores = product(q, keys.T) * np.float32(c.dims.model.head_dim**-0.5)
+    quantised = c.dims.model.quantised_kv
+    scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)
+    scores *= np.float32(c.dims.model.head_dim**-0.5)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
     return np.concatenate([m, p.sum(axis=1, keepdims=True), product(p, values)], axis=1)
@@ -200,11 +206,12 @@ def _merge(partials: list[F32]) -> F32:
 
 
 ATTENTION = OperationSpec(
-    "for each attention item of the slot: softmax(Q K^T / sqrt(head_dim)) V over the item's KV blocks, and in layers "
-    "with a sliding window only over each row's last `window` tokens, its own included. Each block "
-    "gives a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending "
-    "block order. If several items divide the blocks, the last to finish merges. An item's signal adds rows x KV "
-    "heads. If every rank has all of W_O, the output is stored at each rank that keeps the row's residual",
+    "runs the work items in list `slot` of the step table. An item computes softmax(Q K^T / sqrt(head_dim)) V for some"
+    " rows and KV heads of a sequence over some blocks of its KV tokens; with a sliding window, only over each row's "
+    "last `window` tokens. Quantised K is multiplied with queries that are rounded to 8-bit integers. Each block gives "
+    "a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending order; if "
+    "several items share a row, the last to finish merges. If every rank has all of W_O, the output is stored on each "
+    "rank that keeps the row's residual",
     Cut.SLOTS,
     _accesses,
     cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work

@@ -1,4 +1,4 @@
-"""COMBINE adds the results of a row's experts, each times the weight that ROUTE gave it."""
+"""COMBINE adds the outputs of a token's experts, each multiplied by the routing weight that ROUTE has computed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _combine(c: Context, row: int, rows: int) -> None:
 
 
 COMBINE = OperationSpec(
-    "with k experts per row: t = ROUTE_WEIGHTS[r][0] * inputs[k r] + ROUTE_WEIGHTS[r][1] * inputs[k r + 1] + .., in "
-    "float32 and in this order; `weights` are those with which the inputs were multiplied. The `result` of the phase "
-    "(RESIDUAL or PARTIAL) determines where t is stored",
+    "adds the results of a row's k experts: t = ROUTE_WEIGHTS[r][0] * inputs[k r] + ROUTE_WEIGHTS[r][1] * inputs[k r +"
+    " 1] + .., in float32 and in this order; `weights` are the experts' matrices. t is added to the residual if the "
+    "phase's result is RESIDUAL; if it is PARTIAL, t is one rank's partial sum",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.model.hidden * d.model.experts_per_token),

@@ -93,10 +93,10 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
 
 
 EXPERTS = OperationSpec(
-    "with k experts per row, for each row r and j < k: t = a weights[ROUTES[r][j]]^T. If the result is GATED, "
-    "a = inputs[r] and output[k r + j] = silu(t of the first matrix) * (t of the second); otherwise "
-    "a = inputs[k r + j] and output[k r + j] = t. In a step with more pairs (r, j) than experts, an instruction has "
-    "the pairs whose expert is `place`; in others, those with j = `place`",
+    "multiplies each row r by the matrices of its k experts: t = a weights[ROUTES[r][j]]^T for j < k. If the phase's "
+    "result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * (t of the second); otherwise a"
+    " = inputs[k r + j] and output[k r + j] = t. An instruction computes the pairs (r, j) with j = `place` or, in a "
+    "step with more pairs than experts, those whose expert is `place`",
     Cut.PLACES,
     _accesses,
     _cost,

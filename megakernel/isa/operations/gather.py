@@ -20,7 +20,7 @@ def _gather(c: Context, row: int, rows: int) -> None:
 
 
 GATHER = OperationSpec(
-    "output[r] = weights[token id of row r] * embed_scale",
+    "looks up embeddings: output[r] = weights[token id of row r] * embed_scale",
     Cut.RUNS,
     accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, p.inner(d.split)))],
     cost=lambda p, c, d: work(c, memory=c["rows"] * p.inner(d.split) * p.stored_bits(d.model) / 8),

@@ -3,6 +3,6 @@
 from .spec import control
 
 JOIN = control(
-    "computes nothing: waits, then signals; used where an instruction needs more than eight waits, and to "
-    "synchronise ranks at the end of a launch"
+    "waits for counters, then adds to others, and computes nothing; merges waits where an instruction would need more "
+    "than eight, and synchronises ranks at the end of a launch"
 )

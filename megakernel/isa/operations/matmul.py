@@ -172,19 +172,19 @@ def _store_logits(c: Context, row: int, col: int, t: F32) -> None:
 
 RESULTS: dict[Result, ResultSpec] = {
     Result.HEADS: ResultSpec(
-        "rotates pairs of q and k columns by ROPE[r]; stores q in Q, and k and v in a KV page, rounded once",
+        "q in buffer Q, k and v in a KV page, each rounded once; q and k are first rotated by the angles in ROPE[r]",
         _heads_accesses,
         lambda width, d: contents(Buffer.Q, d),
         _store_heads,
     ),
     Result.RESIDUAL: ResultSpec(
-        "output[r] += t, in float32",
+        "added to the residual: output[r] += t, in float32",
         _tile_of(Kind.UPDATE),
         lambda width, d: activations(d.bucket.tokens, width, Dtype.F32),
         _add_residual,
     ),
     Result.PARTIAL: ResultSpec(
-        "output[this rank][r] = t, stored at each rank that keeps row r's residual",
+        "on each rank that keeps row r's residual, as a partial sum of this rank: output[this rank][r] = t",
         _partial_accesses,
         lambda width, d: partial_sums(d, width),
         _store_partial,
@@ -208,7 +208,7 @@ RESULTS: dict[Result, ResultSpec] = {
         _store,
     ),
     Result.LOGITS: ResultSpec(
-        "output[i] = t in float32, for this rank's part of the vocabulary, at the rank that samples row i",
+        "output[i] = t in float32, for this rank's part of the vocabulary, on the rank that samples row i",
         _logits_accesses,
         lambda width, d: logits(d),
         _store_logits,
@@ -279,8 +279,8 @@ def _matmul(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 
 MATMUL = OperationSpec(
-    "t = inputs[r] weights^T + bias; if the phase has a norm, the inputs are normalised first. The `result` of the "
-    "phase (next table) determines where t is stored",
+    "t = inputs[r] weights^T + bias; if the phase has a norm, the inputs are normalised first. The phase's `result`, "
+    "one of those in the next table, determines where t is stored",
     Cut.TILES,
     _accesses,
     _cost,

@@ -19,7 +19,7 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     if p.result is Result.RESIDUAL:
         whole = (0, d.model.hidden)
         return [box(inputs, Kind.READ, c, whole), box(output, Kind.UPDATE, c, whole)]
-    rank = OWN if d.split.replicated_residual or d.split.tp == 1 else EVERY  # every rank needs each row
+    rank = OWN if d.split.replicated_residual or d.split.tp == 1 else EVERY  # a row is normalised once, for all ranks
     if p.rows is not Rows.LOGIT:
         whole = (0, p.inner(d.split))
         return [box(inputs, Kind.READ, c, whole), box(output, Kind.WRITE, c, whole, rank)]
@@ -57,10 +57,9 @@ def _norm(c: Context, row: int, rows: int) -> None:
 
 
 NORM = OperationSpec(
-    "output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a row's "
-    "residual, that rank computes the norm and stores it at every rank. For logit row i: output[i] = norm of "
-    "inputs[logit_rows[i]], or zeros for padding. With the result RESIDUAL, the norm is not rounded, but added to "
-    "output[r] at the rank itself",
+    "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a"
+    " row's residual, it computes the norm and stores it on every rank. Before the LM head, only rows that get logits "
+    "are read. If the phase's result is RESIDUAL, the norm is not rounded, but added to output[r] on the same rank",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d.split)),

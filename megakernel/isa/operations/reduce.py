@@ -1,4 +1,4 @@
-"""REDUCE adds the partial sums that the ranks' matmuls have stored."""
+"""REDUCE adds the partial sums that each rank's matmul has stored, as the second half of an all-reduce."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def _reduce(c: Context, row: int, rows: int, col: int, cols: int) -> None:
 
 
 REDUCE = OperationSpec(
-    "output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, in float32 and in rank order; inputs[k] is rank k's "
-    "partial sum, for all ranks that have a part of `weights`. With the result STORED, output[r] = the sum",
-    Cut.RUNS,  # of whole rows, because the norm that follows needs every column of a row
+    "adds all ranks' partial sums: output[r] += (inputs[0][r] + inputs[1][r] + ..) + bias, in float32 and in rank "
+    "order; inputs[k] comes from rank k, and only ranks that have a part of `weights` count. If the phase's result is "
+    "STORED, output[r] = the sum",
+    Cut.RUNS,  # runs of whole rows, because the norm that follows needs all columns of a row
     _accesses,
     cost=lambda p, c, d: work(c, vector=1.0 * c["rows"] * c["cols"] * p.ranks(d.split)),
     buffers=lambda p, d: {

@@ -1,4 +1,4 @@
-"""ROPE computes the angles of rotary position embeddings, which matmuls with the result HEADS apply."""
+"""ROPE computes cosines and sines for rotary position embeddings. The QKV projection rotates q and k with them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def _rope(c: Context, row: int, rows: int) -> None:
 
 
 ROPE = OperationSpec(
-    "output[r] = cos(a) and sin(a) interleaved, each times a factor of its pair, in float32; a = (position of row r) * "
-    "frequency of the pair. The weights are the frequencies, then the factors",
+    "prepares the rotations of Q and K: output[r] = cos(a) and sin(a) for each pair of elements, interleaved, each "
+    "times a factor of the pair, in float32; a = (position of row r) * frequency of the pair. The weights are the "
+    "frequencies, then the factors",
     Cut.RUNS,
     accesses=lambda p, c, d: [box(given(p.output), Kind.WRITE, c, (0, d.model.head_dim))],
     cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.model.head_dim),

@@ -46,9 +46,9 @@ def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
 
 
 ROUTE = OperationSpec(
-    "t = inputs[r] weights^T; output[r] = the experts_per_token experts with the largest t, best first, and of equal t "
-    "the lower expert first. ROUTE_WEIGHTS[r] = the softmax of t at these experts, divided by its sum over them if the "
-    "model says so",
+    "chooses experts: t = inputs[r] weights^T; output[r] = the numbers of the experts with the largest t, best first; "
+    "of equal t, the lower number comes first. ROUTE_WEIGHTS[r] = the softmax of t at these experts; if the model says"
+    " so, it is divided by its sum over them",
     Cut.RUNS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, p.inner(d.split))),

@@ -30,7 +30,8 @@ def _sample(c: Context, row: int, rows: int) -> None:
 
 
 def _choose(c: Context, i: int, z: F32) -> int:
-    """Sample logit row i: penalties, bias, mask, temperature, min-p, top-k, top-p, one draw."""
+    """Choose a token for logit row i, whose logits are z. Applies in order: penalties, bias, mask, temperature, min-p,
+    top-k and top-p, and then draws one token at random."""
     t = c.table
     if t.history_slot[i] >= 0:
         seen = c.buffer(Buffer.HISTORY)[t.history_slot[i], : t.sample_position[i]]
@@ -51,7 +52,8 @@ def _choose(c: Context, i: int, z: F32) -> int:
     return draw(z, ids, uniform(int(t.seed_low[i]), int(t.seed_high[i]), int(t.sample_position[i]), int(t.choice[i])))
 
 
-# Constants of Philox4x32: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+# Constants of the counter-based random number generator Philox4x32: Salmon et al., "Parallel random numbers: as easy as
+# 1, 2, 3", SC 2011, section 3.3.
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
@@ -59,7 +61,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: Four, key: tuple[int, int]) -> Four:
-    """Philox4x32-10: four random 32-bit numbers from a counter of four and a key of two 32-bit numbers."""
+    """Return four random 32-bit numbers for a counter (four 32-bit numbers) and a key (two): Philox4x32-10."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -70,7 +72,9 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """The random number in [0, 1), a multiple of 2^-24, for a position and a completion of a request with this seed."""
+    """Return a random number in [0, 1), a multiple of 2^-24, that depends only on the request's seed, the token's
+    position, and `choice`, the index of the completion within the request. So the result does not depend on the batch.
+    """
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 
@@ -81,10 +85,10 @@ def log_sum_exp(z: F32) -> np.float32:
 
 
 def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: float, frequency: float) -> F32:
-    """Logits after penalties.
+    """Return logits z after penalties.
 
-    For tokens in `seen` (prompt and output), positive logits are divided by `repetition` and others multiplied by it.
-    Then tokens in `output` lose `frequency` per occurrence and `presence` once.
+    For tokens in `seen` (prompt and output), a positive logit is divided by `repetition`, any other multiplied by it.
+    Then the logits of tokens in `output` decrease by `frequency` per occurrence, and once by `presence`.
     """
     z = z.copy()
     ids = np.unique(seen)
@@ -95,11 +99,11 @@ def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: fl
 
 
 def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
-    """The token ids that remain after the filters min-p, top-k and top-p, in this order. The most probable id comes
-    first; of equally probable ids, the smaller comes first.
+    """Return the token ids that remain after the filters min-p, top-k and top-p, which are applied in this order. The
+    most probable id comes first; of equally probable ids, the smaller comes first.
 
-    z are logits after temperature. min_p 0, top_k 0 and top_p 1 keep all. top_p keeps the shortest prefix with at least
-    the fraction top_p of the probability that min-p and top-k left, and at least one token.
+    z are logits after temperature. min_p = 0, top_k = 0 and top_p = 1 remove nothing. top_p keeps the fewest ids, at
+    least one, that have together the fraction top_p of the probability that min-p and top-k have left.
     """
     order: NDArray[np.intp] = np.argsort(-z, kind="stable")
     p = np.exp(z[order] - z[order[0]])
@@ -113,17 +117,17 @@ def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
 
 
 def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
-    """Draw a token: the first of `ids`, in ascending order, at which the cumulative softmax of z exceeds u."""
+    """Return the first of `ids`, in ascending order, at which the cumulative softmax of z exceeds u (0 <= u < 1)."""
     ids = np.sort(ids)
     mass = np.cumsum(np.exp(z[ids] - z[ids].max()), dtype=np.float64)
     return int(ids[np.searchsorted(mass, u * mass[-1], side="right")])
 
 
 SAMPLE = OperationSpec(
-    "takes the row's target token, if any. Otherwise applies penalties, bias, mask, temperature, min-p, top-k and "
-    "top-p, then samples with a random number from (seed, choice, position); of equal logits, the lower token id "
-    "ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, and its raw "
-    "log-softmax to LOGPROBS_OUT on rank 0",
+    "chooses a token for the row; if a prompt is scored, the token is given. Otherwise applies penalties, bias, mask, "
+    "temperature, min-p, top-k and top-p, then samples with a random number from (seed, choice, position); of equal "
+    "logits, the lower token id ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, "
+    "and its raw log-softmax to LOGPROBS_OUT on rank 0",
     Cut.ROWS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, d.model.vocab)),

@@ -1,7 +1,7 @@
-"""What an operation declares, and the parts that the declarations of several operations share.
+"""Defines what an operation declares, and helper functions for these declarations.
 
-The functions of an operation are given a phase `p`, a rank's sizes `d`, and `c`: the operands of some instructions, as
-columns with one element per instruction.
+In functions of an operation, `p` is a phase, `d` the sizes as one rank sees them, and `c` the operands of some
+instructions: a dict of columns with one element per instruction.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..opcodes import Result, Rows
 from ..phases import Phase
 from ..record import Column
 
-# A buffer's space, type (None: the compute type) and shape.
+# What a buffer contains: its purpose, its type (None means the compute type) and its shape.
 Contents = tuple[Space, Dtype | None, tuple[int, ...]]
 
 
 class Cut(Enum):
     """How the scheduler divides a phase into instructions.
 
-    NEVER  not at all; it adds control instructions where they are needed
-    RUNS   into runs of whole rows, of nearly equal length, enough for all workers
-    ROWS   into single rows
-    TILES  into tiles of rows x columns
-    SLOTS  into the attention slots of the step table
-    PLACES  into tiles of columns of each place where rows have results of experts
+    NEVER   not at all: these are control instructions, which the scheduler adds where they are needed
+    RUNS    into runs of whole rows, of nearly equal length, enough for all workers
+    ROWS    into single rows
+    TILES   into tiles of rows x columns
+    SLOTS   into as many instructions as the step table has lists of attention work (slots)
+    PLACES  into column tiles for each expert, or for each of a token's experts (see `Dims.by_expert`)
     """
 
     NEVER = 0
@@ -49,10 +49,9 @@ class Cut(Enum):
 class Cost:
     """The work of each instruction, as float64 columns. A multiply-add counts as two FLOPs.
 
-    `memory_bytes` counts the bytes of weights, KV cache and embeddings that must be read from main
-    memory once per step, even with perfect caches. It assumes that activations stay in caches.
-    Attention's cost depends on the step table and is zero here; `attention_cost` gives it for a
-    context length. Bytes sent to other ranks follow from the accesses (`link_bytes`).
+    `memory_bytes` counts the weights and embeddings that must be read from main memory once per step even with perfect
+    caches. Activations are assumed to stay in caches. The cost of attention depends on the step table and is zero here;
+    `attention_cost` gives it for a context length. `link_bytes` gives the bytes sent to other ranks.
     """
 
     matrix_flops: NDArray[np.float64]
@@ -67,25 +66,25 @@ def work(
     vector: NDArray[Any] | float = 0.0,
     memory: NDArray[Any] | float = 0.0,
 ) -> Cost:
-    """Return the cost of instructions with the operands `c`. A number counts for each of them."""
+    """The cost of the instructions with operands `c`. An argument is a column, or one number for every instruction."""
     shape = np.shape(next(iter(c.values()), ()))
     return Cost(*(np.broadcast_to(np.asarray(v, dtype=np.float64), shape) for v in (matrix, vector, memory)))
 
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """What one operation does, besides the facts in `Operation`.
+    """What one operation does. `Operation` declares its number, its colour and its operands.
 
-    `meaning`   for people, in terms of the phase's buffers; r is a row
-    `cut`       how the scheduler divides a phase
-    `accesses`  (p, c, d): the regions of buffers that the instructions read and write
-    `cost`      (p, c, d): the work of the instructions
-    `buffers`   (p, d): the contents of each buffer that a phase may name, by field of `Phase`. It must name them all,
-                except those in OPTIONAL.
-    `execute`   (context, *operands): what an instruction computes, in NumPy. It defines the results of the operation.
-    `rows`      (p): the rows that a phase may have
-    `results`   what a phase may do with its results
-    `paged`     whether the CUDA interpreter passes operands through shared-memory pages (`for_pages` in
+    `meaning`   a description for readers, in terms of the phase's buffers; r is a row
+    `cut`       how the scheduler divides a phase into instructions
+    `accesses`  (p, c, d): the buffer regions that the instructions read and write
+    `cost`      (p, c, d): the FLOPs and bytes of the instructions
+    `buffers`   (p, d): for each field of `Phase` that names a buffer, what this buffer contains. A phase must name all
+                of them, except those in OPTIONAL.
+    `execute`   (context, *operands): computes an instruction in NumPy, which defines the operation's results
+    `rows`      (p): the sets of rows that a phase may compute
+    `results`   what may happen to the results of a phase
+    `paged`     whether the CUDA interpreter loads operands through shared-memory pages (`for_pages` in
                 csrc/cuda/plan.h)
     """
 
@@ -100,12 +99,13 @@ class OperationSpec:
     paged: bool = False
 
 
-FIELDS = ("weights", "inputs", "output", "bias", "norm", "head_norm")  # of `Phase`, that name buffers
+# The fields of `Phase` that name buffers.
+FIELDS = ("weights", "inputs", "output", "bias", "norm", "head_norm")
 OPTIONAL = {"bias", "norm", "head_norm"}
 
 
 def control(meaning: str) -> OperationSpec:
-    """Declare an operation that computes nothing."""
+    """Declare a control operation, which computes nothing but affects when other instructions run."""
     return OperationSpec(
         meaning,
         Cut.NEVER,
@@ -120,7 +120,7 @@ def control(meaning: str) -> OperationSpec:
 
 
 def contents(buffer: Buffer, d: Dims) -> Contents:
-    """Return what a buffer has on the rank `d.rank`."""
+    """Return the purpose, type and shape that a buffer is declared with, on rank `d.rank`."""
     spec = BUFFERS[buffer]
     return spec.space, spec.dtype, spec.shape(d, 0)
 
@@ -130,7 +130,7 @@ def weights(*shape: int) -> Contents:
 
 
 def vector(*shape: int) -> Contents:
-    """Weights that stay in float32: scales and biases."""
+    """The contents of a weight buffer that stays in float32, such as norm scales and biases."""
     return Space.WEIGHT, Dtype.F32, shape
 
 
@@ -143,18 +143,19 @@ def logits(d: Dims) -> Contents:
 
 
 def partial_sums(d: Dims, width: int) -> Contents:
-    """The sums of all ranks that MATMUL stores with the result PARTIAL, and REDUCE adds."""
+    """The contents of a buffer of partial sums: `width` columns, and `own_rows` rows from each rank. Matmuls store
+    them, and REDUCE adds them."""
     return activations(d.split.tp * d.own_rows, width)
 
 
 def summed_weights(p: Phase, d: Dims) -> Contents:
-    """The weights of a phase that adds products made with them, such as those of all experts."""
+    """The weights of the matmul whose products the phase adds up, such as the down projections of all experts."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     return weights(*shape[:-2], weight_rows(p, d), p.inner(d.split))
 
 
 def weight_rows(p: Phase, d: Dims) -> int:
-    """Return the rows of each weight matrix, which are output columns of the phase; 0 if the weights are a vector."""
+    """The rows of each weight matrix, which are output columns of the phase; 0 if the weights are a vector."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     return (0, 0, *shape)[-2]
 
@@ -170,12 +171,12 @@ def box(
     rank: int | Column = OWN,
     share: float = 1.0,
 ) -> Access:
-    """Return an access to the columns `cols` of `buffer`, and to the rows that the operands `row` and `rows` give."""
+    """Return an access to columns [begin, end) = `cols` of `buffer`, and to the rows that the operands `c` give."""
     row = c["row"]
     first, end = (np.full_like(row, col) if isinstance(col, int) else col for col in cols)
     return Access(buffer, kind, row, row + c["rows"], first, end, rank=rank, share=share)
 
 
 def tile(c: Columns) -> tuple[Column, Column]:
-    """Return the first column of each tile, and the end of its columns."""
+    """Return the column range [begin, end) of each instruction's tile."""
     return c["col"], c["col"] + c["cols"]

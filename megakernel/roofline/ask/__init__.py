@@ -1,4 +1,4 @@
-"""The questions of `megakernel roofline ask`: each with its inputs, formula, source and function."""
+"""The questions that `megakernel roofline ask` answers, each with its inputs, formula, source and function."""
 
 from . import chips, networks, parallelism
 from .examples import EXAMPLES

@@ -9,22 +9,23 @@ from ...machine import OPERAND_BYTES, Hardware
 from .question import Figures, known, question
 
 _GHZ = 1e9
-# Figures that only these questions need: the parts of an SM, and link rates from datasheets of DGX, GH200 and GB200.
+# Figures that only these questions need: sizes of an SM, and rates of links to the host from datasheets.
 _REGISTERS_PER_SM, _WARPS_PER_SM, _THREADS_PER_WARP = 65536, 64, 32
-_MOST_REGISTERS = 256  # the maximum number of registers of one thread, according to the book
-# For each SM: the bytes of shared memory and L1 together, and the number of 32-bit registers.
+# The maximum number of registers of one thread, according to the book "How to Scale Your Model".
+_MOST_REGISTERS = 256
+# For each SM: the bytes of shared memory and L1 cache together, and the number of 32-bit registers.
 _ON_CHIP = {"h100": (262144, _REGISTERS_PER_SM), "tpu-v5p": (64e6, 32768)}
 _HOST_LINK_BYTES_PER_S = {"h100": 64e9, "gh200": 450e9, "gb200-nvl72": 900e9}
 
 
 def alpha_node(machine: Hardware) -> float:
-    """The number of FLOPs that a GPU can do per byte that it sends inside the node."""
+    """Return the number of FLOPs (bf16) that a GPU can do in the time in which it sends one byte inside its node."""
     return machine.flops_per_s("bf16") / machine.link.egress_bytes_per_s
 
 
 def alpha_beyond(machine: Hardware) -> float:
-    """The number of FLOPs that one GPU can do while its node sends a byte to other nodes. The rate is that of the whole
-    node, because a collective over several nodes sends an array only once per node."""
+    """Return the number of FLOPs (bf16) that a GPU can do in the time in which its whole node sends one byte to other
+    nodes. The node's rate counts, because a collective over several nodes sends each array out of a node only once."""
     return machine.flops_per_s("bf16") / machine.node.egress_bytes_per_s
 
 
@@ -132,7 +133,7 @@ def offload(machine: Hardware, bytes: float) -> Figures:
 
 
 def _times(machine: Hardware, math_s: float, moved_bytes: float) -> Figures:
-    """Return the times of arithmetic and of moving data, which overlap."""
+    """Return the seconds of arithmetic and of memory accesses, and the least time, which is the longer of the two."""
     moving_s = moved_bytes / machine.chip.hbm_bytes_per_s
     bound = "arithmetic" if math_s > moving_s else "memory"
     return {"least_s": max(math_s, moving_s), "arithmetic_s": math_s, "memory_s": moving_s, "bound": bound}

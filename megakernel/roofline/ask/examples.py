@@ -1,4 +1,4 @@
-"""Arguments of `megakernel roofline` that answer the numbered questions in docs/roofline.md with the book's figures."""
+"""Command lines that answer the numbered questions in docs/roofline.md with the figures of the book."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Questions about collectives and the networks that carry them. The formulas are exact: they keep the factor (N - 1) /
-N that the book drops. docs/roofline.md lists the differences. Link rates are in one direction."""
+"""Questions about collectives and networks. The formulas are exact: they keep the factor (N - 1) / N, which the book
+"How to Scale Your Model" drops. docs/roofline.md lists the differences. Link rates are in one direction."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from ..program_step import measured_s
 from .question import Figures, known, question
 
 _GATHER = "B (D - 1) S / (D max(Y, S) W), slowest level: degree D, S GPUs and link W per child, Y inner ways"
-# The book's measurement of an in-network all-reduce of eight H100s.
+# An all-reduce of eight H100s with additions in the switches, as measured by the book "How to Scale Your Model".
 _IN_NETWORK_ON, _IN_NETWORK_BUS_BYTES_PER_S = "h100", 480e9
-# The number of leaf switches in a scalable unit of NVIDIA's SuperPOD reference designs. The number for GB200 is
-# the one that full bisection bandwidth requires.
+# The number of leaf switches in one unit of NVIDIA's SuperPOD reference designs. The number for GB200 is the one that
+# full bisection bandwidth requires.
 LEAF_SWITCHES_PER_UNIT = {"h100": 8, "b200": 8, "gb200-nvl72": 18}
 SWITCH_PORTS = 64
-# How many of a GPU's links go to each switch of its node.
+# The number of a GPU's links to each switch of its node.
 LINKS_PER_SWITCH = {"a100": (2,) * 6, "h100": (5, 4, 4, 5), "h800": (3,) * 4, "b200": (9, 9), "gb200-nvl72": (1,) * 18}
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each network level of an all-gather (or reduce-scatter) takes, innermost level first. A
-    level connects D children (GPUs, or groups of GPUs). Each child has S GPUs and a link of W bytes/s. The level takes
-    B (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array, and Y = `inner` is the
-    number of shards along another axis. The slowest level determines the time of the collective."""
+    """Return the seconds that each level of a network needs for an all-gather or a reduce-scatter, from inside a node
+    outwards.
+
+    A level connects D children (GPUs, or groups of GPUs), each with S GPUs and a link of W bytes/s. It needs B (D - 1)
+    S / (D max(Y, S) W) seconds. B is `array_bytes`, the size of the whole array, and Y = `inner` is the number of GPUs
+    among which the array is divided along another axis. The slowest level determines the time.
+    """
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each network level of an all-reduce with in-network reduction takes: the link of each
-    child (see `level_seconds`) carries the child's share of the array once in each direction."""
+    """Return the seconds that each level of a network needs for an all-reduce if the switches add: the link of each
+    child carries the child's share of the array once in each direction. The arguments are those of `level_seconds`."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
@@ -64,7 +67,7 @@ def all_reduce(machine: Hardware, bytes: float, gpus: int, inner: int = 1, in_ne
     if not in_network:
         return found | {"measured_s": measured_s(bytes, machine, gpus)}
     seen = machine.name == _IN_NETWORK_ON and gpus == machine.node.gpus
-    part = 2 * (gpus - 1) / gpus  # bus bandwidth is defined by the bytes that a ring all-reduce sends
+    part = 2 * (gpus - 1) / gpus  # bus bandwidth counts the bytes that a ring all-reduce would send
     return found | {
         "gain": max(ring) / max(added),
         "measured_best_s": part * bytes / _IN_NETWORK_BUS_BYTES_PER_S if seen else None,
@@ -85,7 +88,7 @@ def all_to_all(
     seconds, children = [], 1
     for level in reversed(levels):
         children *= level.degree
-        # One copy goes to each child with a receiver, and a router may restrict the nodes, so that fewer copies leave.
+        # A row is sent once to each child with a receiver. A router may restrict the receivers to a few nodes.
         sent = min(copies or 1, nodes if nodes and level.child_gpus > 1 else children, children)
         seconds.append(array * sent * (children - 1) / (children**2 * level.child_bytes_per_s))
     return _levelled(levels, seconds[::-1])
@@ -119,9 +122,9 @@ def levels(machine: Hardware, gpus: int) -> Figures:
     formula="a fat tree with full bisection: half of a leaf's ports go up; a core layer if a spine has too few ports",
 )
 def switches(machine: Hardware, gpus: int) -> Figures:
-    """The network is built from whole SuperPOD units. Half of each leaf switch's ports go up to spine switches. These
-    two levels suffice if a spine switch has a port for each leaf switch. Otherwise, half of each spine switch's ports
-    go up to a core layer."""
+    """The network consists of whole SuperPOD units. Half of each leaf switch's ports lead up to spine switches. If a
+    spine switch has too few ports for all leaf switches, half of its ports lead up to a third level of core switches.
+    """
     fabric = machine.fabric
     if fabric is None:
         raise MegakernelError(f"the network between nodes of {machine.name} is not described")
@@ -130,7 +133,7 @@ def switches(machine: Hardware, gpus: int) -> Figures:
     leaves = units * known(LEAF_SWITCHES_PER_UNIT, machine, "the number of leaf switches")
     spines = cores = 0
     if units > 1:
-        spines = leaves // 2  # each has as many ports as the leaves that it serves have ports to spines
+        spines = leaves // 2  # half of a leaf's ports lead up, and all of a spine's ports lead down
         cores = spines if leaves > SWITCH_PORTS else 0
         spines += cores
     found = {
@@ -171,7 +174,7 @@ def _levels(machine: Hardware, gpus: int) -> tuple[Level, ...]:
 
 
 def _levelled(levels: Sequence[Level], seconds: Sequence[float]) -> Figures:
-    """Combine the times of several network levels: the time of the slowest level is the result."""
+    """Combine the seconds that each level of a network needs. The time of the slowest level is the result."""
     longest = max(range(len(levels)), key=lambda i: seconds[i])
     each = {f"{level.name}_s": s for level, s in zip(levels, seconds, strict=True)}
     return {"least_s": seconds[longest], "bound": f"the {levels[longest].name} level", **each}

@@ -1,8 +1,10 @@
-"""Questions about a model on many GPUs: the limits of each kind of parallelism.
+"""Questions about a model on many GPUs: the limits of data, tensor, expert and pipeline parallelism.
 
-The formulas compare the arithmetic of one layer, an MLP x[B, D] W_in[D, F] W_out[F, D] in bf16, with its communication.
-The forward pass takes 4 B D F FLOPs, and the backward pass 8 B D F. X, Y and Z GPUs share the layer by data, tensor and
-expert parallelism. C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and alpha = C / W."""
+The formulas compare the arithmetic of one layer with its communication. The layer is an MLP, x[B, D] W_in[D, F]
+W_out[F, D], in bf16. Its forward pass takes 4 B D F FLOPs, and its backward pass 8 B D F. X, Y and Z are the numbers of
+GPUs for data, tensor and expert parallelism, C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and
+alpha = C / W.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from .chips import alpha_beyond, alpha_node
 from .question import Figures, question
 
 _DAY_S = 86400.0
-_STATE_BYTES = 10.0  # bytes per parameter: bf16 weights, and Adam's two moments in fp32
-_FLOPS_PER_TOKEN = 6  # FLOPs per token and parameter in training: two in the forward pass, four in the backward pass
+_STATE_BYTES = 10.0  # bytes per parameter in training: bf16 weights, and Adam's two moments in fp32
+_FLOPS_PER_TOKEN = 6  # FLOPs per token and parameter in training: two forward, four backward
 
 
 @question(
@@ -27,7 +29,7 @@ _FLOPS_PER_TOKEN = 6  # FLOPs per token and parameter in training: two in the fo
 def data_parallel(
     machine: Hardware, tokens: int | None = None, gpus: int = 1024, ways: int = 1, experts: int = 1, active: int = 1
 ) -> Figures:
-    """The backward pass has 8 B D F / (X C) seconds of arithmetic and 8 D F / W seconds of communication."""
+    """The backward pass computes for 8 B D F / (X C) seconds, and exchanges gradients in 8 D F / W seconds."""
     _experts(experts, active)
     members = gpus // ways
     if members < 2 or gpus % ways:
@@ -60,7 +62,7 @@ def data_parallel(
     formula="Y < F / alpha; over exactly two nodes Y < F / alpha + a node's GPUs",
 )
 def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Figures:
-    """The forward pass has 4 B D F / (Y C) seconds of arithmetic and 4 B D / W seconds of communication."""
+    """The forward pass has 4 B D F / (Y C) seconds of arithmetic, and exchanges activations in 4 B D / W seconds."""
     node, beyond, gpus = alpha_node(machine), alpha_beyond(machine), machine.node.gpus
     found: Figures = {
         "in_a_node_ways": ffn / node,
@@ -79,8 +81,8 @@ def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Fig
     formula="4 B k D F / (Z C) against 4 B D (Z - S) min(S k / Z, 1) / (W Z), S a node's GPUs; F > S alpha for Z >> k",
 )
 def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figures:
-    """The communication is two sparse all-to-alls. The minimum is there because a token's row is sent to at most k of
-    the Z / S nodes."""
+    """The communication is two all-to-alls, which send tokens to their experts and back. A token is sent to at most k
+    of the Z / S nodes, where k is `active`, the number of experts of a token, and S is the number of GPUs of a node."""
     node, beyond = machine.node.gpus, alpha_beyond(machine)
     if gpus <= node:
         raise MegakernelError(f"{gpus} GPUs fit in one node: use --gpus above {node}")
@@ -138,7 +140,7 @@ def training(machine: Hardware, parameters: float, tokens: float, gpus: int, uti
     formula="expected (1 - (1 - 1/Z)^k) (1 - 1/Z), approximately min(k/Z, 1) (1 - 1/Z)",
 )
 def experts(experts: int, active: int) -> Figures:
-    """Each of Z GPUs has one expert, and each token chooses k of them at random."""
+    """Each of Z = `experts` GPUs has one expert, and each token chooses k = `active` of them at random."""
     _experts(experts, active)
     away = 1 - 1 / experts
     return {"expected": (1 - away**active) * away, "approximate": min(active / experts, 1.0) * away}

@@ -1,4 +1,4 @@
-"""The questions that the roofline answers: each with its inputs, formula, source and function."""
+"""Defines a question of `megakernel roofline ask`: its inputs, its formula, the formula's source, and its function."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ...errors import MegakernelError
 from ...machine import Hardware
 
-# The names of figures end in their unit: _s, _bytes, _bytes_per_s, _flops_per_s, _flops. Figures without a unit are
-# counts, fractions or words.
+# The results of a question by name. A name ends in the unit of its value: _s, _bytes, _bytes_per_s, _flops_per_s or
+# _flops. Values without a unit are counts, fractions or words.
 Figures = dict[str, float | int | str | bool | None]
 Kind = Literal["machine", "count", "amount", "word", "flag"]
 
@@ -24,8 +24,7 @@ NEEDED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Input:
-    """An argument of a question. Without a `default` it is required. A default of None means that the function
-    chooses."""
+    """An argument of a question. Without `default`, it is required. If that is None, the function chooses."""
 
     name: str
     kind: Kind
@@ -35,8 +34,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of `megakernel roofline ask`. `numbers` are the numbers of the worked questions in docs/roofline.md
-    that can be answered with it."""
+    """A question of `megakernel roofline ask`. `numbers` are those questions in docs/roofline.md that it can answer."""
 
     name: str
     what: str
@@ -95,7 +93,7 @@ def question(name: str, *numbers: int, what: str, formula: str, source: str = BO
 
 
 def known(table: Mapping[str, float], machine: Hardware, what: str) -> Any:
-    """Return the machine's figure in `table`. Raises MegakernelError if there is none; `what` describes the figure."""
+    """The value for `machine` in `table`. Raises MegakernelError if there is none; `what` describes the value."""
     if machine.name not in table:
         raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(table)}")
     return table[machine.name]

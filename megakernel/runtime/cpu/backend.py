@@ -1,4 +1,4 @@
-"""The CPU backend: it runs the workers of all ranks on threads of this process."""
+"""The CPU backend. It runs the workers of all ranks on threads of this process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .target import MOST_HEAD_DIM
 
 
 class CpuBackend:
-    """One model's weights and KV pool on this machine's cores. It runs at most one launch at a time.
+    """Executes programs on this machine's cores, with one model's weights and one KV cache.
 
-    `dims` gives the model, ranks, page size and limits. Its numbers of rows are not used, because each program has its
-    own. With `null`, everything but the arithmetic is executed (no weights are read, every token is 0). `threads`
-    defaults to the usable cores. A launch without progress for `deadlock_s` seconds ends with an error that names a
-    blocked instruction.
+    `dims` gives the model, ranks, page size and limits; its numbers of rows do not count, because each program has its
+    own. With `null`, everything but the arithmetic is executed: no weights are read, and every token is 0. `threads` is
+    by default the number of usable cores. If a launch makes no progress for `deadlock_s` seconds, it ends with an error
+    that names a blocked instruction.
     """
 
     def __init__(
@@ -55,21 +55,24 @@ class CpuBackend:
             or dims.model.head_dim > MOST_HEAD_DIM
         ):
             raise MegakernelError(
-                "the cpu backend needs a page size that is a multiple of 16 and divides the KV block, and a head size "
-                f"that is a multiple of 8 and at most {MOST_HEAD_DIM}"
+                f"the cpu backend needs KV pages of a multiple of 16 tokens that divides {dims.bucket.kv_block}, not "
+                f"of {dims.bucket.kv_page}, and heads of a multiple of 8 elements up to {MOST_HEAD_DIM}, not of "
+                f"{dims.model.head_dim}"
             )
         self.name = "null" if null else "cpu"
         self.dims = dims
         self.pages = pages
         self.threads = threads or cpu_count()
-        # The handle of each loaded program, by the program's id. A program is kept alive, so that no other gets its id.
+        # Each loaded program and its handle in the native library, by the program's id(). While the program is kept, no
+        # other object can have this id.
         self._programs: dict[int, tuple[Program, int]] = {}
         self._running: _Launch | None = None
         self._closed = False
         self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, in the buffer's declared shape. Packed matrices have no view.
+        """Return a view of a rank's copy of a buffer, in the shape that the buffer is declared with. Matrices have no
+        view, because they are stored in another layout.
 
         The view may have more rows than a program uses. All ranks share one copy of the output buffers.
         """
@@ -77,7 +80,7 @@ class CpuBackend:
 
     @property
     def link_bytes(self) -> NDArray[np.int64]:
-        """For each rank, the bytes that it has stored in other ranks' copies of buffers since the backend was made."""
+        """The bytes that each rank has stored in other ranks' copies of buffers since the backend was created: [tp]."""
         return np.array([self._ranks.link_bytes(rank) for rank in range(self.dims.split.tp)], np.int64)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
@@ -85,7 +88,7 @@ class CpuBackend:
             write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> _Launch:
-        """Begin to execute one step. The previous launch must have ended, by `wait` or `abort`."""
+        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`."""
         if self._running is not None:
             raise MegakernelError("the previous launch has not ended: wait for it or abort it")
         if self._closed:
@@ -105,7 +108,7 @@ class CpuBackend:
         return self.start(program, table, trace=trace).wait()
 
     def close(self) -> None:
-        """Abort a running launch; release threads and weights. Further launches are errors."""
+        """Abort a running launch, and release threads and weights. Further launches are errors."""
         if self._running is not None:
             self._running.abort()
         self._closed = True
@@ -113,7 +116,7 @@ class CpuBackend:
         self._ranks.close()
 
     def _load(self, program: Program) -> int:
-        """Return a program's handle. The first call checks and copies the program, and enlarges buffers for it."""
+        """A program's handle. The first call for a program checks it, copies it, and enlarges buffers if necessary."""
         if id(program) not in self._programs:
             self._ranks.fit(program.dims)
             self._programs[id(program)] = program, self._ranks.load(program)
@@ -122,7 +125,8 @@ class CpuBackend:
     # -- for tests
 
     def execute(self, instruction: Records, layer: int, table: StepTable, forward: Forward, rank: int = 0) -> None:
-        """Run one record's work (for attention, all of its items) on a rank's buffers, without waits and signals."""
+        """Run the work of one instruction record on a rank's buffers, without its waits and signals, for tests. An
+        attention instruction runs all of its items."""
         self._ranks.fit(table.dims)
         self._ranks.execute(table.dims.on(rank), table.words, instruction, layer, forward)
 
@@ -137,7 +141,7 @@ class _Launch:
         self._backend, self._ranks = backend, backend._ranks
         self._program, self._table, self._traced = program, table, trace
         self._begun = 0.0
-        self._handle: int | None = None  # the program's, once the launch has begun
+        self._handle: int | None = None  # handle of the program, from the start of the launch on
 
     def begin(self, handle: int) -> None:
         """Start all ranks."""
@@ -146,7 +150,7 @@ class _Launch:
         self._ranks.start(handle, self._table.words, self._traced)
 
     def wait(self) -> Output:
-        """Wait for the end and return the output, with the time until the end was noticed. Call it once."""
+        """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once."""
         try:
             self._finish()
         except BaseException:
@@ -160,13 +164,13 @@ class _Launch:
         return Output(tokens, logprobs, logits, hidden, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
-        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended."""
+        """Stop the launch, whose output is then lost, and return when it has stopped. Does nothing if it has ended."""
         if self._backend._running is not self:
             return
         try:
             if self._handle is not None:
                 self._ranks.abort()
-                with suppress(MegakernelError):  # the error says only that the launch was stopped
+                with suppress(MegakernelError):  # the error only says that the launch was stopped
                     self._finish()
                 self._ranks.reset(self._handle)
         finally:

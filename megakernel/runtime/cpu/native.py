@@ -1,4 +1,4 @@
-"""Python declarations (ctypes) of csrc/cpu/api.cpp, and the machine probes."""
+"""Declares the functions and structs of csrc/cpu/api.cpp for ctypes, and measures this machine's maximum rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _I32, _I64, _DOUBLE = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
 class CDims(ctypes.Structure):
-    """`mk::Dims` of csrc/common/isa.h."""
+    """The C++ struct `mk::Dims` of csrc/common/isa.h."""
 
     _fields_ = tuple((name, ctypes.c_float if kind is float else _I32) for name, kind in DIM_FIELDS)
 
@@ -27,13 +27,13 @@ class CDims(ctypes.Structure):
 
 
 class CPart(ctypes.Structure):
-    """`mk::Part` of csrc/cpu/packing.h."""
+    """The C++ struct `mk::Part` of csrc/cpu/packing.h."""
 
     _fields_ = (("dtype", _I32), ("rows", _I64), ("data", _POINTER))
 
 
 class CMatrix(ctypes.Structure):
-    """`mk::Matrix` of csrc/cpu/packing.h."""
+    """The C++ struct `mk::Matrix` of csrc/cpu/packing.h."""
 
     _fields_ = (
         ("stacked", _I64), ("matrices", _I64), ("rows", _I64), ("k", _I64), ("part_count", _I64), ("parts", _POINTER)
@@ -41,23 +41,24 @@ class CMatrix(ctypes.Structure):
 
     @classmethod
     def of(cls, stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
-        """Describe matrices of `shape` [..., rows, k], `stack` times, by (type, rows, address) of each part."""
+        """Describe `stack` matrices of `shape` [..., rows, k], which consist of parts (type, rows, address)."""
         matrices, rows, k = (1, *shape)[-3:]
         made = (CPart * len(parts))(*(CPart(*part) for part in parts))
         matrix = cls(stack, matrices, rows, k, len(parts), ctypes.addressof(made))
-        matrix.held = made  # keeps the memory alive as long as the matrix
+        matrix.held = made  # keep the arrays alive as long as the matrix, which has their addresses
         return matrix
 
 
 class CPanel(ctypes.Structure):
-    """`mk::Panel` of csrc/cpu/packed.h: 16 columns of a packed matrix, which is found through a table of its panels."""
+    """The C++ struct `mk::Panel` of csrc/cpu/packed.h. A packed matrix is divided into panels of 16 columns, and a
+    table of Panel structs says where each panel is."""
 
     COLUMNS = 16
     _fields_ = (("data", _POINTER), ("dtype", _I64))
 
 
 class CProgram(ctypes.Structure):
-    """`mk::ProgramSource` of csrc/cpu/program.h."""
+    """The C++ struct `mk::ProgramSource` of csrc/cpu/program.h."""
 
     _fields_ = (
         ("dims", ctypes.POINTER(CDims)),
@@ -102,7 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the native library, which the first call loads. Calls of its functions release the GIL."""
+    """Return the native library, which is loaded by the first call. Its functions release Python's GIL."""
     lib = load()
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -116,12 +117,12 @@ def error() -> MegakernelError:
 
 
 def requested_simd() -> bytes:
-    """The value of MEGAKERNEL_SIMD (portable, avx2, avx512 or avx512bf16). Empty means the widest possible."""
+    """The value of MEGAKERNEL_SIMD: portable, avx2, avx512 or avx512bf16; empty means the widest that the CPU has."""
     return os.environ.get("MEGAKERNEL_SIMD", "").encode()
 
 
 def simd() -> str:
-    """The name of the SIMD path in use."""
+    """Return the name of the instruction set (SIMD) in use."""
     name = library().mk_simd(requested_simd())
     if name is None:
         raise error()
@@ -129,21 +130,21 @@ def simd() -> str:
 
 
 def clock_cost() -> float:
-    """The seconds that reading a trace's clock takes."""
+    """Return the seconds that one read of the clock takes, which traces use."""
     return float(library().mk_clock_cost())
 
 
 def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
-    """Measure the bytes per second at which threads read `size` bytes of memory, in the best of several passes."""
+    """Measure the bytes/s at which threads together read `size` bytes of memory, in the best of several passes."""
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 
 def probe_fma(threads: int, seconds: float = 0.5, *, integers: bool = False) -> float:
-    """Measure the fastest multiply-adds that kernels use, on `threads` threads, and return the FLOP per second of the
-    best of several passes, or with `integers` the operations per second on 8-bit integers.
+    """Measure the FLOP/s of multiply-adds on `threads` threads, with the fastest instructions that matmuls use, or with
+    `integers` their operations/s on 8-bit integers. Returns the best of several passes.
 
-    Sums are float32. On a processor with instructions for pairs of bfloat16 values, the kernels use
-    these, which are nearly twice as fast. Otherwise they widen weights to float32.
+    Sums are float32. On a processor with instructions for pairs of bfloat16 values, matmuls use these, which are nearly
+    twice as fast. Otherwise they convert weights to float32.
     """
     return _checked(library().mk_probe_fma(requested_simd(), integers, threads, seconds))
 

@@ -1,4 +1,4 @@
-"""Python's side of the native library's ranks: it packs weights, allocates other buffers, loads and starts programs."""
+"""The Python side of the native CPU library: packs weights, allocates buffers, loads and starts programs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SLICE_MS = 50
 
 
 class CpuRanks:
-    """All ranks of a model, with their buffers, executed by `threads` threads of this process.
+    """All ranks of a model and their buffers, executed by `threads` threads of this process.
 
-    A launch that still runs when this object is collected or when Python ends is aborted.
+    If a launch still runs when Python deletes this object, or when Python exits, the launch is aborted.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CpuRanks:
         self._ranks = [dims.on(rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
-        # Whether the LM head uses rows of the packed embeddings instead of memory of its own.
+        # Whether the LM head shares the memory of the embedding table: they are equal and have one type.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
         self._programs: list[int] = []  # handles
@@ -77,17 +77,17 @@ class CpuRanks:
                         self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank].split))
 
     def _tie(self, rank: int) -> None:
-        """Make the rank's LM head point to the rank's rows of the packed embeddings."""
+        """Make the rank's LM head use the rank's rows of the packed embedding table."""
         panels = self._ranks[rank].split.first_vocab // native.CPanel.COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
     def _pack(self, rank: int, buffer: Buffer, layer: int, rows: Sequence[WeightRows]) -> None:
-        """Pack and bind the rank's part of a matrix."""
+        """Store the rank's part of a matrix in the layout for matmuls, and give its address to the engine."""
         shape = self._shape(rank, buffer)
         parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % max(shape[-2], 1) % native.CPanel.COLUMNS).any():  # a panel of columns would mix rows of two parts
+        if (ends % max(shape[-2], 1) % native.CPanel.COLUMNS).any():  # a panel of columns would have rows of two parts
             kinds = {part.dtype for part in parts}
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)
@@ -99,18 +99,19 @@ class CpuRanks:
             raise native.error()
 
     def _put(self, rank: int, buffer: Buffer, layer: int, array: NDArray[np.generic]) -> None:
-        """Store and bind the rank's part of one or several vectors."""
+        """Store the rank's part of a buffer of vectors, and tell the native engine where it is."""
         shape = self._shape(rank, buffer)
         if layer == 0:
             self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *shape), array.dtype))
         self._arrays[rank, buffer][layer] = array.reshape(shape)
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """Return the rank whose copy of a buffer `rank` uses: 0 if all ranks share one copy, otherwise `rank`."""
+        """Return the rank whose copy of a buffer `rank` uses: 0 if all share one copy, otherwise `rank`."""
         return 0 if self._shared(buffer) else rank
 
     def _shared(self, buffer: Buffer) -> bool:
-        """Whether ranks share one copy: of a weight that each needs whole, or an output, whose rows have one writer."""
+        """Whether all ranks share one copy of a buffer. They share weights that every rank needs as a whole, and
+        outputs, because each row of an output is written by one rank."""
         space, whole = BUFFERS[buffer].space, self._whole(buffer)
         return space is Space.OUTPUT or (
             space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)
@@ -124,11 +125,11 @@ class CpuRanks:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all packed matrices of these ranks."""
+        """The bytes of all packed matrices of all ranks."""
         return int(self._lib.mk_weight_bytes(self._engine))
 
     def _bytes(self, rank: int, buffer: Buffer) -> float:
-        """The bytes of a rank's copy of a buffer, all layers together."""
+        """Return the bytes of a rank's copy of a buffer, all layers together."""
         kept = self._storage.get(buffer)
         bits = kept.bits(self._whole(buffer)[-1]) if kept else BUFFERS[buffer].resolve_dtype(self.dims.model).bits
         return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
@@ -153,7 +154,7 @@ class CpuRanks:
     # -- buffers
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs with the sizes `dims`. Activations and outputs may be lost."""
+        """Make room for programs with the sizes `dims`. The contents of activations and outputs may be lost."""
         self._grow((Space.ACTIVATION, Space.OUTPUT), dims)
 
     def _grow(self, spaces: Collection[Space], dims: Dims) -> None:
@@ -171,24 +172,24 @@ class CpuRanks:
                 self.bind(rank, buffer, _aligned(shape, kind) if own else self._arrays[0, buffer])
 
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
-        """Use `array`, whose first axis is the layer, as the rank's copy of a buffer."""
+        """Use `array` [layers, ...] as the rank's copy of a buffer, and give its address to the engine."""
         self._arrays[rank, buffer] = array
         for layer in _layers(buffer, self.dims):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, perhaps with more rows than a program uses; none of packed matrices."""
+        """A view of a rank's copy of a buffer, perhaps with more rows than needed. Packed matrices have none."""
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
 
     # -- programs and launches
 
     def load(self, program: Program) -> int:
-        """Copy a program into the library and return its handle."""
+        """Copy a program into the native library, and return its handle there."""
         check_arrays(program)
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
-        # These arrays must exist until mk_load_program returns, because it copies them.
+        # Python must keep these arrays until mk_load_program has copied them.
         arrays = [
             [np.ascontiguousarray(a, dtype=np.int32) for a in group]
             for group in (
@@ -226,14 +227,15 @@ class CpuRanks:
             raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
 
     def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
-        """Begin a launch. This call copies the step table's words."""
+        """Start a launch with the step table `words`, which the call copies."""
         if self._lib.mk_launch_start(self._engine, handle, words.ctypes.data, trace):
             raise native.error()
 
     def wait(self) -> bool:
         """Wait at most 50 ms, and return whether the launch has ended.
 
-        If it was aborted or made no progress, raises MegakernelError, which names the blocked wait; then call `reset`.
+        Raises MegakernelError, which names a blocked wait, if the launch was aborted or made no progress. Call `reset`
+        then.
         """
         status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
         if status < 0:
@@ -241,19 +243,19 @@ class CpuRanks:
         return bool(status == 0)
 
     def abort(self) -> None:
-        """Stop the launch soon; `wait` returns when it has stopped."""
+        """Tell the launch to stop. `wait` returns when it has stopped."""
         self._lib.mk_abort(self._engine)
 
     def reset(self, handle: int) -> None:
-        """Reset counters after a failed launch."""
+        """Reset the program's counters after a failed launch."""
         self._lib.mk_reset(self._engine, handle)
 
     def link_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank has stored in other ranks' copies of buffers so far."""
+        """Return the bytes that a rank has stored in other ranks' copies of buffers since the start."""
         return int(self._lib.mk_link_bytes(self._engine, rank))
 
     def intervals(self) -> tuple[Intervals, int]:
-        """The last trace's intervals in ns, sorted by rank, worker and begin, and the number that found no room."""
+        """The intervals of the last trace, in ns, sorted by rank, worker and begin, and how many more did not fit."""
         dropped = ctypes.c_int64()
         count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
         intervals = np.zeros(max(count, 0), dtype=DTYPE)
@@ -262,7 +264,7 @@ class CpuRanks:
         return intervals, dropped.value
 
     def execute(self, dims: Dims, words: NDArray[np.int32], instruction: Records, layer: int, forward: Forward) -> None:
-        """Run one record's work for rank `dims.rank`, without its waits and signals."""
+        """Run the work of one instruction record on rank `dims.rank`, without its waits and signals, for tests."""
         record = np.ascontiguousarray(instruction, dtype=np.int32)
         phases = forward.words(dims)
         self._lib.mk_execute(
@@ -275,18 +277,19 @@ class CpuRanks:
         )
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction of a segment (its index) in every traced launch; 0 seconds turn it off."""
+        """Delay one instruction by `seconds` in every traced launch, for tests; 0 ends this. `segment` is an index, and
+        `record` the instruction's number in the trace."""
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:
-        """Abort a running launch; release threads, programs and weights."""
+        """Abort a running launch, and release threads, programs and weights."""
         self._end()
         self._engine = None
 
 
 def _end(lib: ctypes.CDLL, process: int, engine: int, programs: list[int], memory: object) -> None:
-    """End a native engine. `memory` is not used: while this call has it, the arrays that the engine's
-    threads access are not freed. In a fork of `process`, which has no such threads, this function does nothing.
+    """Destroy a native engine. The argument `memory` only keeps the arrays alive that the engine's threads access,
+    until this call ends. Does nothing in a fork of the process `process`, because a fork does not have these threads.
     """
     if os.getpid() != process:
         return
@@ -309,7 +312,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.
 
 
 def _available_memory() -> int:
-    """Return the number of bytes that can be allocated without swapping and within a cgroup v2 memory limit."""
+    """Return the number of bytes that can be allocated without swapping, and within the limit of a cgroup v2."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024

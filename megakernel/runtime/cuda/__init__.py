@@ -1,1 +1,1 @@
-"""Runs programs on Hopper GPUs. The package cuda-python is imported only when it is used."""
+"""Runs programs on Hopper GPUs. The package cuda-python is imported only when a GPU is used."""

@@ -1,7 +1,7 @@
-"""Finds out whether this machine can run the CUDA interpreter, and if not, what is missing.
+"""Finds out whether this machine can run the CUDA interpreter, and what is missing if it cannot.
 
-It asks the driver through ctypes before it imports any CUDA package, because calls of these packages
-raise or hang if there is no driver.
+The driver is asked through ctypes before any CUDA package is imported, because without a driver, calls of these
+packages fail or hang.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from ...errors import MegakernelError
 from ...machine import MACHINES, Machine
 
-CAPABILITY = (9, 0)  # sm_90a code runs on no other GPU
-DRIVER = 13000  # CUDA version of the oldest driver that loads the output of a CUDA 13 compiler
+CAPABILITY = (9, 0)  # the interpreter is compiled for sm_90a, which no other GPU runs
+DRIVER = 13000  # oldest driver, as a CUDA version, that loads code of a CUDA 13 compiler
 DRIVER_NAME = "580"
 INSTALL = "pip install 'megakernel[cuda]'"
 
@@ -36,10 +36,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The GPUs as the driver reports them. `missing` says in one sentence why no GPU is usable; None if one is."""
+    """What the driver reports. `missing` says in one sentence why no GPU can be used; it is None if one can."""
 
     version: int  # the driver's CUDA version, 1000 * major + 10 * minor; 0 without a driver
-    devices: tuple[Device, ...]  # all GPUs, usable or not
+    devices: tuple[Device, ...]  # all GPUs, also those that cannot be used
     missing: str | None
 
     @property
@@ -91,7 +91,7 @@ def _device(lib: ctypes.CDLL, ordinal: int) -> Device:
 
 @functools.cache
 def missing() -> str | None:
-    """Why the cuda backend cannot run here, in one sentence with the remedy; None if it can."""
+    """Return one sentence that says why the cuda backend cannot run here, and what to do; None if it can run."""
     if (lack := driver().missing) is not None:
         return lack
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -106,13 +106,13 @@ def missing() -> str | None:
 
 
 def require() -> None:
-    """Raise MegakernelError unless the cuda backend can run here."""
+    """Raise MegakernelError if the cuda backend cannot run here."""
     if (lack := missing()) is not None:
         raise MegakernelError(f"the cuda backend cannot run here: {lack}")
 
 
 def machine(ranks: int) -> Machine:
-    """One rank's share of this machine: a GPU if there are enough, otherwise an equal part of the first GPU's SMs."""
+    """Return one rank's device: a GPU if there are enough, otherwise an equal part of the first GPU's SMs."""
     require()
     devices = driver().usable
     device = devices[0]

@@ -1,4 +1,4 @@
-"""The CUDA backend: all ranks on Hopper GPUs. A step is one cooperative launch, with one persistent block per SM."""
+"""The CUDA backend: all ranks on Hopper GPUs. A step is one cooperative launch with one thread block per SM."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .tracing import Tracing
 from .weights import load_weights
 
 _TIMEOUT_S = 10.0
-_SPIN_S = 2e-3  # poll without pauses for this long, which covers a decode step; then poll with pauses
+_SPIN_S = 2e-3  # the host polls without pauses for this time, which covers a decode step
 _NAP_S = 50e-6
 _STOP_S = 5.0
-# The host gives up after this multiple of the time limit of the device's watchdog. The watchdog
-# notices only waits, not an operation that never completes.
+# The host gives up after this multiple of the time limit of the watchdog on the GPU. The watchdog notices only waits,
+# not a hardware operation that never completes.
 _PATIENCE = 4
 
 
@@ -41,15 +41,16 @@ def _nothing(streams: int) -> Segment:
 
 
 class DeviceRows:
-    """LOGITS or Y of the last launch. Rows are copied to the host when they are read, because most steps need none."""
+    """The logits, or the hidden states (Y), of the last launch. A row is copied to the host only when it is read,
+    because most steps need none."""
 
     def __init__(self, heap: Heap, dims: Dims, buffer: Buffer) -> None:
         self._heap, self._dims, self._buffer = heap, dims, buffer
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
-        """Indexes like an array [rows, columns]; the first index is a row, a slice or a list of rows."""
+        """Return rows as an array [rows, columns] would. The first index is a row, a slice, or a list of rows."""
         count, columns = BUFFERS[self._buffer].shape(self._dims, 0)
-        # Only the rank that sampled a row has its logits. Every rank has all rows of Y.
+        # Only the rank that sampled a row has its logits. Of the hidden states, Y, every rank has all rows.
         rank_rows = self._dims.own_logit_rows if self._buffer is Buffer.LOGITS else count
         first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
         wanted = np.arange(count)[first]
@@ -64,17 +65,17 @@ class DeviceRows:
 
 
 class CudaBackend:
-    """One model's weights and KV pool on this machine's GPUs.
+    """Executes programs on this machine's GPUs, with one model's weights and one KV cache.
 
-    `dims` gives the model, ranks, page size and limits; its fields for a program's sizes (the bucket) are not used. A
-    wait that exceeds `timeout_s` seconds ends the launch with an error that names the wait. If a launch takes several
-    times as long and does not stop, its GPUs are lost: until the process ends, every later call raises an error. With
-    `by_phases`, a step runs as a CUDA graph with one kernel launch per phase; the results are bit-identical. With
-    `pipelined` off, a block fetches an instruction only when the previous instruction has ended.
+    `dims` gives the model, ranks, page size and limits; its numbers of rows do not count, because each program has its
+    own. If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch
+    takes several times as long and does not stop, its GPUs are lost: every later call raises an error until the process
+    ends. With `by_phases`, a step runs as a CUDA graph with one kernel launch per phase (operation); the results are
+    bit-identical. If `pipelined` is off, a thread block fetches an instruction only when the previous one has ended.
 
-    Two switches for benchmarks make results meaningless: with `synchronised` off, no instruction
-    waits for another; `ablation` selects a build of the kernel that leaves out the copies or the
-    arithmetic, and whose instructions do not wait either.
+    Two switches are for benchmarks, and make the results meaningless: if `synchronised` is off, no instruction waits
+    for another; `ablation` selects a kernel without copies or without arithmetic, whose instructions do not wait
+    either.
     """
 
     name = "cuda"
@@ -93,7 +94,7 @@ class CudaBackend:
         self.dims, self.pages = dims, pages
         self.by_phases, self.pipelined = False, True
         self.synchronised, self.ablation = True, Ablation.NONE
-        self.kernel_s = 0.0  # GPU time of the last launch, if `time_launches` was called before it
+        self.kernel_s = 0.0  # seconds that the GPU took for the last launch, if `time_launches` was called before
         self._watches: list[Stopwatch] = []
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
@@ -101,8 +102,8 @@ class CudaBackend:
         self.running: CudaLaunch | None = None
         self._node = GpuNode(dims.split.tp)
         self._codes: dict[compile.Build, bytes] = {}
-        self._kernels: dict[tuple[compile.Build, int], Kernel] = {}  # the number is a GPU's ordinal
-        self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU: address and size of its scratch memory
+        self._kernels: dict[tuple[compile.Build, int], Kernel] = {}  # the int is a GPU's ordinal
+        self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU, the address and the size of its scratch memory
         self._closed = False
         for gpu in self._node.gpus:
             self._kernel(gpu, dims, trace=False)
@@ -110,18 +111,19 @@ class CudaBackend:
         load_weights(self._heap, checkpoint, dims)
         self._tracing = Tracing(self._heap)
 
-    # -- methods that only tests and checks use
+    # -- methods for tests and checks only
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0, dims: Dims | None = None) -> NDArray[Any]:
-        """Copy a rank's buffer to the host, in the shape that it has for `dims` (by default the backend's)."""
+        """Copy a rank's buffer to the host, in its shape for the sizes `dims` (by default the backend's)."""
         return self._heap.read(rank, buffer, layer, dims or self.dims)
 
     def set_buffer(self, buffer: Buffer, array: NDArray[Any], layer: int = 0, rank: int = 0) -> None:
-        """Replace a rank's copy of a buffer, or the beginning of this copy."""
+        """Write `array` to the beginning of a rank's copy of a buffer."""
         self._heap.write(rank, buffer, layer, array)
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
-        """Run `work`, records of one phase in segment `index`, without waits and signals. Only the body has layers."""
+        """Run the instructions `work`, all of one phase and of the segment with this index, without waits and signals.
+        `layer` counts only if the segment is the body."""
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
         one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
@@ -135,15 +137,16 @@ class CudaBackend:
                     grid.params.layer_begin, grid.params.layer_end = layer, layer + 1
             CudaLaunch(self, loaded, table, trace=False).wait()
         finally:
-            if not self._closed:  # a closed backend's GPU may be lost, and a call to it would hang
+            if not self._closed:  # a closed backend's GPU may have stopped answering, and a call to it would hang
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Stall one instruction of a segment (its index) in every traced launch; 0 seconds turn it off."""
+        """Delay one instruction by `seconds` in every traced launch, for tests; 0 ends this. `segment` is an index, and
+        `record` the instruction's number in the trace."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     def time_launches(self) -> None:
-        """From now on, measure the GPU time of each launch. This time does not include copies to and from the host."""
+        """From now on, measure the GPU's time for each launch, without the copies to and from the host."""
         self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
 
     # -- launches
@@ -162,7 +165,8 @@ class CudaBackend:
         return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
-        """Return a program as loaded: the first call checks and copies it, and enlarges activation buffers."""
+        """Return a program's copy on the GPUs. The first call for a program checks it, copies it, and enlarges
+        activation buffers if necessary."""
         if self._closed:
             self._node.gpus[0].check()
             raise MegakernelError("the backend is closed: make another one")
@@ -187,7 +191,7 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The kernel for programs with the matmul units and the SMs per worker of `dims`."""
+        """The kernel for programs with the matmul units, and the number of SMs per worker, of `dims`."""
         build = compile.Build(trace, Units(dims.worker.units), dims.worker.sms, self.ablation)
         if (build, gpu.ordinal) not in self._kernels:
             if build not in self._codes:
@@ -205,8 +209,8 @@ class CudaBackend:
             self._by_phases(loaded).launch()
         else:
             loaded.launches += 1
-            # Prepare all grids before any begins: grids wait for each other, and allocating memory or loading code on
-            # a GPU may wait for its running grid.
+            # Prepare the launches of all GPUs before the first begins. The GPUs wait for each other, and allocating
+            # memory or loading code on a GPU may wait until its running kernel ends.
             ready = []
             for grid in loaded.grids:
                 grid.gpu.use()
@@ -225,20 +229,20 @@ class CudaBackend:
         loaded.fetch()
 
     def ended(self, loaded: Loaded, *, failed: bool) -> None:
-        """Record that no launch runs any more; reset the program's counters if the launch failed."""
+        """Record that the launch has ended. If it failed, reset the program's counters."""
         self.running = None
         if failed:
             loaded.reset()
 
     def lose(self) -> None:
-        """Record that the GPUs no longer answer; their memory is lost until the process ends."""
+        """Record that the GPUs do not answer. They and their memory cannot be used until the process ends."""
         self.running = None
         self._closed = True
         for gpu in self._node.gpus:
             gpu.lose()
 
     def outcome(self, loaded: Loaded, seconds: float, *, traced: StepTable | None) -> Output:
-        """The output of the launch that has just ended; `traced` is its table if it was traced."""
+        """Return the output of the launch that has just ended. `traced` is its step table if it was traced."""
         self.kernel_s = max((watch.seconds() for watch in self._watches), default=0.0)
         tokens, logprobs = loaded.outputs()
         trace = self._tracing.collect(loaded, traced) if traced else None
@@ -246,7 +250,7 @@ class CudaBackend:
         return Output(tokens, logprobs, logits, hidden, seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
-        """Set the launch parameters of the backend: the watchdog's limit, and scratch memory for sampling."""
+        """Set the launch arguments for the watchdog's time limit, and for scratch memory of sampling."""
         params.timeout_ns = round(self.timeout_s * 1e9)
         need = blocks * 2 * self.dims.model.vocab * ctypes.sizeof(ctypes.c_float)
         address, have = self._scratch.get(gpu.ordinal, (0, 0))
@@ -278,7 +282,7 @@ class CudaBackend:
             self._heap.write(rank, Buffer.HISTORY, 0, np.asarray(tokens, np.int32), at=slot * length + start)
 
     def close(self) -> None:
-        """Abort a running launch and release the GPUs' memory. Further launches are errors."""
+        """Abort a running launch, and release the GPUs' memory. Further launches are errors."""
         if self._closed:
             return
         if self.running is not None:
@@ -299,7 +303,7 @@ class CudaBackend:
 
 
 class CudaLaunch:
-    """A launch, which the constructor begins. A backend has at most one running launch."""
+    """A launch, which the constructor starts. A backend runs at most one launch at a time."""
 
     def __init__(self, backend: CudaBackend, loaded: Loaded, table: StepTable, *, trace: bool) -> None:
         self.traced = trace
@@ -312,12 +316,12 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Wait for the end and return the output, with the time until the end was noticed. Call it once."""
+        """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once."""
         try:
             ended = self._answered(_PATIENCE * self._backend.timeout_s)
             seconds = time.perf_counter() - self._begin
         except MegakernelError:
-            self._backend.lose()  # the driver itself has failed and will not answer any more
+            self._backend.lose()  # the driver itself has failed, and will not answer any more
             raise
         except BaseException:
             self.abort()
@@ -331,9 +335,9 @@ class CudaLaunch:
         return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
-        """Stop the launch, and return when it has stopped; its output is lost. Does nothing if it has ended.
+        """Stop the launch, whose output is then lost, and return when it has stopped. Does nothing if it has ended.
 
-        Raises MegakernelError if the launch does not stop. In that case its GPUs can neither be used nor released.
+        Raises MegakernelError if the launch does not stop. In that case, its GPUs can neither be used nor released.
         """
         if self._backend.running is not self:
             return
@@ -341,7 +345,7 @@ class CudaLaunch:
         self._backend.ended(self._loaded, failed=True)
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait for the end, and return whether it came within `limit_s` seconds after the launch's start."""
+        """Wait for the launch's end; False if it does not come within `limit_s` seconds after the start."""
         while not self._loaded.answered():
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:
@@ -360,12 +364,12 @@ class CudaLaunch:
             time.sleep(_NAP_S)
 
     def _lost(self) -> MegakernelError:
-        """Give up the GPUs. The launch may still read and write all of its memory, so nothing is freed."""
+        """Give up the GPUs, and return an error. The launch may still access all of its memory, so nothing is freed."""
         seconds, loaded = time.perf_counter() - self._begin, self._loaded
         try:
             waiting = loaded.waiting()
         except MegakernelError:
-            waiting = None  # reading the watchdog's report failed too
+            waiting = None  # the watchdog's report could not be read
         self._backend.lose()
         return MegakernelError(
             f"the GPU does not answer: launch {loaded.launches} of program {loaded.program.hash} has not ended after "

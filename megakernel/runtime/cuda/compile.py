@@ -1,7 +1,7 @@
-"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC, or with nvcc if
-there is no NVRTC. A cache on disk keeps each cubin under a hash of everything on which it depends.
+"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC or, without NVRTC, with nvcc. Each cubin
+is cached on disk under a hash of everything that it depends on.
 
-`python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the builds for benchmarks.
+`python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the variants for benchmarks.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from ...model.cache import cache_folder
 from .params import Ablation
 
 KERNEL = "megakernel"
-# Line information is for profilers and for the tests that inspect the machine code.
+# Profilers, and tests that inspect the machine code, need information about source lines.
 _FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
-# Notes of ptxas that it ignores setmaxnreg or serialises wgmma. Such code is several times slower,
-# but ptxas still exits with status 0.
+# Messages of the assembler ptxas that it ignores setmaxnreg or serialises wgmma. Such code is several times slower, but
+# ptxas does not treat this as an error.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 
 @dataclass(frozen=True)
 class Build:
-    """A variant of the interpreter: whether it traces, its matmul units, the SMs of a worker, what it leaves out."""
+    """A variant of the interpreter: whether it records traces, which units compute matmuls, how many SMs a worker has,
+    and which work it leaves out."""
 
     trace: bool
     units: Units
@@ -51,7 +52,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for sm_90a, and the compiler's report: registers, spills, notes."""
+    """Machine code for sm_90a, and what the compiler reports about it: registers, spills and notes."""
 
     code: bytes
     log: str
@@ -59,13 +60,13 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler for csrc/cuda: nvcc at the path `nvcc`, or NVRTC if `nvcc` is None."""
+    """A compiler for csrc/cuda: nvcc at this path, or NVRTC if `nvcc` is None."""
 
     version: str
     nvcc: str | None = None
 
     def compile(self, build: Build) -> Cubin:
-        """Compile one cubin. Raises MegakernelError with the first error, or with a note that warns of slow code."""
+        """Compile one variant. Raises MegakernelError for the first error, or for a note about slow code."""
         cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
@@ -73,7 +74,7 @@ class Compiler:
 
 
 def source_folder() -> Path:
-    """The folder csrc: inside the installed package, or next to it in a checkout."""
+    """Return the folder csrc: inside the package if it is installed, otherwise next to it."""
     package = Path(__file__).parents[2]
     for folder in (package / "csrc", package.parent / "csrc"):
         if (folder / "cuda" / "megakernel.cu").is_file():
@@ -82,7 +83,7 @@ def source_folder() -> Path:
 
 
 def sources() -> dict[str, bytes]:
-    """The contents of all source files that a cubin depends on, by their path relative to csrc."""
+    """Return the contents of all source files that a cubin depends on, by their path relative to csrc."""
     folder = source_folder()
     files = (path for part in ("common", "cuda") for path in sorted((folder / part).rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.suffix in (".h", ".cuh", ".cu")}
@@ -90,7 +91,7 @@ def sources() -> dict[str, bytes]:
 
 @functools.cache
 def compiler() -> Compiler:
-    """NVRTC, or nvcc from the PATH. Raises MegakernelError if there is neither."""
+    """Return NVRTC if it is installed, otherwise nvcc. Raises MegakernelError if there is neither."""
     try:
         from cuda.bindings import nvrtc
 
@@ -104,7 +105,7 @@ def compiler() -> Compiler:
 
 
 def nvcc_path() -> str | None:
-    """The path of nvcc, from the PATH or else from CUDA's default folder; None without nvcc."""
+    """Return the path of nvcc, found in PATH or in CUDA's default folder; None if there is no nvcc."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
@@ -115,7 +116,8 @@ def nvcc(path: str) -> Compiler:
 
 
 def cubin(build: Build) -> bytes:
-    """The interpreter's code, from the cache or compiled now. This takes half a minute, which a terminal announces."""
+    """Return the machine code of the interpreter, from the cache or compiled now. Compiling takes half a minute, which
+    is announced on a terminal."""
     with_ = compiler()
     path = cache_folder() / "cubin" / f"{key(with_, build)}.cubin"
     try:
@@ -133,7 +135,7 @@ def cubin(build: Build) -> bytes:
 
 
 def key(with_: Compiler, build: Build) -> str:
-    """A hash of everything that the code depends on, without times or paths."""
+    """Return a hash of everything that the machine code depends on, but not of times or paths."""
     digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *build.defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
@@ -142,7 +144,7 @@ def key(with_: Compiler, build: Build) -> str:
 
 
 def _store(path: Path, code: bytes) -> None:
-    """Store a cubin completely or not at all. If the cache cannot be written, the next start compiles again."""
+    """Store a cubin in the cache, completely or not at all. If this fails, the next process compiles again."""
     part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +184,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     try:
         options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # Allocate at least two bytes: CPython shares one object for all uses of b" ", and NVRTC would overwrite it.
+        # NVRTC writes into this object, but CPython shares one object for all single bytes, so use at least two.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.rstrip(b" \0").decode(errors="replace")

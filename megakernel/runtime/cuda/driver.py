@@ -1,7 +1,7 @@
-"""A thin layer over cuda-python's bindings of the CUDA driver, with the parts that this package
-needs: a GPU, its memory, a kernel.
+"""Wraps those functions of the CUDA driver that this package needs: a GPU, its memory, and a kernel. cuda-python has
+the bindings.
 
-Addresses are ints, because device memory of all GPUs and pinned host memory share one address space.
+Addresses are ints, because the memory of all GPUs and pinned host memory share one address space.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .params import MAP_BYTES, SHARED_BYTES, THREADS
 
 _MAP_ALIGNMENT = 64
 _PEEK_S = 1.0
-_lost: set[int] = set()  # ordinals of GPUs that no longer answer
+_lost: set[int] = set()  # ordinals of GPUs that do not answer any more
 
 # Error codes of the driver's enumeration CUresult.
 _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
 def check(what: str, answer: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call. Raises MegakernelError, which says what (`what`) failed and how."""
+    """Return the value of a driver call. Raises MegakernelError, which says what (`what`) failed and why."""
     status, *values = answer
     if int(status) != 0:
         raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
@@ -44,7 +44,7 @@ def _remedy(status: int) -> str:
 
 
 class Gpu:
-    """A device in its primary context, which CuPy and torch use too. Calls may come from any thread, after `use`."""
+    """A GPU with its primary CUDA context, as in CuPy and torch. A thread must call `use` before other methods."""
 
     def __init__(self, ordinal: int) -> None:
         from cuda.bindings import driver
@@ -64,16 +64,16 @@ class Gpu:
         self._one.view(np.int32)[:] = 1
 
     def use(self) -> None:
-        """Make this the calling thread's GPU. Raises MegakernelError if the GPU has been lost (see `lose`)."""
+        """Make this GPU current in the calling thread. Raises MegakernelError if the GPU is lost (see `lose`)."""
         self.check()
         check("using the GPU", self.driver.cuCtxSetCurrent(self.context))
 
     def lose(self) -> None:
-        """Make every later use of the GPU an error: most driver calls would wait for work that may never end."""
+        """Make every later use of the GPU an error, because most driver calls would wait without end."""
         _lost.add(self.ordinal)
 
     def check(self) -> None:
-        """Raise MegakernelError if the GPU is lost."""
+        """Raise MegakernelError if the GPU has been lost."""
         if self.ordinal in _lost:
             raise MegakernelError(
                 f"GPU {self.ordinal} no longer answers this process: end the process and start another one"
@@ -92,7 +92,7 @@ class Gpu:
         return int(free), int(total)
 
     def reach(self, other: Gpu) -> None:
-        """Let kernels of this GPU access all memory of `other`, including memory that is allocated later."""
+        """Allow kernels of this GPU to access all memory of `other`, including memory that is allocated later."""
         self.use()
         d = self.driver
         if not check("asking the GPU", d.cuDeviceCanAccessPeer(self._device, other._device)):
@@ -109,7 +109,7 @@ class Gpu:
     # -- memory
 
     def allocate(self, size: int) -> int:
-        """Allocate device memory, fill it with zeros, and return its address (aligned to at least 256 bytes)."""
+        """Allocate device memory filled with zeros, and return its address, which is a multiple of at least 256."""
         self.use()
         address = int(check(f"allocating {size / 1e9:.2f} GB", self.driver.cuMemAlloc(size)))
         self.fill(address, 0, size)
@@ -120,7 +120,7 @@ class Gpu:
         check("freeing memory", self.driver.cuMemFree(address))
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Allocate page-locked host memory, filled with zeros, for copies at full speed. `unpin` frees it."""
+        """Allocate page-locked host memory filled with zeros, so that copies run at full speed. `unpin` frees it."""
         self.use()
         address = check("allocating pinned memory", self.driver.cuMemHostAlloc(size, 0))
         array: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
@@ -132,12 +132,12 @@ class Gpu:
         check("freeing pinned memory", self.driver.cuMemFreeHost(pinned.ctypes.data))
 
     def fill(self, address: int, value: int, size: int) -> None:
-        """Set `size` bytes to `value`. Like every copy, this runs in `stream` after all earlier work of that stream."""
+        """Set `size` bytes to `value`. As with copies, this happens after all earlier work in `stream`."""
         if size:
             check("filling memory", self.driver.cuMemsetD8Async(address, value, size, self.stream))
 
     def upload(self, address: int, array: NDArray[Any]) -> None:
-        """Copy an array to the device; the array may change afterwards."""
+        """Copy an array to the device. When the call returns, the array may be changed."""
         whole = np.ascontiguousarray(array)
         if whole.nbytes:
             self.send(address, whole)
@@ -153,23 +153,23 @@ class Gpu:
         return out
 
     def send(self, address: int, array: NDArray[Any]) -> None:
-        """Begin to copy to the device. If the array is in pinned memory, the call does not wait for the copy."""
+        """Start a copy to the device. If the array is in pinned memory, the call does not wait for the copy."""
         answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
-        """Begin to copy from the device, after the work already in `stream`, by default that of launches."""
+        """Start a copy from the device, after earlier work in `stream` (by default the stream of launches)."""
         answer = self.driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, stream or self.stream)
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
-        """Set an int32 to 1 while a kernel runs, by the copy engine: a fill might need an SM, and none is free."""
+        """Set an int32 to 1 while a kernel runs, by a copy: filling memory might need an SM, and none is free."""
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Copy to `pinned`, even while a kernel runs. `pinned` stays zero if that takes more than a second."""
+        """Copy device memory to `pinned`, even while a kernel runs. After a second without result, give up."""
         self.use()
         pinned[:] = 0
         self.fetch(pinned, address, self._side)
@@ -180,7 +180,7 @@ class Gpu:
     # -- order
 
     def mark(self) -> None:
-        """Record an event in `stream`; `done` then tells whether all work put into the stream so far has ended."""
+        """Record an event in `stream`. Then `done` says whether all earlier work in the stream has ended."""
         check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
 
     def done(self) -> bool:
@@ -203,7 +203,7 @@ class Gpu:
         check("waiting for the GPU", self.driver.cuStreamSynchronize(self.stream))
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """Turn the launches that `work` makes into a graph."""
+        """Return a CUDA graph of the launches that `work` makes. They are recorded, not executed."""
         self.use()
         d = self.driver
         mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -226,7 +226,7 @@ class Gpu:
 
 
 class Stopwatch:
-    """Measures the time that a GPU takes for the work put into its stream between `begin` and `end`."""
+    """Measures how long a GPU takes for the work that is put into its stream between `begin` and `end`."""
 
     def __init__(self, gpu: Gpu) -> None:
         gpu.use()
@@ -245,7 +245,7 @@ class Stopwatch:
         check("recording an event", self._gpu.driver.cuEventRecord(self._events[event], self._gpu.stream))
 
     def seconds(self) -> float:
-        """The seconds between the two events, once both have happened."""
+        """Return the seconds between the events at `begin` and `end`, both of which must have happened."""
         return float(check("reading a time", self._gpu.driver.cuEventElapsedTime(*self._events))) / 1e3
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Graph:
 
 
 class Kernel:
-    """The interpreter on one GPU. `blocks` is the number of blocks that can be resident at once, at most one per SM."""
+    """The interpreter's kernel on one GPU. `blocks` thread blocks can be resident at once, at most one per SM."""
 
     def __init__(self, gpu: Gpu, code: bytes) -> None:
         gpu.use()
@@ -289,7 +289,7 @@ class Kernel:
 
 
 class Prepared:
-    """Launches a kernel of `blocks` blocks repeatedly, with one call and the present contents of `params`."""
+    """Launches a kernel with `blocks` thread blocks repeatedly, each time with the current contents of `params`."""
 
     def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
         self._driver, self._stream = kernel.gpu.driver, kernel.gpu.stream
@@ -298,7 +298,7 @@ class Prepared:
         self._arguments = ctypes.addressof(self._held[1])
 
     def begin(self, *, together: bool) -> None:
-        """Begin a launch; with `together`, of blocks that may wait for each other, all resident at once."""
+        """Start a launch. If `together`, all blocks are resident at once and may wait for each other."""
         d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
         arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
         answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)
@@ -306,16 +306,17 @@ class Prepared:
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
-    """Return a tensor map for memory at an address. Reads outside the tensor give zeros, writes there do nothing.
+    """Return a tensor map for a tensor at `address`, as TMA copies need it. Outside the tensor, reads give zeros, and
+    writes do nothing.
 
-    ctypes calls the driver, because cuda-python would place the map at an address that the driver refuses.
+    The driver is called through ctypes, because it requires an alignment of the map that cuda-python does not ensure.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _MAP_ALIGNMENT
     out = raw[start : start + MAP_BYTES]
     u64, u32, rank = ctypes.c_uint64, ctypes.c_uint32, len(layout.sizes)
-    # 9 and 7 are BFLOAT16 and FLOAT32 of the driver's enumeration CUtensorMapDataType.
+    # The numbers of BFLOAT16 and FLOAT32 in the driver's enumeration CUtensorMapDataType are 9 and 7.
     dtype, swizzle_128, promote_256 = 9 if layout.item == 2 else 7, 3, 3
     status = lib.cuTensorMapEncodeTiled(
         ctypes.c_void_p(out.ctypes.data),
@@ -329,7 +330,7 @@ def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
         0,  # no interleaving
         swizzle_128 if layout.swizzled else 0,
         promote_256,
-        0,  # reads beyond the sizes give zeros instead of NaN
+        0,  # elements outside the tensor are read as zero instead of NaN
     )
     if status:
         raise MegakernelError(f"a tensor map of sizes {layout.sizes} was refused: the CUDA driver answers {status}")

@@ -1,6 +1,7 @@
-"""Device memory of all ranks: the symmetric heap, and the weights, which are not part of it.
+"""Device memory of all ranks: the symmetric heap, and the weights, which are not part of the heap.
 
-A buffer in the heap lies at the same offset on each rank, and every GPU of the node can access the heaps of all ranks.
+In the symmetric heap, a buffer has the same offset on each rank. Every GPU of the node can access the heaps of all
+ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from .pages import MAPS
 from .params import MAP_BYTES
 
 _ALIGNMENT = 256
-STATUS_BYTES = 256  # room for a grid's abort word, alone on its cache lines
+STATUS_BYTES = 256  # room for the word that aborts a launch, so that no other data share its cache lines
 _READ = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
 
 
 def copy_bytes(buffer: Buffer, dims: Dims, pages: int) -> int:
-    """The number of bytes in rank `dims.rank`'s copy of a buffer; for one layer only, if the buffer is layered."""
+    """Return the size in bytes of rank `dims.rank`'s copy of a buffer; for a layered buffer, the size of one layer."""
     spec = BUFFERS[buffer]
     return math.prod(spec.shape(dims, pages)) * spec.resolve_dtype(dims.model).itemsize
 
 
 class Heap:
-    """All buffers of all ranks of a model. Activations and outputs grow to the largest program seen."""
+    """All buffers of all ranks of a model. Activations and outputs grow to fit the largest program so far."""
 
     def __init__(self, node: GpuNode, dims: Dims, pages: int) -> None:
         self.node, self.pages = node, pages
@@ -38,21 +39,21 @@ class Heap:
         self._dims = dims
         self._sizes: dict[Buffer, int] = {}  # bytes of each activation and output buffer
         self._address: dict[tuple[int, Buffer], int] = {}
-        self._grown: list[tuple[Gpu, int]] = []  # for each rank: its GPU, and the allocation that `fit` replaces
+        self._grown: list[tuple[Gpu, int]] = []  # of each rank: GPU, address that `fit` may free
         self._kept: list[tuple[Gpu, int]] = []
-        # The device addresses of tensor maps, by GPU and contents.
+        # The device addresses of tensor maps, by the GPU's number and the maps' contents.
         self._maps: dict[tuple[int, bytes], int] = {}
-        # For each rank, the address of STATUS_BYTES zeroed bytes on its GPU. TOKENS_OUT and LOGPROBS_OUT follow them.
+        # For each rank, the address of STATUS_BYTES zeroed bytes, which TOKENS_OUT and LOGPROBS_OUT follow.
         self.status: dict[int, int] = {}
         self._kept += self._place({b: self._most(b, dims) for b in _in(Space.STATE)})
         self.fit(dims)
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
-        """The number of bytes of a buffer, with all layers, on the rank whose copy is the largest."""
+        """Return the size in bytes of a buffer, with all layers, on the rank where it is largest."""
         return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """Allocate memory for buffers of these sizes after `head` bytes. Return each rank's GPU and address."""
+        """On each rank, allocate `head` bytes and then buffers of these sizes. Return each GPU and address."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -67,8 +68,8 @@ class Heap:
         return made
 
     def fit(self, dims: Dims) -> None:
-        """Make room for programs with the sizes `dims`. Activations and outputs may be lost and move."""
-        # The buffers that the host reads after each launch come first, so that one copy transfers them.
+        """Make room for programs with the sizes `dims`. Activations and outputs may move and be lost."""
+        # The host reads these buffers after each launch. They come first, so that a single copy transfers them.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
         if sizes == self._sizes:
@@ -81,20 +82,20 @@ class Heap:
         self.generation += 1
 
     def keep(self, gpu: Gpu, size: int) -> int:
-        """Allocate zeroed memory on a GPU, which is freed when the heap is freed."""
+        """Allocate zeroed memory on a GPU, which is freed together with the heap. Returns its address."""
         address = gpu.allocate(max(size, _ALIGNMENT))
         self._kept.append((gpu, address))
         return address
 
     def bind(self, rank: int, buffer: Buffer, address: int) -> None:
-        """Set the address of a rank's copy of the weight buffer `buffer`."""
+        """Set the address of a rank's copy of the weights `buffer`."""
         self._address[rank, buffer] = address
 
     def address(self, rank: int, buffer: Buffer, layer: int = 0) -> int:
         return self._address[rank, buffer] + layer * self.stride(rank, buffer)
 
     def stride(self, rank: int, buffer: Buffer) -> int:
-        """The bytes from a buffer's copy for one layer to that for the next; 0 if all layers share one copy."""
+        """The distance in bytes between a buffer's data for two successive layers; 0 if the buffer is not layered."""
         if not BUFFERS[buffer].layered:
             return 0
         return copy_bytes(buffer, self._dims.on(rank), self.pages)
@@ -102,7 +103,7 @@ class Heap:
     # -- for launches
 
     def addresses(self) -> NDArray[np.uint64]:
-        """Return [tp, buffers]: the address of each buffer of each rank; 0 for weights that the model does not have."""
+        """Return the address of each buffer of each rank, [tp, buffers]; 0 for weights that the model does not have."""
         return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:
@@ -110,9 +111,9 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """The address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]; unused maps are zero.
+        """Return the address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]; unused maps are zero.
 
-        The copy engine caches maps, so this memory is not written again while the heap exists.
+        This memory is not written again while the heap exists, because the GPU's copy engine caches tensor maps.
         """
         encoded = self._encoded(forward, dims)
         key = gpu.ordinal, encoded.tobytes()
@@ -131,7 +132,7 @@ class Heap:
     # -- for the host
 
     def read(self, rank: int, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
-        """Copy a rank's buffer to the host, in the shape that it has for `dims`."""
+        """Copy a rank's buffer to the host, in the shape that it has for the sizes `dims`."""
         d = dims.on(rank)
         spec = BUFFERS[buffer]
         gpu = self.node.gpu(rank)
@@ -139,7 +140,7 @@ class Heap:
         return data.view(spec.resolve_dtype(d.model).numpy).reshape(spec.shape(d, self.pages))
 
     def read_row(self, rank: int, buffer: Buffer, row: int, length: int) -> NDArray[Any]:
-        """A copy of one row of a matrix with rows of `length` elements."""
+        """Copy one row of a matrix to the host. A row has `length` elements."""
         kind = self.numpy_dtype(buffer)
         size = length * kind.itemsize
         return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size).view(kind)
@@ -148,7 +149,7 @@ class Heap:
         return BUFFERS[buffer].resolve_dtype(self._dims.model).numpy
 
     def write(self, rank: int, buffer: Buffer, layer: int, array: NDArray[Any], *, at: int = 0) -> None:
-        """Replace a rank's copy of a buffer, or a part that begins at element `at`."""
+        """Write `array` to a rank's copy of a buffer, from element `at` on."""
         gpu = self.node.gpu(rank)
         gpu.use()
         gpu.upload(self.address(rank, buffer, layer) + at * array.dtype.itemsize, array)

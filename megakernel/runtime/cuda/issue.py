@@ -1,7 +1,6 @@
-"""Estimates how long the roles of a worker (its specialised warps) take to issue the machine
-instructions that execute one instruction of a program. An instruction takes at least this time,
-however fast the memory and the arithmetic units are.
-"""
+"""Estimates how long the warps of a worker need to issue the machine instructions for one instruction of a program. It
+takes at least this time, however fast memory and arithmetic are. Loader warps fill pages of shared memory, and consumer
+warps compute on them."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Roles:
-    """The time that each role needs for each instruction, in the unit of its `Issue`. Roles work at the same time."""
+    """The time that each kind of warp needs for each instruction, in the Issue's unit. They work in parallel."""
 
     weight_loader: Floats
     input_loader: Floats
@@ -27,7 +26,7 @@ class Roles:
 
     @property
     def loaders(self) -> Floats:
-        """The time of the slower of the two loaders, for each instruction."""
+        """For each instruction, the time of the slower loader."""
         return np.maximum(self.weight_loader, self.input_loader)
 
 
@@ -42,7 +41,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
         pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
         consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + issue.dot_unit)
     else:
-        # If a worker has two SMs, each SM loads half of the weight pages and skips the others.
+        # If a worker has two SMs, each SM loads half of the weight pages, and skips the other half.
         weight_page = (issue.tile_page + (dims.worker.sms - 1) * issue.pass_page) / dims.worker.sms
         input_page = issue.tile_page
         consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP) * issue.k_step
@@ -54,12 +53,12 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
 
 
 def sample_steps(dims: Dims, issue: Issue) -> int:
-    """The number of groups of a row's logits; `sample` loads one while it processes the previous one."""
+    """The number of groups of a row's logits. `sample` loads a group while it processes the previous one."""
     return ceil_div(dims.model.vocab, int(issue.sample_entries))
 
 
 def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
-    """Return the issue times of matmul or sample instructions; None without a ring of pages or for other operations."""
+    """Return the issue times of matmul or sample instructions. None for other operations, and for CPUs."""
     if not dims.worker.ring_pages:
         return None
     if phase.is_matmul:

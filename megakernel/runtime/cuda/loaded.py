@@ -1,4 +1,4 @@
-"""A program on the GPUs: its tables, its counters, and the arguments of its launches."""
+"""A program on the GPUs: its instructions, its counters, and the arguments of its launches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Params = STRUCTURES["Params"]
 
 
 class Tables:
-    """Several arrays in one allocation of a GPU."""
+    """Several arrays in a single allocation on a GPU. Indexing by name returns an array's address."""
 
     def __init__(self, gpu: Gpu, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._gpu = gpu
@@ -58,14 +58,14 @@ class Tables:
 
 
 class Grid:
-    """A program for the ranks of one GPU, which run as one grid. `params` are the arguments of its launches."""
+    """The part of a program that one GPU runs, for all ranks on it. `params` are its launch arguments."""
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
         ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
-        # The keys of both dictionaries are fields of Params. A field in `arrays` holds one pointer.
-        # A field in `several` holds a pointer for each array of its list.
+        # The keys of both dictionaries are fields of Params. For a key in `arrays`, the field is a pointer. For a key
+        # in `several`, it is an array of pointers.
         arrays: dict[str, NDArray[Any]] = {
             "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
@@ -114,22 +114,22 @@ class Grid:
         self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:
-        """Update the arguments after the heap's buffers have moved to other addresses."""
+        """Update the launch arguments after the heap's buffers have moved to other addresses."""
         self.gpu.use()
         self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self._point()
 
     def send(self, words: NDArray[np.uint8]) -> None:
-        """Begin to copy a step table from pinned memory."""
+        """Start to copy a step table from pinned memory to the GPU."""
         self.gpu.send(self._tables["step_words"], words)
 
     def prepared(self, kernel: Kernel) -> Prepared:
-        """Return what launches the whole program with a kernel."""
+        """Return an object that launches the program with this kernel."""
         known = self._prepared.get(id(kernel))
         return known or self._prepared.setdefault(id(kernel), Prepared(kernel, self.blocks, self.params))
 
     def waits(self) -> list[stall.Wait]:
-        """Return what warps waited for in the last launch, as far as the watchdog has reported it."""
+        """Return what the watchdog has recorded: what each warp waited for when the launch was aborted."""
         self.gpu.peek(self._notes, self._tables["diagnoses"])
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
@@ -143,9 +143,8 @@ class Grid:
 
 
 class Loaded:
-    """A program on the GPUs. It keeps the object `program` alive, because the backend finds a Loaded by the id of its
-    `program`. `launches` counts the launches since the counters were last reset to zero.
-    """
+    """A program on all GPUs. `launches` counts the launches since the counters were last reset to zero. A backend finds
+    this object by the id() of `program`, so the program is kept alive here."""
 
     def __init__(self, heap: Heap, program: Program) -> None:
         check_arrays(program)
@@ -169,14 +168,14 @@ class Loaded:
         self._answers = self._answer_memory()
 
     def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """Allocate pinned memory for each grid's status, and for the first grid's outputs."""
+        """Allocate pinned host memory for each GPU's status, which on the first GPU is followed by outputs."""
         heap, rows = self._heap, self.program.dims.bucket.logit_rows
         end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
         sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
         return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
 
     def settle(self) -> None:
-        """If the heap's buffers have moved, use their new addresses in further launches."""
+        """If the heap's buffers have moved since the last launch, use their new addresses from now on."""
         if self._generation == self._heap.generation:
             return
         for grid, answer in zip(self.grids, self._answers, strict=True):
@@ -186,7 +185,8 @@ class Loaded:
         self._generation = self._heap.generation
 
     def synchronise(self, wanted: bool) -> None:
-        """Set whether launches wait and signal. A change resets the counters, which launches without signals leave."""
+        """Set whether instructions wait and signal. If this changes, the counters are reset, because launches without
+        signals do not count in them."""
         if wanted != self._synchronises:
             self.reset()
             for grid in self.grids:
@@ -194,7 +194,7 @@ class Loaded:
             self._synchronises = wanted
 
     def send(self, words: NDArray[np.int32]) -> None:
-        """Begin to send a step table to every grid. The previous launch must have ended."""
+        """Start to copy a step table to every GPU. The previous launch must have ended."""
         pinned = self._words[: words.nbytes]
         pinned[:] = words.view(np.uint8)
         for grid in self.grids:
@@ -202,7 +202,7 @@ class Loaded:
             grid.send(pinned)
 
     def fetch(self) -> None:
-        """Begin to copy status and outputs after the launch; `answered` says when they have arrived."""
+        """Start to copy a launch's status and outputs to the host. Then `answered` says whether they are there."""
         for grid, answer in zip(self.grids, self._answers, strict=True):
             grid.gpu.use()
             grid.gpu.fetch(answer, self._heap.status[grid.ranks.start])
@@ -216,7 +216,7 @@ class Loaded:
         return all(grid.gpu.idle() for grid in self.grids)
 
     def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return (tokens, logprobs) of the last launch, as views of the pinned memory."""
+        """The tokens and log-probabilities of the last launch, as views of pinned memory: two arrays [logit_rows]."""
         rows, base = self.program.dims.bucket.logit_rows, self._heap.status[0]
         tokens, logprobs = (
             self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
@@ -225,19 +225,19 @@ class Loaded:
         return tokens.view(np.int32), logprobs.view(np.float32)
 
     def failure(self) -> str | None:
-        """Return the reason why the last launch failed; None if it did not fail."""
+        """Return why the last launch failed, or None if it did not fail."""
         if not any(answer[:_ABORT_BYTES].any() for answer in self._answers):
             return None
         return self.waiting() or "no warp says what it waits for"
 
     def waiting(self) -> str | None:
-        """Describe the wait that held up the last launch, if its watchdogs reported one."""
+        """Describe the wait that blocked all others in the last launch, if the watchdog has recorded any wait."""
         waits = [wait for grid in self.grids for wait in grid.waits()]
         table = StepTable(self.program.dims, self._words.view(np.int32))
         return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
-        """Reset the program's counters and other state to what they were before its first launch. No grid may run."""
+        """Reset counters and other state as before the first launch. No launch may be running."""
         for rank, own in enumerate(self._own):
             own.clear()
             gpu = self._heap.node.gpu(rank)
@@ -245,7 +245,7 @@ class Loaded:
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
-        for grid in self.grids:  # wait for the zeros, because another GPU's next launch may signal counters here
+        for grid in self.grids:  # another GPU may change the zeros in its next launch
             grid.gpu.synchronise()
         self.launches = 0
 
@@ -259,12 +259,12 @@ class Loaded:
 
 
 def segments(program: Program) -> list[Segment]:
-    """Return the program's record lists in the interpreter's order: prologue, body, epilogue, queues."""
+    """Return the program's lists of instructions in the order of the interpreter: prologue, body, epilogue, queues."""
     return [*(getattr(program, name) for name in SEGMENTS), program.queues]
 
 
 def _check_records(program: Program) -> None:
-    """Raise MegakernelError if a record refers outside the program's tables or is more than a GPU can execute."""
+    """Raise MegakernelError if an instruction names something that does not exist, or exceeds a GPU's limits."""
 
     def bad(where: str, wrong: Any, what: str) -> None:
         if wrong.any():

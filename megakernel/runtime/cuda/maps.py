@@ -1,4 +1,4 @@
-"""The tensor maps of a program, by which the bulk copy engine reads and writes a rank's buffers."""
+"""The tensor maps of a program. They describe buffers to the TMA copy engine, which reads and writes boxes of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
 from .pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
-PARTS, PAGES = range(MAPS)  # a buffer has two maps: boxes of BOX_ROWS rows, and boxes of PAGE_ROWS rows
+PARTS, PAGES = range(MAPS)  # a buffer may have two maps: one for boxes of BOX_ROWS rows, and one for whole pages
 
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map without its address. The innermost dimension comes first. `sizes` and `box` count elements;
-    `strides` count bytes and omit the first dimension. If `swizzled`, a box has the 128-byte swizzle in shared memory.
-    """
+    """A tensor map without its address. The innermost dimension comes first. `sizes` (of the tensor) and `box` (of a
+    copy) count elements. `strides` count bytes and leave out the first dimension. If `swizzled`, a box has TMA's
+    128-byte swizzle in shared memory."""
 
     item: int  # bytes of an element
     sizes: tuple[int, ...]
@@ -29,7 +29,7 @@ def layers(buffer: Buffer, dims: Dims) -> int:
 
 
 def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
-    """Return the layouts of the tensor maps for rank `dims.rank`. A key is (buffer, PARTS) or (buffer, PAGES)."""
+    """Return the layouts of rank `dims.rank`'s tensor maps, by (buffer, PARTS) or (buffer, PAGES)."""
     found = {}
 
     def add(kinds: tuple[int, ...], buffer: Buffer | None, per_layer: int = 1) -> None:
@@ -55,7 +55,8 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
-    """Masks (bit b: buffer b) of the buffers copied with tensor maps, and of those also stored on other ranks."""
+    """Return two bit masks, in which bit b stands for buffer b: the buffers that have tensor maps, and those of them
+    that are also stored on other ranks."""
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
     used = {buffer for d in dims.ranks for buffer, _ in map_layouts(forward, d, 1)}
     own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))
@@ -63,7 +64,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 
 
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
-    """The map for the tiles of a buffer that has `per_layer` matrices in each layer."""
+    """The map for tiles of a buffer that has `per_layer` matrices in each layer. A box has `rows_of_box` rows."""
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims.model).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
@@ -72,7 +73,8 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
 
 
 def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
-    """The map for the weight pages of matmuls that are computed as dot products.
+    """Return the map for the weights of a matmul that is computed as dot products. A box fills one page of shared
+    memory.
 
     A box has DOT_PIECE elements of each of PIECES columns of a matrix. The columns are consecutive if the phase has two
     matrices; otherwise, every other column is taken. TMA limits a box to 256 elements per dimension, so the DOT_PIECE

@@ -9,9 +9,10 @@ from .driver import Gpu
 
 
 class GpuNode:
-    """The GPUs of a model and the ranks on each: one rank per GPU if there are enough, otherwise all on the first GPU.
+    """The GPUs of a model, and the ranks on each. A rank has its own GPU if there are enough; otherwise, all ranks
+    share the first.
 
-    Ranks on one GPU are partitions of one grid, so that they run at the same time.
+    Ranks that share a GPU are parts of one grid of thread blocks, so that they run at the same time.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -1,31 +1,27 @@
-"""Pages of shared memory: which pages an instruction takes, who fills them, and who releases them.
+"""Determines how instructions use the pages of an SM's shared memory, through which all loaded operands pass.
 
-Each thread block has one ring of pages. All operands that the CUDA interpreter loads for matmuls and attention pass
-through this ring, and so do the outputs that it stores as whole tiles. An instruction takes consecutive pages of the
-ring, and its operands determine what each page contains. The next instruction continues with the next page of the ring.
-The ring must have at least as many pages as an instruction holds at once. A page has PAGE_BYTES: PAGE_ROWS rows of
-ROW_BYTES. TMA loads and stores a page in boxes of BOX_ROWS rows.
+A thread block has a ring buffer of pages of PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. Loader warps fill pages, consumer
+warps compute on them, and pages also hold outputs that are stored as whole tiles. An instruction takes consecutive
+pages, its operands determine what each contains, and the next instruction continues with the next page. The ring must
+have as many pages as an instruction holds at once. TMA loads and stores a page in boxes of BOX_ROWS rows.
 
-tensor  Matmuls on tensor cores (`dims.units` is TENSOR). The output columns of all matrices, side
-        by side, are divided into chunks of CHUNK, and the inner length into k steps of K_STEP. For
-        each chunk and k step, there is a page with the instruction's input rows, then a page for each
-        PAGE_ROWS columns of the chunk. The pages of a k step are released when the products of the
-        next k step are under way. If the output is stored through pages, output pages follow. If a
-        worker has two SMs (`dims.sms`), each SM has a ring and takes these pages for its part of
-        the input rows: the first SM for `first_rows` rows, the second SM for the other rows.
-dots    Matmuls as dot products (`dims.units` is DOTS). Weights and input rows are divided into
-        pieces of DOT_PIECE elements, of which a page has PIECES. The pages come in laps. A lap is
-        one filling of the ring: weight pages, then pages with all of the instruction's input rows.
-        A weight page has one piece of each of PIECES columns. Weight pages come in pairs, so that
-        one warp has both columns of a RoPE pair, or a gate column and its up column. Input pages
-        are released at the end of the lap. Rows that the matmul normalises itself take no pages:
-        the consumers keep them in NORM_BYTES of shared memory beside the ring.
-attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows
-        are divided into query tiles of QUERY_TILE (row, head) pairs that use one KV head. A query
-        tile is called a unit. The thread block computes UNITS units at a time, which is a pass over
-        the KV blocks. For each pass, KV block and KV head of the pass, the item takes K pages, then
-        V pages. Each of these pages has up to 64 elements per token. An item without work, which
-        only pads the list of items, takes one empty page.
+tensor     Matmuls on tensor cores (`dims.units` is TENSOR). The output columns of all matrices, side by side, are
+           divided into chunks of CHUNK, and the inner length into k steps of K_STEP. For each chunk and k step, there
+           is a page with the instruction's input rows, then a page for each PAGE_ROWS columns of the chunk. The pages
+           of a k step are released while the products of the next k step are computed. If the output is stored through
+           pages, output pages follow. If a worker has two SMs (`dims.sms`), each SM has a ring and takes these pages
+           for its part of the input rows: the first SM for `first_rows` rows, the second SM for the other rows.
+dots       Matmuls as dot products (`dims.units` is DOTS). Weights and input rows are divided into pieces of DOT_PIECE
+           elements, of which a page has PIECES. The pages come in laps. A lap is one filling of the ring: weight pages,
+           then pages with all of the instruction's input rows, which are released at the end of the lap. A weight page
+           has one piece of each of PIECES columns. Weight pages come in pairs, so that one warp has both columns of a
+           RoPE pair, or a gate column and its up column. Rows that the matmul normalises itself take no pages: the
+           consumers keep them in NORM_BYTES of shared memory beside the ring.
+attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows are divided into
+           query tiles, called units, of QUERY_TILE (row, head) pairs that use one KV head. The thread block computes
+           UNITS units at a time, in a pass over the KV blocks. For each pass, KV block and KV head, the item takes K
+           pages, then V pages, each with up to 64 elements per token. An item without work, which only pads the list of
+           items, takes one empty page.
 """
 
 from __future__ import annotations
@@ -43,35 +39,35 @@ PAGE_ROWS = PAGE_BYTES // ROW_BYTES
 BOX_ROWS = 32
 CHUNK = 256
 K_STEP = ROW_BYTES // 2  # bfloat16 elements per row
-STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages for one k step of a whole chunk
-STAGES = 2  # the number of k steps whose pages an instruction holds at once
+STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages for K_STEP elements of CHUNK weight columns, and of the inputs
+STAGES = 2  # an instruction holds at once the pages of two steps of K_STEP elements each
 WARPGROUP_ROWS = 64  # rows that one wgmma instruction multiplies
 MAPS = 2  # tensor maps per buffer: one for boxes of BOX_ROWS rows, one for whole pages
 DOT_PIECE = 1024
-# TMA limits a box to 256 elements per dimension. So the tensor map for weight pages divides a piece
-# of DOT_PIECE elements into rows of this many elements.
+# TMA limits a box to 256 elements per dimension. Therefore the tensor map for weights divides a piece of DOT_PIECE
+# elements into rows of this many elements.
 PIECE_INNER = 256
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
-# The maximum number of weight pages that an SM prefetches into L2 for matmuls as dot products, before its
-# ring has room for them. All SMs together fill half of the 50 MB of L2.
+# The maximum number of weight pages that an SM prefetches into L2 before its ring has room for them, for matmuls as dot
+# products. All SMs together then fill half of the 50 MB of L2.
 AHEAD_PAGES = 12
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
-DOT_INPUT_PAGES = 4  # the maximum number of input pages in a lap (one filling of the ring)
-NORM_BYTES = 16384  # bytes of shared memory for the rows that a matmul as dot products normalises itself
-UNITS = 8  # attention query tiles (units) that a thread block computes side by side
+DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
+NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself
+UNITS = 8  # query tiles of attention (units) that a thread block computes at the same time
 QUERY_TILE = 16  # (query row, query head) pairs of a query tile
 
 Ints = NDArray[np.int64]
 
 
-# Matmuls on tensor cores store these results through pages, tile by tile. All other results of
-# matmuls are stored by the consumers, directly from registers.
+# For these results, a matmul on tensor cores writes its outputs to pages, which are then copied to global memory. For
+# all others, the consumer warps store the outputs directly from registers.
 BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.GELU_GATED, Result.STORED)
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:
-    """The number of a matmul's output columns that fit into a page; 0 if its outputs are not stored through pages."""
+    """Return how many output columns of a matmul fit into a page; 0 if its outputs are not stored through pages."""
     if phase.result not in BY_PAGES or dims.worker.units != Units.TENSOR or phase.output is None:
         return 0
     return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims.model).itemsize
@@ -79,7 +75,7 @@ def output_columns(phase: Phase, dims: Dims) -> int:
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages that each instruction takes, by use, and the most that it holds at once (`held`)."""
+    """The number of shared-memory pages that each instruction takes, by use, and how many it holds at once (`held`)."""
 
     weights: Ints
     inputs: Ints
@@ -106,20 +102,20 @@ def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
 
 
 def first_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return a tile's rows on the worker's first SM, which of two computes half of the boxes of BOX_ROWS rows."""
+    """How many rows of a tile the worker's first SM computes. Of two SMs, it has half of the boxes of BOX_ROWS rows."""
     return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.worker.sms * BOX_ROWS))
 
 
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return the rows for which a worker's tensor cores need time: multiples of WARPGROUP_ROWS on each SM.
+    """Return the number of rows that a worker's tensor cores compute, which is a multiple of WARPGROUP_ROWS on each SM.
 
-    If the second SM of a worker has fewer rows, it waits for the first SM, so both count with the first SM's rows.
+    If the second SM of a worker has fewer rows, it waits for the first, so both count with the first SM's rows.
     """
     return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """Return the FLOPs of tiles on tensor cores (of whole weight pages by `computed_rows`), and the bytes loaded."""
+    """Return the FLOPs that tensor cores execute for each tile, with padding, and the bytes loaded."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
     computed = computed_rows(rows, dims) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
@@ -129,17 +125,17 @@ def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, I
 def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
     weights = 2 * ceil_div(phase.inner(dims.split), DOT_PIECE) * ceil_div(phase.matrices(dims.split) * cols, 2 * PIECES)
     inputs = dot_input_pages(phase, rows, dims)
-    lap = np.maximum(dims.worker.ring_pages - inputs, 2) // 2 * 2  # an even number, because pages are used in pairs
+    lap = np.maximum(dims.worker.ring_pages - inputs, 2) // 2 * 2  # even, because pages are used in pairs
     return Pages(weights, inputs * -(-weights // lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
 
 
 def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
-    """The input pages in each lap of a matmul as dot products; 0 if the matmul normalises its inputs itself."""
+    """Return the number of input pages that a matmul as dot products holds; 0 if it normalises its inputs itself."""
     return ceil_div(rows * ceil_div(phase.inner(dims.split), DOT_PIECE), PIECES) * (phase.norm is None)
 
 
 def ahead_columns(phase: Phase, dims: Dims) -> int:
-    """Return how many columns of a matmul as dot products, of all its matrices, are prefetched into the L2 cache.
+    """Return how many weight columns of a matmul as dot products are prefetched into the L2 cache.
 
     They fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
     """
@@ -149,29 +145,29 @@ def ahead_columns(phase: Phase, dims: Dims) -> int:
 
 
 def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
-    """Whether a matmul can normalise this many rows of its inputs itself."""
+    """Whether a matmul can normalise this many input rows itself, so that no separate norm is needed."""
     if dims.worker.units == Units.DOTS:
         return rows * inner * Dtype(dims.model.dtype).itemsize <= NORM_BYTES
     return dims.worker.units == Units.CORE
 
 
 def chunk_output_pages(phase: Phase, dims: Dims) -> int:
-    """The number of output pages for a whole chunk of columns; 0 if outputs are not stored through pages."""
+    """Return the number of output pages for a whole chunk of columns; 0 if outputs are not stored through pages."""
     per_page = output_columns(phase, dims)
     return -(-CHUNK // (phase.matrices(dims.split) * per_page)) if per_page else 0
 
 
 def kv_pages(dims: Dims) -> int:
-    """The number of K and V pages for one KV head and one KV block. Attention holds all of these pages at once."""
+    """Return the number of K and V pages for one KV head and one KV block. Attention holds all of them at once."""
     return 2 * -(-dims.model.head_dim // K_STEP)
 
 
 def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
-    """The number of pages that each attention item takes, all of them for inputs. Padding items have no KV blocks."""
+    """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
     tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
-    # The passes of an item begin at its units 0, UNITS, 2 * UNITS, ... Each pass loads every KV
-    # head that its units use, so a KV head is loaded again if two passes use it.
+    # A thread block computes UNITS units of an item in each pass over the KV blocks. Each pass loads every KV head that
+    # its units use. So a KV head is loaded again if two passes use it.
     heads = [
         np.where(first < units, (np.minimum(first + UNITS, units) - 1) // tiles - first // tiles + 1, 0)
         for first in range(0, int(units.max(initial=0)), UNITS)
@@ -181,5 +177,5 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 
 
 def dot_rows(inner: int) -> int:
-    """The most rows of a matmul as dot products whose input rows have at most `inner` (> 0) elements."""
+    """The maximum number of rows of a matmul as dot products whose input rows have at most `inner` (> 0) elements."""
     return DOT_INPUT_PAGES * PIECES // -(-inner // DOT_PIECE)

@@ -1,6 +1,5 @@
-"""The arguments of a launch of the CUDA interpreter, and the layout of a block. `csrc/cuda/params.h` and the ctypes
-structures of the launcher are generated from these tables.
-"""
+"""The arguments of a launch of the CUDA interpreter, and the composition of a thread block. The C++ header
+`csrc/cuda/params.h` and the ctypes structs of the host are generated from these tables."""
 
 from __future__ import annotations
 
@@ -9,27 +8,26 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-THREADS = 384  # threads per block; each SM runs one block
+THREADS = 384  # threads per thread block; each SM runs one block
 WARPS = THREADS // 32
-PAGES = 13  # pages of shared memory in the ring through which all operands pass
+PAGES = 13  # shared-memory pages in a block's ring buffer, through which all operands pass
 PAGE_BYTES = 16384
-SLOTS = 4  # maximum instructions in flight in a block, from set-up to the end of their stores
+SLOTS = 4  # maximum number of a block's instructions in flight, from set-up to the end of their stores
 
-# While a block claims an instruction from a queue, at most this many instructions are in flight. A claim also waits
-# until the loads of the previous instruction have been issued.
+# While a block claims an instruction from a queue, at most this many of its instructions are in flight. A claim also
+# waits until the loads of the previous instruction have been issued.
 CLAIM_SLOTS = 2
 SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block, the maximum on Hopper
 MAP_BYTES = 128  # bytes of an encoded tensor map, which must be aligned to 64 bytes
-CLOCK_STAMPS = 4  # clock values of a traced block: (clock64, %globaltimer) at its start and at its end
+CLOCK_STAMPS = 4  # a traced block reads clock64 and %globaltimer at its start and at its end
 
-PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # numbers of a program's lists of instruction records
+PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # the program's lists of instructions
 
-# The first warps of a block, in order. All further warps are consumers.
+# The first warps of a thread block, in order. All further warps are consumers, which compute.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# The things for which a warp may wait: a counter, or a shared-memory barrier of a page or of an
-# instruction (csrc/cuda/block.h). In the texts, {} stands for the index of the counter, or for the
-# slot (position in a ring) of the page or instruction.
+# What a warp may wait for: a counter, or a shared-memory barrier of a page or an instruction (csrc/cuda/block.h). In
+# the texts, {} stands for the counter's index, or for the position of the page or instruction in its ring buffer.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -46,11 +44,11 @@ AWAITED = {
 
 
 class Ablation(IntEnum):
-    """The work that a build of the kernel leaves out, so that a benchmark can time the rest."""
+    """The work that a variant of the kernel leaves out, so that a benchmark can time the rest."""
 
     NONE = 0
-    COPIES = 1  # the build leaves out the loaders' copies into pages
-    COMPUTE = 2  # the build leaves out the consumers' arithmetic
+    COPIES = 1  # leaves out copies into shared memory
+    COMPUTE = 2  # leaves out all arithmetic
 
 
 _SCALARS: dict[str, tuple[str, Any]] = {
@@ -62,7 +60,8 @@ _SCALARS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """A field. `kind` is a scalar (i4, u4, u8), another struct or a C pointer type; `count` > 1 declares an array."""
+    """A field of a C struct. `kind` is a number type (i4, u4, u8), another struct or a C pointer type. If `count` is
+    above 1, the field is an array."""
 
     name: str
     kind: str
@@ -76,8 +75,8 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# For a pointer, `what` begins with the shape of the data behind the pointer. In this shape, `tp` is the number of all
-# ranks of the model, and `blocks` is the number of thread blocks of this grid only.
+# If a field is a pointer, its description begins with the shape of the data. There, `tp` is the model's number of
+# ranks, and `blocks` the number of thread blocks of this launch on this GPU.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.",
@@ -156,5 +155,5 @@ def _structures() -> dict[str, type[ctypes.Structure]]:
     return made
 
 
-# The structs as ctypes classes.
+# The structs above as ctypes classes.
 STRUCTURES = _structures()

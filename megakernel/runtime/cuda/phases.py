@@ -1,8 +1,8 @@
-"""Runs a program with one kernel launch per phase: the same instructions with the same code, but
-without waits. Each kernel starts when the kernel of the previous phase has ended.
+"""Runs a program with one kernel launch per phase (operation): the same instructions with the same code, but without
+waits. A kernel starts when that of the previous phase has ended.
 
-This kind of execution is the baseline for measuring the megakernel. Its results do not depend on
-waits. If the megakernel's results differ from them, the program may lack a wait.
+This is the baseline for measuring what the megakernel gains. It does not depend on waits, so if the megakernel's
+results differ, the program may lack a wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .params import BODY, PROLOGUE
 
 
 class PhaseGraph:
-    """One program's phases on one GPU as a CUDA graph, recorded with the addresses of the heap's `generation`."""
+    """A program's phases on one GPU, as a CUDA graph with a kernel launch per phase. If the heap's buffers move, which
+    increases its `generation`, a new graph must be recorded."""
 
     def __init__(self, program: Program, grid: Grid, kernel: Kernel, generation: int) -> None:
         self.generation = generation

@@ -1,9 +1,8 @@
-"""Explains why a launch made no progress, from what each warp waits for (csrc/cuda/watchdog.h).
+"""Explains why a launch made no progress, from what each warp was waiting for (recorded by csrc/cuda/watchdog.h).
 
-Most warps wait for other warps, which also wait. If a worker's oldest unfinished instruction waits
-for something other than a counter, the worker itself is at fault. If every worker's oldest
-instruction waits for a counter, a signal is missing. The missing signal is the one for the earliest
-of these instructions, because all instructions before that one have ended.
+Most warps wait for other warps that wait too. If a worker's oldest unfinished instruction waits for something other
+than a counter, the fault is inside this worker. If every worker's oldest instruction waits for a counter, a signal is
+missing: the one for the earliest of these instructions, because all instructions before it have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LATE = object()
 
 @dataclass(frozen=True)
 class Wait:
-    """What one warp waited for, and which warp it is."""
+    """One warp, the instruction that it executed, and what it was waiting for."""
 
     rank: int
     worker: int
@@ -40,19 +39,20 @@ class Wait:
     segment: int
     layer: int
     number: int
-    kind: str  # a key of AWAITED, or empty if the record names none
+    kind: str  # what the warp waits for, a key of AWAITED; "" if the recorded number is invalid
     index: int
     value: int
     expected: int
 
     @property
     def consumer(self) -> int:
-        """The consumer's number; negative for a service warp."""
+        """The number of the consumer warp; negative for a warp that is not a consumer."""
         return self.warp - len(SERVICE_WARPS)
 
 
 def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
-    """Return the waits that a grid's watchdog recorded. `notes` is an array [blocks * WARPS] of NOTE."""
+    """Return the waits that the watchdog has recorded on a GPU. `notes` is an array [blocks * WARPS] of NOTE, and
+    `ranks` are the ranks on this GPU."""
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
@@ -65,7 +65,7 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """Return a clause that says which of `waits` (at least one) holds up the launch."""
+    """Return a clause that names the one of `waits` (at least one) that blocks all others, and its probable cause."""
     if (damaged := next((wait for wait in waits if not _exists(program, wait)), None)) is not None:
         return f"{_describe(program, damaged)}; the program has no such instruction: a block's memory was overwritten"
     order, sms = _Rehearsal(program, table).run(), program.dims.worker.sms
@@ -91,14 +91,14 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """Return the wait that holds up the other warps of a worker. `oldest` are the waits that belong to
-    the worker's oldest unfinished instruction.
+    """Return the wait that blocks a worker's other warps. `oldest` are those `waits` that belong to the worker's oldest
+    unfinished instruction.
 
     The first of these cases that applies decides:
 
-    - A consumer waits for a page that no loader is about to fill. So a load is missing.
-    - The storer waits although all consumers have finished the instruction, or although some consumer
-      does not wait. So a consumer's output is missing.
+    - A consumer warp waits for a page that no loader is about to fill. So a load is missing.
+    - The storer waits although all consumers have finished the instruction, or although some consumer does not wait. So
+      a consumer's output is missing.
     - A loader waits. So a consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
@@ -114,10 +114,10 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(ReferenceLaunch):
-    """A launch of one layer that computes nothing, to find an order in which its instructions can run.
+    """Executes a program of one layer without computing anything, to find an order in which its instructions can run.
 
-    A worker claims an instruction from a queue only when nothing else can run. So all work that may
-    have to precede the claim comes before the claimed instruction in the order.
+    A worker claims an instruction from a queue only when nothing else can run. So everything that the claim may have to
+    wait for comes before the claimed instruction.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:
@@ -129,13 +129,13 @@ class _Rehearsal(ReferenceLaunch):
         self._order: dict[tuple[int, int], int] = {}
         self._arrived: Counter[tuple[int, int]] = Counter()
         self._ready: deque[Iterator[Any]] = deque()
-        self._late: deque[Iterator[Any]] = deque()  # workers that would next claim from a queue
+        self._late: deque[Iterator[Any]] = deque()  # workers whose next action is to claim from a queue
         self._blocked: dict[tuple[int, int], list[Iterator[Any]]] = defaultdict(list)
         self._may_claim = False
         self._clock = count()
 
     def run(self, order: None = None) -> dict[tuple[int, int], int]:  # type: ignore[override]
-        """Run as far as possible. Return the position of each (segment, index of the record) that ran."""
+        """Run all instructions that can run. Return the position of each (segment, record) in the order found."""
         ended = object()
         for rank in range(self._program.ranks):
             self._ready.extend(self._worker(rank, worker) for worker in range(self._program.workers))
@@ -171,8 +171,8 @@ class _Rehearsal(ReferenceLaunch):
             self._may_claim = False
             claimed = self._claim(place)
             if not self._left(place):
-                # This queue is empty now, so the workers that wait to claim from it can continue. They do so
-                # before any worker claims another instruction.
+                # The queue is empty now. So the workers that were about to claim from it continue after it, before any
+                # worker claims from another queue.
                 self._ready.extend(self._late)
                 self._late.clear()
             yield from self._run(claimed)
@@ -190,7 +190,7 @@ def _key(place: StreamPlace) -> tuple[int, int]:
 
 
 def _signallers(program: Program, wait: Wait) -> list[str]:
-    """Return the names of the phases whose instructions signal the counter for which `wait` waits."""
+    """Return the names of the phases whose instructions signal the counter that `wait` waits for."""
     layers, block = program.dims.model.layers, _block(program, wait)
     ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
     numbers: set[int] = set()
@@ -208,12 +208,12 @@ def _signallers(program: Program, wait: Wait) -> list[str]:
 
 
 def _block(program: Program, wait: Wait) -> int:
-    """Return the number of the counter block that has the counter for which `wait` waits."""
+    """Return the number of the counter block (each layer has one) that contains the counter that `wait` waits for."""
     return (0, wait.layer, program.dims.model.layers)[wait.segment]
 
 
 def _exists(program: Program, wait: Wait) -> bool:
-    """Whether a wait is for a barrier or counter, between instructions or in an instruction of the program."""
+    """Whether a recorded wait is possible: its instruction, and the counter or barrier, exist in the program."""
     if wait.kind not in AWAITED or wait.segment >= len(SEGMENTS):
         return False
     if wait.segment < 0:

@@ -1,4 +1,4 @@
-"""What a Hopper GPU requires of a program."""
+"""What a Hopper GPU requires of a program, such as its tile sizes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ HOPPER = _Hopper(
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.float64]:
-    """Return the bytes of inputs that each matmul instruction loads through its ring of shared-memory pages. Matmuls as
-    dot products load all inputs again in each lap, which is one filling of the ring. Matmuls on tensor cores load them
-    again for each chunk of the tile's columns.
-    """
+    """Return the bytes of inputs that each matmul instruction loads into shared memory. Matmuls as dot products load
+    all inputs again each time their weights have filled the ring buffer of pages. Matmuls on tensor cores load them
+    again for each chunk of the tile's columns."""
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
         taken = pages.matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs
@@ -62,7 +61,7 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Check that the ring has room for what an instruction holds at once, and that tiles can be divided into pages."""
+    """Yield instructions that need more shared-memory pages than an SM has, or whose tiles do not fit pages."""
     have = dims[0].worker.ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
@@ -76,7 +75,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Check the pages of one rank's instructions of a matmul phase. `rows` are the indices of their records."""
+    """Yield instructions (`rows`) of one rank's matmul phase whose tiles cannot be divided into pages."""
     c = phase.columns(part.records[rows])
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:
@@ -92,7 +91,7 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
         return
-    # The storer stores whole boxes, which must not extend beyond the tile into neighbouring rows or columns.
+    # Outputs are stored in whole boxes. A box must not extend beyond the tile into neighbouring rows or columns.
     width = BUFFERS[phase.output].shape(d, 0)[1]
     bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.bucket.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)

@@ -1,9 +1,9 @@
-"""Converts the intervals of a traced launch from the GPUs' clocks to the common trace.
+"""Converts the times in a traced launch from the clocks of SMs to nanoseconds.
 
 A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise. But each SM's
 counter starts at a different time, and its rate may differ between launches. When a block begins and when it ends, it
-therefore reads both the GPU's global timer, right after that timer has advanced, and its SM's counter. The two pairs of
-values give the conversion from cycles to nanoseconds.
+therefore reads both the GPU's global timer, right after that timer has advanced, and its SM's counter. These two pairs
+of values give the conversion from cycles to nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .heap import Heap
 from .loaded import Grid, Loaded, segments
 from .params import CLOCK_STAMPS
 
-_PER_INSTRUCTION = 32  # enough intervals for all roles of an instruction in most programs
-_MOST = 1 << 16  # the maximum number of intervals of a block; they take 2 MiB
-_READ_CYCLES = 36  # cycles to read clock64, measured on a B300; benchmarks/speed/probe_gpu.py measures it
+_PER_INSTRUCTION = 32  # room per instruction, which suffices for all warps in most programs
+_MOST = 1 << 16  # maximum number of intervals of a thread block, which take 2 MiB
+_READ_CYCLES = 36  # cycles to read clock64, as benchmarks/speed/probe_gpu.py measured on a B300
 
 
 class Tracing:
-    """Memory for a launch's intervals on every GPU. Tests set `delay`, (segment, layer, record, ns)."""
+    """Memory for a launch's intervals on each GPU. Tests set `delay`: (segment, layer, record, ns)."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
@@ -34,7 +34,7 @@ class Tracing:
         self.delay = (0, 0, 0, 0)
 
     def prepare(self, grid: Grid, program: Program) -> None:
-        """Give the next launch of a grid empty memory for its intervals, and set its `delay`."""
+        """Give the next launch on a GPU empty memory for its intervals, and set its `delay`."""
         capacity, blocks = _capacity(program), grid.blocks
         address, have_blocks, have = self._memory.get(grid.gpu.ordinal, (0, 0, 0))
         if blocks > have_blocks or capacity > have:
@@ -51,7 +51,7 @@ class Tracing:
         p.delay.segment, p.delay.layer, p.delay.record, p.delay.ns = self.delay
 
     def collect(self, loaded: Loaded, table: StepTable) -> Trace:
-        """The trace of the launch of `table` that has just ended."""
+        """Return the trace of the launch that has just ended. `table` is its step table."""
         parts, dropped, rates, steps = [], 0, [], [1]
         for grid in loaded.grids:
             p, n = grid.params, grid.blocks
@@ -84,7 +84,7 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Convert one block's intervals to the global timer's nanoseconds, by the block's CLOCK_STAMPS clock values."""
+    """Convert a block's intervals to nanoseconds of the GPU's global timer, by the block's clock values."""
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
     for name in ("begin", "end"):
@@ -94,19 +94,19 @@ def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Interval
 
 
 def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
-    """Return the SMs' clock rate, from an array [blocks, CLOCK_STAMPS] of clock values."""
+    """Return the clock rate of the SMs in cycles per ns, from an array [blocks, CLOCK_STAMPS] of clock values."""
     spent = (clocks[:, 2:] - clocks[:, :2]).astype(np.float64)
     return float(np.median(spent[:, 0] / np.maximum(spent[:, 1], 1.0)))
 
 
 def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """The step in ns by which the global timer advances: its values in `clocks` differ by multiples of it."""
+    """The step in ns by which the global timer advances, from an array [blocks, CLOCK_STAMPS] of clock values."""
     stamps = clocks[:, 1::2].reshape(-1)
     return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
-    """The intervals for which a block has room: enough for the longest stream and all of a rank's queues."""
+    """The number of intervals for which a block has room, for the longest stream and all queues of a rank."""
     lists = segments(program)
     runs = (1, program.dims.model.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))

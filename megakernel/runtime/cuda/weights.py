@@ -1,4 +1,4 @@
-"""Copies a checkpoint to the GPUs: each rank's part of each tensor, row-major, shaped as in `isa.BUFFERS`."""
+"""Copies a checkpoint to the GPUs: each rank's part of each weight buffer, row-major."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...model.checkpoint import Checkpoint, WeightRows, column_share, converted,
 from .heap import Heap, copy_bytes
 from .maps import layers
 
-_THREADS = 8  # number of threads, each of which reads one tensor at a time
+_THREADS = 8  # threads, each of which reads one tensor at a time
 
 
 def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights to the GPUs, one copy for all ranks of a GPU that need the whole, and set their addresses."""
+    """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share what they all need."""
     ranks = dims.ranks
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
@@ -45,7 +45,7 @@ def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
-    """Return the rank whose copy of a weight buffer is used by rank `d.rank`."""
+    """Return the rank whose copy of a weight buffer rank `d.rank` uses: its own, or an earlier rank's."""
     shape, gpu = BUFFERS[buffer].shape, heap.node.gpu(d.split.rank)
     whole = shape(d.changed(tp=1, rank=0), 0)
     if shape(d, 0) != whole:
@@ -56,7 +56,7 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 def _read_ahead(
     checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]
 ) -> Iterator[tuple[Dims, int, list[WeightRows]]]:
-    """Yield a weight buffer's rows for each layer and rank, while other threads read those of later layers."""
+    """Yield a weight buffer's rows for each layer and rank. Meanwhile, other threads read the rows of later layers."""
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[list[tuple[Dims, int, list[WeightRows]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -71,7 +71,7 @@ def _read_ahead(
 def _read(
     checkpoint: Checkpoint, buffer: Buffer, layer: int, ranks: list[Dims]
 ) -> list[tuple[Dims, int, list[WeightRows]]]:
-    read: dict[object, list[WeightRows]] = {}  # ranks that need the same rows share them
+    read: dict[object, list[WeightRows]] = {}  # ranks that need the same rows share one copy of them
     out = []
     for d in ranks:
         part = *row_shares(buffer, d.split), column_share(buffer, d.split)

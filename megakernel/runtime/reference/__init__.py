@@ -1,4 +1,4 @@
-"""The reference interpreter, which defines in NumPy what a program computes."""
+"""The reference interpreter, which defines what a program computes, in NumPy."""
 
 from .backend import ReferenceBackend
 

@@ -1,9 +1,9 @@
-"""The reference backend: it executes a program exactly as written, with all ranks in one thread.
+"""The reference backend, which executes a program exactly as written, with all ranks in one thread.
 
-Instructions run in the order of the streams, and wait for counters. A program with wrong waits
-therefore computes nonsense or deadlocks here as on any other backend. To reveal this, activations
-are NaN at the start of each launch, and ready workers can run in random order. Every rank has its
-own copies of all buffers, and no instruction can read those of another rank.
+Instructions run in the order of their streams, and wait for counters. A program with wrong waits therefore computes
+wrong results or deadlocks, as on any other backend. To make such errors visible, activations are NaN at the start of
+each launch, and workers can take turns in random order. Every rank has its own copies of all buffers, and no
+instruction can read those of another rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACT
 
 
 class ReferenceBackend:
-    """Implements `Backend` in NumPy. `seed` makes ready workers run in random order; with None, they run in turn.
+    """Implements `Backend` in NumPy. Workers take turns in random order with this `seed`, or in a fixed order if it is
+    None.
 
-    `dims` gives the buffers' sizes until a program with other sizes is launched. `link_bytes` counts,
-    for each rank, the bytes that it stored in other ranks' buffers.
+    `dims` gives the buffers' sizes until a program with other sizes is launched. `link_bytes` counts, for each rank,
+    the bytes that it has stored in other ranks' buffers.
     """
 
     name = "reference"
@@ -51,25 +52,25 @@ class ReferenceBackend:
         self.link_bytes = np.zeros(dims.split.tp, np.int64)
         self._order = None if seed is None else np.random.default_rng(seed)
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.split.tp)]
-        self._codes: dict[tuple[int, Buffer, int], list[tuple[int, Codes]]] = {}  # of ranks, buffers and layers
+        self._codes: dict[tuple[int, Buffer, int], list[tuple[int, Codes]]] = {}  # by rank, buffer, layer
         self._set_dims(dims)
         for buffer in weights(checkpoint.config):
             self._load(checkpoint, buffer)
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
-        # The keys are the id() of programs. They stay valid, because Counters keeps its program alive.
+        # Each program's counters, by the program's id(), which stays valid because Counters keeps the program.
         self._counters: dict[int, Counters] = {}
         self._size_for(dims)
 
     def _load(self, checkpoint: Checkpoint, buffer: Buffer) -> None:
-        """Load a weight buffer. Matrices that a backend may keep in the types of their file are widened to float32."""
+        """Load a weight buffer. Matrices that are stored in the types of their file become float32."""
         spec = BUFFERS[buffer]
         kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims.model)
         whole = spec.shape(self.dims.changed(tp=1, rank=0), 0)
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
             shape = spec.shape(dims, 0)
-            if dims.split.rank and shape == whole:  # every rank has all of it
+            if dims.split.rank and shape == whole:  # ranks share a weight that each has as a whole
                 arrays[buffer] = self._arrays[0][buffer]
                 continue
             layers = range(dims.model.layers if spec.layered else 1)
@@ -99,7 +100,7 @@ class ReferenceBackend:
             self._allocate(buffer)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer (of one layer if layered), shaped and typed as in BUFFERS."""
+        """A view of a rank's copy of a buffer (of one layer, if layered), in the shape and type it is declared with."""
         array = self._arrays[rank][buffer]
         view: NDArray[Any] = array[layer] if BUFFERS[buffer].layered else array
         return view
@@ -107,13 +108,14 @@ class ReferenceBackend:
     def execute(
         self, instruction: NDArray[np.int32], layer: int, table: StepTable, forward: Forward, rank: int = 0
     ) -> None:
-        """Run one record on a rank's buffers, without waits and signals. For attention, run all items of its slot."""
+        """Run the work of one instruction record on a rank's buffers, without its waits and signals. An attention
+        instruction runs all of its items."""
         phase = forward.by_number[int(record.phase_number(instruction))]
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
         OPERATIONS[phase.operation].execute(self.context(phase, table.rank(rank), layer), *operands.tolist())
 
     def context(self, phase: Phase, table: StepTable, layer: int) -> Context:
-        """The data that an instruction of `phase` can access on the table's rank."""
+        """Return the data that an instruction of `phase` can access in a layer, on the step table's rank."""
         rank = table.dims.split.rank
 
         def send(buffer: Buffer, to: int, index: Any, values: NDArray[Any]) -> None:
@@ -156,7 +158,7 @@ class ReferenceBackend:
             counters.launch += 1
             launch.run(self._order)
         except BaseException:
-            # An aborted launch left counters and arrivals incomplete, so the next one starts from zero.
+            # A failed launch leaves counters and the arrivals in SPLITS incomplete, so the next starts from 0.
             counters.reset()
             for rank in range(self.dims.split.tp):
                 self.buffer(Buffer.SPLITS, rank=rank).fill(0)
@@ -171,13 +173,13 @@ class ReferenceBackend:
         )
 
     def _logits(self) -> NDArray[np.float32]:
-        """The logits of all rows, each read from the rank that sampled the row."""
+        """Return the logits of all rows. Each row is read from the rank that has sampled it."""
         own = self.dims.own_logit_rows
         parts = [self.buffer(Buffer.LOGITS, rank=r)[r * own : (r + 1) * own] for r in range(self.dims.split.tp)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _poison(self) -> None:
-        """Fill activations with NaN, so that a read of anything that this launch has not written becomes visible."""
+        """Fill activations with NaN, so that results show whether a launch reads something that it has not written."""
         for rank in range(self.dims.split.tp):
             for buffer in _PER_LAUNCH:
                 dtype = BUFFERS[buffer].resolve_dtype(self.dims.model)
@@ -186,7 +188,7 @@ class ReferenceBackend:
 
 
 class DeferredLaunch:
-    """A launch that runs in `wait`, because the reference backend has no thread of its own."""
+    """A launch that is executed when `wait` is called, because the reference backend has no thread of its own."""
 
     def __init__(self, run: Callable[[], Output]) -> None:
         self._run = run

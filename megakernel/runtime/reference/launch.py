@@ -1,4 +1,4 @@
-"""Runs a launch in one thread: a stream advances when its waits are satisfied, and signals to other streams."""
+"""Runs a launch in one thread. A worker's stream advances when the counters it waits for have reached their totals."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from ...trace import Trace, TraceHeader
 
 
 class Counters:
-    """The counters of a program, as an array [ranks, blocks x counters]. They are not reset between
-    launches, so a wait in launch k (counted from 1) ends when the counter's value is at least k times
-    the counter's total per launch, compared modulo 2^32.
-    """
+    """The values of a program's counters, [ranks, blocks x counters]. They are not reset between launches. Therefore a
+    wait in launch k (counted from 1) ends when the counter's value is at least k times what is added to it per launch
+    (its total), compared modulo 2^32."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -41,7 +40,7 @@ class Counters:
         return (int(self.values[rank, counter]) - self.expected(rank, counter)) % 2**32 < 2**31
 
     def check_totals(self) -> None:
-        """Raise MegakernelError unless every counter got exactly its total in every launch so far."""
+        """Raise MegakernelError unless each launch so far has added exactly the total to every counter."""
         wrong = np.argwhere(self.values != self.launch * self.totals)
         if len(wrong):
             rank, n = wrong[0]
@@ -55,11 +54,11 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction in a certain layer. `block` is the block of counters that it uses; each layer has its own."""
+    """An instruction as it runs in one layer. It waits for the counters with this `block`, of which each layer has one."""
 
     rank: int
     worker: int
-    layer: int  # the layer's number, PROLOGUE or EPILOGUE, as in a trace
+    layer: int  # number of the layer, or PROLOGUE or EPILOGUE, as in a trace
     block: int
     row: int
     words: NDArray[np.int32]
@@ -103,7 +102,7 @@ def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
 
 @dataclass(frozen=True)
 class Blocked:
-    """Describes a stream that cannot continue, and what it waits for."""
+    """Yielded by a stream that cannot continue. It says which instruction waits for which counter."""
 
     place: StreamPlace
     counter: int
@@ -115,10 +114,8 @@ class Blocked:
 
 
 class ReferenceLaunch:
-    """Runs one step of `program`. `context(phase, table, layer)` returns the data that an instruction can access (see
-    Context). `table` is the step table of the instruction's rank. `execute` does an instruction's work (see
-    ReferenceBackend).
-    """
+    """Runs one step of `program`. `context(phase, table, layer)` returns the data that an instruction of a phase can
+    access, and `execute` does an instruction's work (see ReferenceBackend.execute)."""
 
     def __init__(
         self,
@@ -135,7 +132,8 @@ class ReferenceLaunch:
         self._intervals: list[tuple[int, ...]] = []
 
     def run(self, order: np.random.Generator | None) -> None:
-        """Advance all streams to their ends, in turn or in random order, or report where they are stuck."""
+        """Run all streams to their ends. Workers take turns in random order, or in a fixed order if `order` is None.
+        Raises MegakernelError if all are blocked."""
         ranks, per_rank = range(self._program.ranks), range(self._program.workers)
         workers = [self._worker(rank, worker) for rank in ranks for worker in per_rank]
         done = object()
@@ -159,7 +157,7 @@ class ReferenceLaunch:
                 )
 
     def trace(self) -> Trace:
-        """The trace: one COMPUTE interval for each attention item and for each other instruction except drains."""
+        """The trace, with one COMPUTE interval for each attention item and for each other instruction except drains."""
         columns = np.array(self._intervals, np.int64).reshape(-1, 6).T
         intervals = np.zeros(len(self._intervals), tracing.DTYPE)
         for name, column in zip(("begin", "end", "instruction", "rank", "worker", "layer"), columns, strict=True):
@@ -171,12 +169,12 @@ class ReferenceLaunch:
         return Trace(header, intervals, slot_work(self._tables[0])[None])
 
     def _worker(self, rank: int, worker: int) -> Iterator[Blocked | None]:
-        """Run a worker's stream. Yields None after each unit of work, and a Blocked while it cannot continue."""
+        """Run a worker's stream. Yields None after each unit of work, and a Blocked each time it cannot continue."""
         for place in _stream(self._program, rank, worker):
             yield from self._run(place)
 
     def _run(self, place: StreamPlace) -> Iterator[Blocked | None]:
-        """Run the waits, work and signals of one instruction."""
+        """Execute one instruction: its waits, its work and its signals."""
         table = self._tables[place.rank]
         layer = min(place.block, self._program.dims.model.layers - 1)
         yield from self._wait(place, place.waits(indexed=False))
@@ -197,11 +195,11 @@ class ReferenceLaunch:
         yield None
 
     def _attend(self, place: StreamPlace, layer: int, item: int) -> bool:
-        """Run an attention item, and return whether the attention output of its rows is complete afterwards."""
+        """Run an attention item. Return whether the attention output of its rows is complete now."""
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: StreamPlace) -> Iterator[Blocked | None]:
-        """Claim and run records until all workers together have claimed the queue's first `end` in this layer."""
+        """Claim instructions of a queue and run them, until its first `end` have been claimed in this layer."""
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -219,7 +217,7 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return an attention item's places in the counter grid [row block][group of KV heads] where it waits."""
+        """Return which counters of the grid [row block][KV head group] an item waits for, as offsets in it."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -228,7 +226,7 @@ class ReferenceLaunch:
         return [block * place.operand("groups") + group for block in blocks for group in groups]
 
     def _logit_row_members(self, place: StreamPlace) -> list[int]:
-        """Return the row blocks of the rank's own token rows for which a norm of logit rows waits; else nothing."""
+        """Return the row blocks with the logit rows that a norm instruction reads; [] for other instructions."""
         if place.phase.operation is not Operation.NORM or place.phase.rows is not Rows.LOGIT:
             return []
         t, row = self._tables[place.rank], place.operand("row")
@@ -242,7 +240,8 @@ class ReferenceLaunch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add `arrivals` to a word's counter, or to its grid's counter for token row `row`, on the ranks it names."""
+        """Add `arrivals` to the counter that a signal word names, on the ranks that it names. If the word names a grid
+        of counters, the counter is that of the row block of token row `row`."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
@@ -253,7 +252,7 @@ class ReferenceLaunch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: StreamPlace, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """Wait for each word's counter; if it names a grid of counters, for the grid's counters `members`."""
+        """Wait for each word's counter or, if the word names several, for those at the offsets `members`."""
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])

@@ -1,4 +1,5 @@
-// The resource curves above the rows: each resource's rate as a fraction of its peak, as mean and range over ranks.
+// Draws the curves above the timeline's rows. A curve shows the rate at which a resource, such as memory, is used over
+// time, as a fraction of its peak: the mean over ranks, and the range.
 
 const RESOURCES = meta.resources.length, CURVE_ROW = 24;
 let curvesShown = true;

@@ -1,4 +1,5 @@
-// The data of the traces: intervals and records as columns, and the names of things. All other scripts read them here.
+// The data of the traces, as arrays with an element for each interval or instruction record. All scripts read them
+// here.
 
 const $ = (id) => document.getElementById(id);
 const meta = JSON.parse($("meta").textContent);
@@ -34,9 +35,11 @@ const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % 
 const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// The ways to draw an interval. A storer's STORE does not delay its worker, so it is a thin strip, as loads are.
+// The shapes of intervals. The storer is a warp that copies results to memory while the worker goes on computing, so
+// its STORE intervals are drawn as thin strips, as loads are.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
-// Each phase has a shade, numbered as in `meta.phases`. Its hue shows the family, its lightness the phase.
+// Each phase, such as the QKV projection, has a shade, numbered as in `meta.phases`. The hue shows the phase's family
+// (kind of operation), and the lightness distinguishes phases of a family.
 const shapeOf = new Uint8Array(count), shadeOf = new Uint8Array(count);
 for (let i = 0; i < count; i++) {
   shadeOf[i] = records[record[i] * WORDS];
@@ -44,7 +47,7 @@ for (let i = 0; i < count; i++) {
   shapeOf[i] = isWait(i) ? SHAPE.wait : k === LOAD || k === FETCH ? SHAPE.load
     : k === STORE && role[i] === STORER ? SHAPE.store : SHAPE.work;
 }
-// A column of pixels is divided into parts: one for each phase, in its shade, and one for waiting.
+// A column of pixels may stand for many short intervals, so it has parts: one for each phase, and one for waiting.
 const PARTS = meta.phases.length + 1, WAITING = meta.phases.length;
 const partOf = (i) => (shapeOf[i] === SHAPE.wait ? WAITING : shadeOf[i]);
 const partName = (p) => (p === WAITING ? "waiting" : meta.phases[p].name);

@@ -1,8 +1,9 @@
-// Level of detail. The time of a lane is cut into pieces that do not overlap. For rows with many pieces, sums over bins
-// are kept at several levels, each of half as many bins, so a frame takes no longer to draw in a long trace.
+// Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. For rows
+// with many pieces, their times are summed over bins of time, at several levels, each with half as many bins as before.
 
-// -- pieces, cut as in megakernel/timeline/states.py. Where intervals of a worker overlap, the piece shows the first of:
-// work, a storer's store, a wait of the consumers (which delays the arithmetic), another counter wait, a wait for a page.
+// Intervals of a worker may overlap, because its warps have several roles. A piece shows the interval that comes first
+// in this order: work, a store by the storer warp, a wait of the consumer warps (which delays the arithmetic), another
+// wait for a counter, a wait for a page.
 let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: the length of the interval that a piece belongs to
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
@@ -56,8 +57,9 @@ const FINEST = 16384, COARSEST = 1024;
 const pyramids = new Map();
 const forgetBins = () => pyramids.clear();
 
-// The time of each part (a phase, or waiting) in each column of pixels; 0 unless the part is `touched`. For a range of
-// whole columns, `changes` gets +1 at the first and -1 after the last, and `settle` adds its running totals to the sums.
+// Sums up how much time each part (a phase, or waiting) takes in each column of pixels; 0 unless the part is `touched`.
+// A range may cover many whole columns. To be fast, `changes` then only gets +1 at the first of them and -1 after the
+// last, and `settle` finally adds the running totals of `changes` to the sums.
 class Share {
   constructor(columns) {
     this.columns = columns;

@@ -22,8 +22,9 @@ const PLACES = {
   trace: (v) => ofLanes((l) => sourceOfLane(l).letter.toLowerCase() === v),
 };
 const READS = meta.accesses.map((a) => a !== "write"), WRITES = meta.accesses.map((a) => a !== "read");
-// Makes a test of a record from a word: a part of the phase's name; `operand=value`; `buffer=`, `reads=` or `writes=`
-// with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..], which a region must touch.
+// Turns a word of a search into a test of instruction records. A word is a part of the phase's name; `operand=value`;
+// `buffer=`, `reads=` or `writes=` with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..]
+// that the instruction must access in part.
 function recordTest(word) {
   const tile = /^(\w+)\[(\d*)(?::(\d+))?(?:,(\d+)(?::(\d+))?)?\]$/.exec(word);
   if (tile) {
@@ -90,7 +91,7 @@ function stepMatch(by) {
   choose(next < 0 ? first : next);
 }
 
-// -- intervals that are related to another one
+// -- finding intervals of the same instruction
 /** All intervals of the instruction that interval i belongs to. One worker ran them. */
 function siblings(i) {
   const found = [], own = instanceOf(i), l = lane[i];

@@ -8,7 +8,7 @@ function setView(t0, t1) {
   request();
   keepView();
 }
-// The page's address contains the visible range and the selection, so that a link to it shows the same view.
+// The page's address contains the visible range and the selection, so that somebody who opens a copied link sees both.
 let keeping = 0;
 function keepView() {
   clearTimeout(keeping);

@@ -1,11 +1,13 @@
-// The line above the curves shows when each layer was computed. It unfolds to one such line per phase.
+// Draws a line above the resource curves that shows when each layer was computed. It can be unfolded into a line per
+// phase.
 
 const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // OUTSIDE: the number of blocks besides the layers (prologue and epilogue)
 let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
-// When the first COMPUTE began and the last one ended, for each trace and (launch, layer), and for each phase in it.
-// Workers without work in a phase pass it early and fast, so a COMPUTE below an eighth of the phase's mean is ignored.
+// Finds when each layer's first COMPUTE interval began and its last one ended, and the same for each phase in the
+// layer. Instructions that have nothing to do in a step end early and very fast, so COMPUTE intervals shorter than an
+// eighth of the phase's mean are ignored.
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
   const begins = new Float64Array(blocks * (phases + 1)).fill(Infinity), ends = new Float64Array(begins.length);

@@ -1,4 +1,5 @@
-// The page around the canvas. Names come from files, so they become text nodes and never markup.
+// Builds the page around the canvas. Names come from files and might contain HTML, so they become text nodes, not
+// markup.
 
 /** Make an element with attributes and children, which are nodes, texts, or lists of these. Empty ones are left out. */
 function h(tag, attributes, ...children) {

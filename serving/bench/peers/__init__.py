@@ -29,7 +29,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class InstalledPeer:
-    """An installed peer. `gguf` says that it reads the model from a GGUF file."""
+    """A peer (another inference program) that is installed. `gguf` says that it reads the model from a GGUF file."""
 
     name: str
     open: Callable[[Task], Peer]
@@ -37,8 +37,9 @@ class InstalledPeer:
 
 
 def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[InstalledPeer]:
-    """Return the peers with these names. `llama_bench` is the program or folder of a native llama.cpp build. `batched`
-    selects llama.cpp's benchmark for many sequences. Raises MegakernelError if a peer is not installed."""
+    """Return the peers (other inference programs) with these names. `llama_bench` is the program or folder of a
+    llama.cpp build. `batched` selects its benchmark for many sequences. Raises MegakernelError if a peer is not
+    installed."""
     for name in names:
         if name not in _PACKAGES:
             raise MegakernelError(f"cannot compare with {name!r}: choose from {', '.join(_PACKAGES)}")
@@ -62,12 +63,12 @@ def _find(name: str, llama_bench: Path | None, batched: bool) -> InstalledPeer:
 def contests(
     found: Sequence[InstalledPeer], llm: LLM, model: str, weights: str, work: Trial, phases: Sequence[Timed]
 ) -> Iterator[list[Contest]]:
-    """Prepare a comparison with each peer. The peers run the model that `llm` has loaded. `weights` is the value of the
-    flag --weights. If it is "auto" and the model is a GGUF file, peers that read GGUF get this file. Otherwise these
-    peers get a temporary GGUF file, to which the weights are written."""
+    """Prepare a comparison with each peer (another inference program), which runs the model that `llm` has loaded.
+    `weights` is the value of the flag --weights. If it is "auto" and the model is a GGUF file, peers that read GGUF get
+    this file. Otherwise these peers get a temporary GGUF file, to which the weights are written."""
     dtype = llm.dtype.name.lower()
     with ExitStack() as stack:
-        file, kind = None, next(iter(llm.weight_bytes))  # `kind` is the type of most of our weights
+        file, kind = None, next(iter(llm.weight_bytes))  # `kind` is the type that most weights of `llm` have
         if any(one.gguf for one in found):
             file = gguf_path(model) if weights == "auto" else None
             if file is not None:
@@ -79,7 +80,8 @@ def contests(
                 file = Path(stack.enter_context(TemporaryDirectory(prefix="megakernel-"))) / "model.gguf"
                 write_gguf(open_checkpoint(model), file, WEIGHT_TYPES[kind])
         gpu = llm.engine.backend.name == "cuda"
-        task = Task(model, str(file) if file else None, kind, dtype, llm.threads, gpu, work)
+        quantised_kv = bool(llm.engine.dims.model.quantised_kv)
+        task = Task(model, str(file) if file else None, kind, dtype, llm.threads, gpu, work, quantised_kv)
         opened = []
         for one in found:
             peer = one.open(task)

@@ -18,7 +18,8 @@ _TRIALS = 2  # runs of each combination of settings during the search; the faste
 
 @dataclass(frozen=True)
 class Trial:
-    """`sequences` prompts of `prompt_tokens` tokens each, computed together, then `decode_steps` steps for all."""
+    """The work of a run: `sequences` prompts of `prompt_tokens` tokens, computed together, then `decode_steps`
+    steps."""
 
     sequences: int
     prompt_tokens: int
@@ -28,7 +29,7 @@ class Trial:
         """The tokens that count for a phase's rate: prompt tokens for prefill, otherwise generated tokens."""
         if phase == "prefill":
             return self.sequences * self.prompt_tokens
-        # The step that completes the prompts already generates one token for each prompt.
+        # In a batch, the step that completes the prompts also generates one token for each prompt.
         return self.sequences * (self.decode_steps + (phase == "batch"))
 
 
@@ -36,7 +37,7 @@ class Trial:
 class Task:
     """The model and the work that a peer has to run. The peer gets as many threads as we use, or the GPU if we use one.
     `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
-    type, bf16 or f32."""
+    type, bf16 or f32. `quantised_kv` says whether our KV cache is stored as q8_0."""
 
     model: str
     gguf: str | None
@@ -45,6 +46,7 @@ class Task:
     threads: int
     gpu: bool
     work: Trial
+    quantised_kv: bool = False
 
 
 class Peer(Protocol):
@@ -67,8 +69,8 @@ class Peer(Protocol):
 
 
 class Contest:
-    """A comparison with one peer: the search for its fastest settings, and the times of its runs. The result of
-    `figures` has the first phase's numbers at the top level, and one entry for each other phase."""
+    """A comparison with one peer (another inference program): the search for its fastest settings, and the times of its
+    runs. The result of `figures` has the first phase's numbers at the top level, and one entry for each other phase."""
 
     def __init__(self, peer: Peer, work: Trial, phases: Sequence[Timed]) -> None:
         self.peer = peer
@@ -78,7 +80,7 @@ class Contest:
         self._search: list[dict[str, Any]] = []
 
     def search(self, advance: Callable[[int, int], None]) -> None:
-        """Find the fastest settings of each phase. `advance` is called with (combinations tried, all combinations)."""
+        """Find the peer's fastest settings for each phase. `advance` gets (combinations tried, all combinations)."""
         total = sum(1 + len(self.peer.settings(phase)[1]) for phase in self._phases)
         for phase in self._phases:
             first, changes = self.peer.settings(phase)
@@ -103,7 +105,7 @@ class Contest:
         return seconds
 
     def run(self) -> None:
-        """Run every phase once with its best settings, and record the seconds."""
+        """Run every phase of the peer once with its best settings, and record the seconds."""
         self.runs.append({f"{phase}_s": self.peer.seconds(phase, self._best[phase]) for phase in self._phases})
 
     def figures(self, ours: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -30,12 +30,16 @@ def tool(given: Path, batched: bool) -> Path:
 
 
 class LlamaBench:
-    """A `Peer`. Every run is a new process, which warms up before it measures."""
+    """The peer llama.cpp. Every run is a new process of its benchmark program, which warms up before it measures."""
 
     name = llama_cpp.NAME
 
     def __init__(self, path: Path, task: Task) -> None:
-        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": "f16"}
+        self.about: dict[str, Any] = {
+            "program": path.name,
+            "weights": task.weights,
+            "kv_cache": llama_cpp.kv_type(task),
+        }
         self._path, self._task = path, task
 
     def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
@@ -45,11 +49,12 @@ class LlamaBench:
         work = self._task.work
         command = [str(self._path), "-m", str(self._task.gguf), "-ngl", "99" if self._task.gpu else "0"]
         command += ["-t", str(settings["threads"]), "-fa", str(int(settings["flash_attention"]))]
+        command += ["-ctk", llama_cpp.kv_type(self._task), "-ctv", llama_cpp.kv_type(self._task)]
         command += ["-b", str(max(settings["ubatch"], 2048)), "-ub", str(settings["ubatch"])]
         if self._path.name == _BATCHED:
             command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
-            # Request the measurement twice and use the second, because the tool itself warms up with a few tokens only.
+            # The tool warms up with a few tokens only, so let it measure twice and use the second result.
             command += ["-npl", f"{work.sequences},{work.sequences}"]
             lines = [line for line in self._output(command).splitlines() if line.startswith("{")]
             last = self._json(lines[-1] if len(lines) == 2 else "")

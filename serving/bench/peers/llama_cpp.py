@@ -9,6 +9,7 @@ from typing import Any
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 NAME = "llama.cpp"
+_Q8_0 = 8  # llama.cpp's number for the type q8_0
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
 _PADDING = 256
 
@@ -16,13 +17,20 @@ _PADDING = 256
 def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
     """See `Peer.settings`."""
     first = {"threads": task.threads, "flash_attention": True, "ubatch": 512}
-    changes: list[Settings] = [{"flash_attention": False}]
+    # With a quantised V, llama.cpp works only with flash attention, so there is no variant without it.
+    changes: list[Settings] = [] if task.quantised_kv else [{"flash_attention": False}]
     if phase != "decode":
         tokens = task.work.tokens("prefill")
         changes += [{"ubatch": size} for size in _UBATCHES if size < 512 or tokens > 512]
     if task.threads > 1 and not task.gpu:
-        changes.append({"threads": task.threads // 2})  # the two hardware threads of a core may slow each other down
+        # Try one thread per core: the two hardware threads of a core may slow each other down.
+        changes.append({"threads": task.threads // 2})
     return first, changes
+
+
+def kv_type(task: Task) -> str:
+    """Return llama.cpp's name of the type of K and V: the same as ours if ours are quantised, otherwise its default."""
+    return "q8_0" if task.quantised_kv else "f16"
 
 
 def context(work: Trial) -> int:
@@ -32,10 +40,14 @@ def context(work: Trial) -> int:
 
 
 def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
-    """Return the function that times a run, and the peer's description. `load` is called in the peer's own process (see
+    """Return the function that times a run, and a description of the peer. It is called in the peer's own process (see
     `process`)."""
     model = _Model(task)
-    return model.seconds, {"program": f"llama-cpp-python {model.version}", "weights": task.weights, "kv_cache": "f16"}
+    return model.seconds, {
+        "program": f"llama-cpp-python {model.version}",
+        "weights": task.weights,
+        "kv_cache": kv_type(task),
+    }
 
 
 class _Model:
@@ -77,6 +89,8 @@ class _Model:
         params.n_ubatch = settings["ubatch"]
         self._size = params.n_batch = max(settings["ubatch"], 2048)
         params.n_threads = params.n_threads_batch = settings["threads"]
+        if self._task.quantised_kv:
+            params.type_k = params.type_v = _Q8_0
         params.flash_attn_type = int(settings["flash_attention"])
         self._context = self._c.llama_init_from_model(self._model, params)
         if not self._context:
@@ -85,7 +99,7 @@ class _Model:
         self._settings = settings
 
     def _run(self) -> tuple[float, float]:
-        """Run the prompts and the decode steps, and return the seconds of each part."""
+        """Run the prompts and the decode steps, and return the seconds of prefill and of decode."""
         work, c = self._task.work, self._c
         c.llama_memory_clear(c.llama_get_memory(self._context), True)
         began = perf_counter()
@@ -97,7 +111,8 @@ class _Model:
         return middle - began, perf_counter() - middle
 
     def _compute(self, tokens: Iterator[tuple[int, int, bool]]) -> None:
-        """Compute tokens, given as (sequence, position, whether its logits are needed), in batches of `_size`."""
+        """Compute tokens, given as (sequence, position, whether its logits are needed), in batches of `_size`
+        tokens."""
         batch, count = self._batch, 0
         for sequence, position, wanted in tokens:
             batch.token[count] = (sequence * 7919 + position * 104729) % self._vocab

@@ -1,4 +1,4 @@
-"""Runs a peer that is a Python library in a process of its own.
+"""Runs a peer (another inference program) that is a Python library in a process of its own.
 
 The peer's threads, memory and crashes then do not affect our process. The peer's process reads lines of JSON, first the
 task and then one line per run, and answers each line with a line of JSON. The library is wrapped by a module with the
@@ -20,7 +20,7 @@ from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 
 class Process:
-    """A `Peer` in a process of its own. `module` is the name of the Python module that wraps it."""
+    """A peer (a Python library for inference) in a process of its own. `module` is the Python module that wraps it."""
 
     def __init__(self, name: str, module: str, task: Task) -> None:
         self.name = name

@@ -19,7 +19,7 @@ from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 NAME = "torch"
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # `build` sets all numbers that these families have
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # `build` sets all parameters that models of these families have
 
 
 def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
@@ -37,7 +37,7 @@ def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
 
 
 def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
-    """Return the function that times a run, and the peer's description. `load` is called in the peer's own process (see
+    """Return the function that times a run, and a description of the peer. It is called in the peer's own process (see
     `process`)."""
     import torch
     import transformers
@@ -93,7 +93,7 @@ class _Model:
         self._device = "cuda" if task.gpu else "cpu"
         self._dtype, self._model = "", None
         self._warm: list[Settings] = []
-        # The compiled function and its KV cache. The compiled code contains the cache's addresses.
+        # The compiled function together with its KV cache, whose addresses the compiled code contains.
         self._compiled: Any = None
 
     def seconds(self, phase: Timed, settings: Settings) -> float:
@@ -106,7 +106,7 @@ class _Model:
             self._model = build(self._checkpoint, self._dtype).to(self._device)
         if settings not in self._warm:
             before, took = math.inf, sum(self._run(settings["compiled"]))
-            # Repeat until a run is no longer twice as fast as the one before, because the second run may still compile.
+            # Warm up until a run is no longer twice as fast as the last, because the second run may still compile.
             while took < before / 2:
                 before, took = took, sum(self._run(settings["compiled"]))
             self._warm.append(settings)
@@ -114,7 +114,7 @@ class _Model:
         return {"prefill": prefill, "decode": decode, "batch": prefill + decode}[phase]
 
     def _run(self, compiled: bool) -> tuple[float, float]:
-        """Run the prompts and then the greedy decode steps, and return the seconds of each part."""
+        """Run the prompts and then the greedy decode steps, and return the seconds of prefill and of decode."""
         import torch
         from transformers import DynamicCache, StaticCache
 

@@ -65,7 +65,7 @@ _TAGS["redacted_thinking"] = "(thinking)"
 
 
 def _kind(given: Any) -> str:
-    """Return the tag of a content block. What is no known block counts as text, and the validation as text fails."""
+    """Return the type of a content block. An unknown block counts as text, so that its validation fails."""
     kind = given.get("type") if isinstance(given, dict) else None
     return _TAGS.get(kind, "(text)") if isinstance(kind, str) else "(text)"
 
@@ -131,7 +131,7 @@ class MessagesTool(Strict):
         return requests.Tool(type="function", function=function)
 
 
-# The values of `tool_choice` in /v1/chat/completions.
+# Anthropic's values of `tool_choice` -> those of /v1/chat/completions.
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {"none": "none", "auto": "auto", "any": "required"}
 
 
@@ -259,7 +259,7 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
 
 
 class _Message(AnswerFormat):
-    """`_content` has the answer's blocks so far. The last one is open in a stream."""
+    """An answer in Anthropic's format. `_content` has its blocks so far. In a stream, the last one may still grow."""
 
     last = b""  # empty, because the last event of an answer is message_stop
 
@@ -293,7 +293,7 @@ class _Message(AnswerFormat):
         return events
 
     def _add(self, delta: Delta) -> bytes:
-        """Append the new text and calls to the blocks. Returns the events that tell of them."""
+        """Append the new text and tool calls to the content blocks. Returns the stream events that report them."""
         text, calls = delta.text, list[CallDelta]()
         if self._reader is not None:
             text, calls = self._reader.add(delta.text, delta.finish_reason)
@@ -307,7 +307,7 @@ class _Message(AnswerFormat):
         return events + b"".join(map(self._call, calls[before:]))
 
     def _call(self, call: CallDelta) -> bytes:
-        """Append a piece of a call to the last block, or to a new block if it is the first piece."""
+        """Append a piece of a tool call to the last content block, or to a new one if it is the first piece."""
         events = b""
         if call.name is not None:
             block = {"type": "tool_use", "id": f"toolu_{new_id()}", "name": call.name, "input": {}}
@@ -362,7 +362,7 @@ def _tell(kind: str, **content: Any) -> bytes:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call. If the answer ended before they did, there are none."""
+    """Return the arguments of a tool call as an object. If the answer ended before the arguments did, it is empty."""
     try:
         found = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

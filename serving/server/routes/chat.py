@@ -45,7 +45,7 @@ class _Chat(AnswerFormat):
         self._body, self._tools = body, tools
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
-        self._readers: dict[int, ToolReader | None] = {}  # for each choice that has begun
+        self._readers: dict[int, ToolReader | None] = {}  # choice -> parser of its tool calls, if any
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
@@ -73,7 +73,7 @@ class _Chat(AnswerFormat):
         return self._chunk([], self._usage(self._answers.completion_tokens)) if self._body.wants_usage_chunk else None
 
     def _message(self, choice: Delta) -> bodies.ChatMessage:
-        """Return a choice as a message. Tool calls are extracted from the text of the choice."""
+        """Return a completed choice as a message. Tool calls are extracted from its text."""
         if (reader := self._tools.reader(self._service.codec)) is None:
             return bodies.ChatMessage(content=self._before + choice.text)
         text, deltas = reader.add(choice.text, choice.finish_reason or "length")
@@ -101,8 +101,8 @@ class _Chat(AnswerFormat):
         return b"".join(events)
 
     def _event(self, delta: Delta) -> bytes:
-        """Return the events for a delta. The first event of each choice contains the role and, with `echo`, the text of
-        the last assistant message."""
+        """Return the stream events for new text of a choice. The first event of each choice contains the role and, with
+        `echo`, the text of the last assistant message."""
         if delta.index in self._readers:
             return self._later_event(delta)
         self._readers[delta.index] = self._tools.reader(self._service.codec)
@@ -139,7 +139,8 @@ class _Chat(AnswerFormat):
 
 
 def _reason(choice: Delta, calls: bool) -> bodies.FinishReason | None:
-    """Return why a choice has ended. A call that `max_tokens` cut must not look complete."""
+    """Return why a choice has ended. A tool call that max_tokens cut off must not look complete: the reason is
+    `length`."""
     return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
 

@@ -48,7 +48,7 @@ async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], p
 
 
 class _Place:
-    """Finds where tokens begin in a text, in characters. `stream` decodes the text; without it, the text is empty."""
+    """Finds at which character of a text each token begins. `stream` decodes it; without `stream`, it is empty."""
 
     def __init__(self, stream: TextStream | None) -> None:
         self.offset, self._stream = 0, stream
@@ -73,7 +73,7 @@ class _Completion(AnswerFormat):
         """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
         super().__init__(service, "cmpl", body, model, prompts, answers)
         self._body, self._texts = body, texts
-        self._places: dict[int, _Place] = {}  # for each choice that has begun: where its next token is
+        self._places: dict[int, _Place] = {}  # choice -> where its next token begins in the text
 
     async def whole(self) -> bytes:
         choices = [self._choice(delta) for delta in await self._answers.collect()]
@@ -134,7 +134,7 @@ class _Completion(AnswerFormat):
         return tokenizer.stream(skip_special=skip, after=self._prompts[prompt]) if tokenizer else None
 
     def _prompt_offsets(self, index: int) -> list[int]:
-        """Return where each prompt token begins in the prompt's text, which has no BOS that the tokenizer added."""
+        """Return where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
         ids, tokenizer = self._prompts[index], self._service.tokenizer
         if tokenizer is None:
             return [0] * len(ids)

@@ -15,7 +15,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: why for why, names in table.items() for name in names.split()}
 
 
-# Reasons, each with the names of the fields that it concerns.
+# Fields that are accepted and ignored: each reason, and the names of the fields that it concerns.
 IGNORED = _by_name(
     {
         "it only identifies the client or its user": "user safety_identifier client_metadata",
@@ -112,6 +112,7 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("this server has no access programs", "access_programs"),
     ("this server runs no tools and stores no files", "container mcp_servers", []),
 )  # fmt: skip
+
 # Types of tools that another server runs, or that only some models can use. No answer calls them, so they are left out.
 HOSTED_TOOLS = (
     "web_search|web_search_preview|file_search|code_interpreter|image_generation|computer|computer_use_preview|mcp"

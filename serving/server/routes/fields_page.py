@@ -21,14 +21,15 @@ def _lines() -> Iterator[str]:
     yield "# Fields of requests\n"
     yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
     yield "that check requests. A field that is refused or not listed causes an error, unless its value is null."
-    yield "\n## Supported\n\n| where | fields |\n| --- | --- |"
+    yield "\n## Supported\n\n| endpoint or object | supported fields |\n| --- | --- |"
     generating = _BODIES[:4]
     common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]
-    yield f"| the next four | {_names(common)} |"
+    yield f"| common fields of the four endpoints that generate text | {_names(common)} |"
     for body in _BODIES:
-        also = "also " if body in generating else ""
+        also = "the common fields, " if body in generating else ""
         own = [name for name in body.model_fields if not (also and name in common)]
-        yield f"| {body.where} | {also}{_names(own)} |"
+        where = body.where if body.where.startswith(("/", "an ")) else f"the object {body.where}"
+        yield f"| {where} | {also}{_names(own)} |"
     yield "\n## Ignored\n\nThese fields change no answer.\n"
     yield from _table(fields.IGNORED)
     yield "\nFurther fields that are ignored in entries of `messages` and `input`, and in objects of requests:\n"
@@ -47,7 +48,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _table(reasons: Mapping[str, str]) -> Iterator[str]:
-    yield "| fields | reason |\n| --- | --- |"
+    yield "| ignored fields | reason |\n| --- | --- |"
     for why in dict.fromkeys(reasons.values()):
         yield f"| {_names(name for name, reason in reasons.items() if reason == why)} | {why} |"
 

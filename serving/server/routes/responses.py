@@ -80,7 +80,7 @@ class InputReasoning(Strict):
 
 
 def _kind(given: Any) -> str:
-    """Return the tag of an input item. An unknown kind counts as a message, and the validation as a message fails."""
+    """Return the type of an input item. An unknown type counts as a message, so that its validation fails."""
     kind = given.get("type") if isinstance(given, dict) else None
     return f"({kind})" if kind in ("function_call", "function_call_output", "reasoning") else "(message)"
 
@@ -116,7 +116,7 @@ class ResponseTool(Strict):
 
 
 _LOGPROBS = "message.output_text.logprobs"
-# Of these additions to an answer, only log-probabilities exist here. The others belong to tools of OpenAI's servers.
+# Values of the field `include`. Only log-probabilities are supported; the others belong to tools of OpenAI's servers.
 Addition = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -337,7 +337,7 @@ class Items:
         return events + self._tell("content_part.added", content_index=0, part=OutputText().model_dump())
 
     def close(self, status: Status = "completed") -> bytes:
-        """Close the open item, if there is one."""
+        """Close the open output item, if there is one, and return the stream events that report it."""
         if not self._open:
             return b""
         item, self._open = self.all[-1], False
@@ -357,7 +357,7 @@ class Items:
         return self.event("output_item.added", output_index=len(self.all) - 1, item=item.model_dump())
 
     def _tell(self, kind: str, **content: Any) -> bytes:
-        """Return an event about the last item."""
+        """Return a stream event about the last output item."""
         return self.event(kind, item_id=self.all[-1].id, output_index=len(self.all) - 1, **content)
 
 

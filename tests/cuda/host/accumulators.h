@@ -1,5 +1,5 @@
-// The host's replacement for wgmma. It computes a consumer warp's 16 rows of a tile from pages that have the
-// same layout as on the device.
+// The host's replacement for wgmma. It computes a consumer warp's 16 rows of a tile from shared-memory pages,
+// which have the same layout as on the device.
 #pragma once
 #include "../../../csrc/cuda/tensor_core.h"
 

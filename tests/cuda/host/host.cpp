@@ -1,4 +1,4 @@
-// Runs a launch on the CPU for tests, behind a C interface.
+// Runs launches of the CUDA interpreter on the CPU, for tests. Python calls the functions with C linkage.
 #include <string.h>
 
 #include <memory>
@@ -22,7 +22,7 @@ void run(HostWarp& warp, Block<HostWarp>& block, const Params& params, int32_t i
   if constexpr (kSms > 1) warp.sync_block();
 }
 
-// Returns what went wrong, or an empty string.
+// Runs a launch. Returns what went wrong, or an empty string.
 std::string launch(const Params& params) {
   const int32_t count = params.ranks * params.workers * kSms;
   HostWorld world{params, Fibres(count * kWarps), false, ""};
@@ -39,7 +39,8 @@ std::string launch(const Params& params) {
       world.fibres.add([&warp, &block, &world, i] { run(warp, block, world.params, i); });
     }
   }
-  // The first time, all waits are recorded and the launch is aborted, as by the watchdog.
+  // If all warps wait, their waits are recorded and the launch is aborted, as by the watchdog. If they still
+  // wait after the abort, their waits just end.
   world.fibres.run([&] {
     if (*params.abort)
       world.leaving = true;
@@ -66,10 +67,10 @@ __attribute__((visibility("default"))) void mk_host_run(const mk::Params* params
 }
 
 // Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of twelve
-// numbers: the page's number; `fill`, `pieces` and `buffer` of PageUse; the coordinates x, y and z; the byte
-// offset in the page; the size in bytes; `item` and `whole` of PageUse; and the result of ahead_cols if a
-// prefetch follows the copy, otherwise 0. Returns the number of rows. A page without copies has one row of 0
-// bytes.
+// numbers: the page's number; its fields `fill`, `pieces` and `buffer` (struct PageUse in plan.h); the
+// coordinates x, y and z; the offset in the page and the size in bytes; the page's fields `item` and `whole`;
+// and the result of ahead_cols if a prefetch follows the copy, otherwise 0. A page without copies has one row
+// with size 0. Returns the number of rows.
 __attribute__((visibility("default"))) int32_t mk_host_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                             const int32_t* step_words, const int32_t* record,
                                                             int32_t layer, int32_t* rows, int32_t capacity) {

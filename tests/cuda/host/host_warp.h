@@ -54,11 +54,11 @@ class Fibres {
       if (any && !moved_) stuck();
     }
   }
-  // The running fibre waits: the others run before it looks again.
+  // Lets the other fibres run. The running fibre calls it again and again while it waits for something.
   void pass() {
     if (_setjmp(current_->here) == 0) _longjmp(home_, 1);
   }
-  // Tells that something has changed for which others may wait.
+  // Must be called after a change for which other fibres may wait.
   void moved() { moved_ = true; }
 
  private:
@@ -97,14 +97,14 @@ struct HostBarrier {
   uint32_t phase = 0;
 };
 
-// State that the warps of a launch share. `leaving`: no warp waits any more.
+// State that the warps of a launch share. Once `leaving` is true, waits end at once, so that the launch ends.
 struct HostWorld {
   const Params& params;
   Fibres fibres;
   bool leaving = false;
   std::string wrong;
 
-  // The first failure ends the launch.
+  // Aborts the launch. Only the first failure is reported.
   void fail(const std::string& what) {
     if (wrong.empty()) wrong = what;
     *params.abort = 1;
@@ -112,7 +112,7 @@ struct HostWorld {
   }
 };
 
-// State that the warps of a block share, besides its memory. `sms` are the blocks of its worker.
+// State that the warps of a block share, besides its memory. `sms` has the blocks of its worker, one per SM.
 struct HostBlock {
   struct Meeting {
     int here = 0, times = 0;
@@ -248,7 +248,7 @@ class HostWarp {
   void trace(const Where&, Role, IntervalKind, uint64_t) {}
   void stall(uint64_t) {}
 
-  // Does what the watchdog does for a waiting warp, except the abort.
+  // Records what the warp waits for, as the watchdog does before it aborts a launch.
   void note() { block_.memory.late[warp_] = late_; }
 
  private:

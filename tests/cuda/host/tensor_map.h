@@ -9,7 +9,7 @@ namespace mk {
 
 constexpr int kMapDimensions = 5;
 
-// A tensor map on the host. Dimension 0 is the innermost. Unused dimensions have size 1 and box size 1.
+// The host's replacement for a tensor map. Dimension 0 is the innermost; unused ones have size and box 1.
 struct HostMap {
   char* base;
   int64_t strides[kMapDimensions];  // bytes

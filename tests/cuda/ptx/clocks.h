@@ -1,9 +1,10 @@
-// Happens-before by vector clocks, and the last accesses to each byte of memory.
+// Finds races: vector clocks say which access happens before which other, and `Shadow` has the last accesses
+// to each byte of memory.
 //
-// Time is counted per *party*: a warp, an mbarrier (whose time is its phase; asynchronous loads that complete
-// on it belong to the phase) or a warp's bulk or wgmma groups. The lanes of a warp share the warp's time but
-// are apart until they synchronise: `Clock` knows a party up to a common time and, of a warp, single lanes
-// for longer.
+// A clock counts time per *party*: a warp, an mbarrier (its time is its phase, to which the asynchronous
+// loads that complete on it belong), or the groups of a warp's bulk stores or wgmmas. For each party, a
+// `Clock` says up to which time it includes the party's accesses. For a warp, it may include later accesses
+// of some lanes.
 #pragma once
 #include <stdint.h>
 
@@ -72,7 +73,7 @@ class Clock {
     lanes_.push_back({party});
     return lanes_.back();
   }
-  // Raises the common times to what is known of all lanes, and forgets lanes of which nothing more is known.
+  // Raises each warp's common time to the earliest time of its lanes. Drops lanes' times that add nothing.
   void tidy() {
     std::erase_if(lanes_, [this](Lanes& lanes) {
       const auto [low, high] = std::minmax_element(lanes.time.begin(), lanes.time.end());
@@ -89,11 +90,11 @@ class Clock {
   std::vector<Lanes> lanes_;
 };
 
-// Clocks never change once shared. Null: nothing is known.
+// A clock that several threads share, and which therefore never changes. Null: it includes no access.
 using Known = std::shared_ptr<const Clock>;
 
-// Returns what two clocks know together. Threads mostly join the same clocks one after another, so results
-// are kept.
+// Returns a clock that includes all accesses of two clocks. Results are cached, because many threads join the
+// same two clocks one after another.
 inline Known join(const Known& a, const Known& b) {
   if (a == b || !b) return a;
   if (!a) return b;
@@ -116,8 +117,8 @@ inline Known join(const Known& a, const Known& b) {
   return entry.out;
 }
 
-// What happens before a thread's next access. `shared` and `global` are the part that a proxy fence separates
-// from it, so that even an asynchronous access to shared or global memory comes later.
+// The accesses that happen before a thread's next access. `all` is for an ordinary access. An asynchronous
+// access to shared or global memory comes later only than accesses before a proxy fence: `shared`, `global`.
 struct Seen {
   Known all, shared, global;
 
@@ -135,20 +136,19 @@ inline Known with(const Known& known, uint32_t party, uint32_t time) {
   return out;
 }
 
-// What a thread knows, and its place in its warp's time.
+// The accesses that happen before a thread's next one, and the thread's place in the time of its warp.
 struct Knowledge {
   Seen seen;
-  uint32_t party, lane;  // its warp, and itself in it
-  uint32_t now = 1;      // time of its accesses
-  uint32_t synced = 0;   // it knows all accesses of its warp up to this time
-  bool touched = false;  // it has made an access at the time `now`
+  uint32_t party, lane;  // of the warp, and of the thread
+  uint32_t now = 1;      // time of the thread's accesses
+  uint32_t synced = 0;   // all accesses of the warp up to this time happen before the thread's next one
+  bool touched = false;  // whether the thread has made an access at the time `now`
 
   bool has(uint32_t other, uint32_t other_lane, uint32_t time) const {
     if (other == party && (other_lane == lane || time <= synced)) return true;
     return seen.all && seen.all->has(other, other_lane, time);
   }
-  // Returns all that happens before this point, including the thread's own accesses. Later accesses are not
-  // in it.
+  // Returns a clock of all accesses before this point, also the thread's own, but none of its later ones.
   Known publish() {
     Known out = with(seen.all, party, synced);
     if (!touched && now == synced + 1) return out;
@@ -164,7 +164,7 @@ struct Knowledge {
 
 struct Access {
   bool write, async;
-  Scope scope;  // of a strong access; bulk additions count as strong too
+  Scope scope;  // kNone: a weak access. Bulk additions count as strong accesses.
   uint16_t site, task;
   uint32_t party, lane, time;
   bool global;
@@ -187,20 +187,20 @@ struct Stamp {
         lane(static_cast<uint8_t>(a.lane)) {}
 };
 
-// A read by the lanes in a mask, at the same time.
+// Reads that several lanes of a warp make at the same time. `lanes` is a bit mask.
 struct Reader {
   Stamp stamp;
   uint32_t lanes = 0;
 };
 
-// The last write of a byte, and the reads since then that do not happen before one another.
+// The last write of a byte, and the reads since then, except those that happen before another of the reads.
 struct Cell {
   Stamp write;
   Reader reader;
   std::unique_ptr<std::vector<Reader>> more;
 };
 
-// Cells of all memory. Bytes of a word share a cell until an access touches a part of it.
+// The cells of all memory. The bytes of a 32-bit word share a cell until an access touches only some of them.
 class Shadow {
  public:
   template <class F>

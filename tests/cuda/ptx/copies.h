@@ -4,15 +4,15 @@
 
 namespace ptx {
 
-// An access of a bulk copy that `t` starts. It happens some time before `party` reaches `time`.
+// Returns an asynchronous access that thread `t` starts. It is complete once `party` reaches `time`.
 inline Access async_access(const Thread& t, bool write, uint32_t party, uint32_t time, bool global,
                            Scope scope = kNone) {
   return {write, true, scope, static_cast<uint16_t>(t.site), static_cast<uint16_t>(t.task), party,
           0,     time, global};
 }
 
-// Records an asynchronous access. It must come after ordinary accesses that a proxy fence separates from it,
-// and after asynchronous ones that have completed.
+// Records an asynchronous access. The only accesses that happen before it are asynchronous ones that have
+// completed, and ordinary ones that a proxy fence separates from it.
 inline void touch_async(const Thread& t, const Access& access, uint64_t address, uint32_t bytes) {
   const Known& fenced = access.global ? t.knows->seen.global : t.knows->seen.shared;
   world->touch(access, *t.block, address, bytes, [&](const Stamp& earlier, uint32_t lane) {
@@ -48,8 +48,8 @@ inline Box box_of(Thread& t, uint64_t address, std::initializer_list<int32_t> at
   return out;
 }
 
-// Calls f(address, bytes, place in the page before its swizzle) for each row of the box's part inside the
-// tensor.
+// Calls f(address, bytes, offset) for each row of the part of a box that lies inside the tensor. `offset` is
+// the row's offset in the box's page of shared memory, before the swizzle.
 template <class F>
 inline void for_rows(const Box& box, F&& f) {
   const mk::HostMap& m = box.map;
@@ -78,8 +78,8 @@ inline void check_page(const Thread& t, uint32_t offset, const mk::HostMap& map)
 
 // -- loads
 
-// Starts a load into the blocks of a cluster. sources(f) calls f(address, bytes, place in the page) for all
-// that it reads, fetch(page) performs it. Its bytes complete on each block's own barrier.
+// Starts a load into a page of each of `blocks`. Each block's own mbarrier counts the bytes that arrive.
+// sources(f) calls f(address, bytes, offset in the page) for each range to read; fetch(page) copies them.
 template <class Sources, class Fetch>
 inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, uint32_t bytes,
                  uint32_t barrier, bool swizzled, Sources&& sources, Fetch&& fetch) {
@@ -93,8 +93,8 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
       return world->fail(t, "a bulk copy overwrites an mbarrier");
     char* to = block->memory + offset;
     touch_async(t, async_access(t, true, b.party, b.phase + 1, false), reinterpret_cast<uint64_t>(to), bytes);
-    // What the instruction does not declare to read arrives as NaN, because results must not depend on it.
-    // Values of attention are multiplied by zero there, so they arrive as the largest bf16 number.
+    // Memory that the instruction does not declare to read arrives as NaN, because results must not depend on
+    // it. V arrives as the largest bf16 number instead, because attention multiplies masked rows of V by 0.
     std::vector<bool> unused(bytes);
     bool any = false, values = false;
     sources([&](uint64_t from, uint32_t size, uint32_t place) {

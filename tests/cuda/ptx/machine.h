@@ -96,7 +96,7 @@ inline uint16_t bf16(float value) {
   if (std::isnan(value)) return 0x7FFF;
   return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
-// a * b + c, rounded towards minus infinity. The product is exact in double; the error of the sum is too.
+// Returns a * b + c, rounded down. In double, the product is exact, and so is `error`, the error of the sum.
 inline float fma_down(float a, float b, float c) {
   const double p = double{a} * b, s = p + c, back = s - p, error = (p - (s - back)) + (c - back);
   const float out = static_cast<float>(s);
@@ -129,7 +129,7 @@ struct Region;
 class Thread {
  public:
   uint32_t tid, lane, ctaid;
-  int site = 0;  // the instruction that it executes, an index of kSites
+  int site = 0;  // place in the source of the PTX instruction that it executes: an index of kSites
 
   uint64_t time();
   uint32_t shared_memory() const;
@@ -138,7 +138,7 @@ class Thread {
   uint32_t at_rank(uint32_t shared, uint32_t rank) { return (shared & 0xFFFFFF) | rank << 24; }
   uint64_t generic_at_rank(uint64_t address, uint32_t rank);
 
-  // These check an access to `bytes` bytes and return where they are.
+  // These check an access to `bytes` bytes of memory and return their address on the host.
   const char* read(uint64_t address, uint32_t bytes, Order order);
   char* write(uint64_t address, uint32_t bytes, Order order);
   char* update(uint64_t address, uint32_t bytes, Order order);
@@ -146,14 +146,14 @@ class Thread {
   Shuffled shuffle(bool butterfly, uint32_t value, uint32_t b, uint32_t c, uint32_t mask);
   uint32_t ballot(bool value, uint32_t mask);
   void sync_warp(uint32_t mask);
-  void barrier(uint32_t index, uint32_t threads);  // 0 threads: all of the block
+  void barrier(uint32_t index, uint32_t threads);  // `threads` is 0 for the whole block
   void arrive_cluster();
   void wait_cluster();
   uint64_t wall_time();
   void set_registers(bool more, uint32_t count);
 
   void fence_barriers();
-  // Make both proxies see each other's earlier accesses to one kind of memory.
+  // Proxy fences for shared and for global memory.
   void fence_shared();
   void fence_global();
   void acquire_map(uint64_t map, uint32_t bytes);
@@ -181,13 +181,13 @@ class Thread {
   Block* block;
   Warp* warp;
   Knowledge* knows;
-  void* stack = nullptr;   // where the fibre's stack pointer is while it does not run
+  void* stack = nullptr;   // the thread's Fibre, which keeps its registers while it does not run
   const char* waits = "";  // what it waits for; empty while it can run
   bool ended = false;
   uint32_t favour = 0;  // the scheduler prefers threads with a high value
   uint64_t cluster_turn = 0;
-  int32_t task = 0;  // the instruction of the program on which it works, an index of World::tasks
-  const Region* region = nullptr;  // where its last access of the instruction `region_task` was
+  int32_t task = 0;                // the program's instruction on which it works: an index of World::tasks_
+  const Region* region = nullptr;  // the region of its last access while it worked on `region_task`
   int32_t region_task = -1;
 };
 

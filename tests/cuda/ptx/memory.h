@@ -33,7 +33,7 @@ uint64_t Thread::generic_at_rank(uint64_t address, uint32_t rank) {
          reinterpret_cast<uint64_t>(block->cluster->blocks[rank]->memory);
 }
 
-// Returns whether a range lies in the launch's shared memory; reports a range that does so only in part.
+// Returns whether a range lies in the shared memory of the block, and reports an error if it does not.
 inline bool check_shared(const Thread& t, uint32_t offset, uint32_t bytes) {
   if (offset >= kReserved && offset + bytes <= kReserved + mk::kSharedBytes) return true;
   world->fail(t, "an address is outside the block's shared memory");
@@ -54,14 +54,14 @@ inline Access access_by(const Thread& t, bool write, Scope scope) {
           false};
 }
 
-// The lanes of a warp that wait long overwrite one another's record of it. device.cuh explains why that does
-// no harm.
+// Whether an address is in `late`, where each warp records the wait that holds it up. Its lanes overwrite
+// each other's record. This race does no harm (device.cuh explains why), so it is not reported.
 inline bool is_late_record(const Thread& t, uint64_t address) {
   const auto& late = reinterpret_cast<const Memory*>(t.block->memory + kReserved)->late;
   return address - reinterpret_cast<uint64_t>(&late) < sizeof late;
 }
 
-// Checks and records an access by the thread itself. Returns where it is.
+// Checks and records an ordinary access of a thread. Returns the address on the host.
 inline char* access(Thread& t, uint64_t address, uint32_t bytes, bool write, Scope scope) {
   char* at = reinterpret_cast<char*>(address);
   if (address % bytes) world->fail(t, "a misaligned access to memory");
@@ -99,7 +99,7 @@ inline void release(Thread& t, uint64_t address, Order order) {
   seen.all = t.knows->publish();
   std::vector<World::Released>& all = world->released[address];
   for (World::Released& old : all) {
-    // Releases whose scopes include the same threads are kept together.
+    // Releases whose scopes include the same threads share an entry.
     if (old.order.scope != order.scope || !includes(order.scope, *t.block, *old.block)) continue;
     old.seen.join(seen);
     return;
@@ -141,7 +141,7 @@ void Thread::fence_barriers() {
     if (barrier.init.party == knows->party && barrier.init.lane == lane) barrier.fenced = true;
 }
 
-// Everything before the fence happens before asynchronous accesses after it.
+// Proxy fences: every access before the fence happens before the asynchronous accesses after it.
 void Thread::fence_shared() { knows->seen.shared = join(knows->seen.shared, knows->publish()); }
 void Thread::fence_global() { knows->seen.global = join(knows->seen.global, knows->publish()); }
 
@@ -172,7 +172,7 @@ inline Mbarrier& barrier_at(const Thread& t, uint32_t address, bool own) {
   return b;
 }
 
-// Completes the phase if nothing is missing.
+// Completes the barrier's phase if no arrivals and no bytes are missing.
 inline void settle(Mbarrier& b) {
   if (b.pending > 0 || b.bytes != 0) return;
   ++b.phase;
@@ -222,7 +222,7 @@ void Thread::arrive(uint32_t address, uint32_t count, uint32_t bytes, Scope scop
   settle(b);
 }
 
-// If the barrier says that an instruction is in its slot, the thread works on that instruction from now on.
+// If the barrier is `fetched` of an instruction slot, the thread works on the slot's instruction from now on.
 inline void note_task(Thread& t, uint32_t offset) {
   const auto& memory = *reinterpret_cast<const Memory*>(t.block->memory + kReserved);
   for (const auto& slot : memory.slots) {
@@ -231,7 +231,7 @@ inline void note_task(Thread& t, uint32_t offset) {
   }
 }
 
-// Waits until the phase with this parity has completed, or for some time. Returns whether it has.
+// mbarrier.try_wait: waits for the phase with this parity, but not for ever. Returns whether it is complete.
 bool Thread::wait(uint32_t address, uint32_t parity, Scope scope, bool acquires) {
   Mbarrier& b = barrier_at(*this, address, true);
   if (parity > 1) world->fail(*this, "the parity of a phase is neither 0 nor 1");

@@ -64,13 +64,13 @@ def statements(ptx: str) -> Iterator[Statement]:
 
 @dataclass
 class Translator:
-    """Emits the C++ function. `sources` are the lines of each source file, in which faults look for their lines."""
+    """Emits the C++ function. `sources` has the lines of each CUDA source file, by which faults find their place."""
 
     sources: dict[str, list[str]]
     faults: Sequence[Fault] = ()
     applied: set[Fault] = field(default_factory=set)
     _code: list[str] = field(default_factory=list)
-    _types: dict[str, str] = field(default_factory=dict)  # the register classes that the kernel declares
+    _types: dict[str, str] = field(default_factory=dict)  # types of registers, by their names without the number
     _used: dict[str, str] = field(default_factory=dict)
     _scopes: list[dict[str, str]] = field(default_factory=list)
     _sites: dict[tuple[str, ...], int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Translator:
         cluster = re.search(r"\.reqnctapercluster (\d+)", ptx)
         for statement in statements(ptx):
             self._emit(statement)
-        # Results of wgmma may have been moved before they were complete.
+        # The code may move results of wgmma to other registers before they are complete.
         while more := {to for to, source in self._copies if source in self.results} - self.results:
             self.results |= more
         by_type: dict[str, list[str]] = {}
@@ -122,7 +122,7 @@ class Translator:
             self._code.append(code)
 
     def _concerns(self, fault: Fault, lines: tuple[str, ...]) -> bool:
-        """Whether a fault changes instructions of one of the lines. A `^` in Fault.line stands for the line's begin."""
+        """Whether a fault changes instructions of one of the lines. A `^` in Fault.line means the start of a line."""
         for file, number in (place.split(":") for place in lines):
             if file == fault.file and fault.line in f"^{self.sources[file][int(number) - 1].strip()}":
                 return True
@@ -151,7 +151,7 @@ class Translator:
             sources = operands[1:] if entry.result else operands
             kinds = [chosen.get(kind, kind) for kind in entry.operands]
             values = [self._operand(o, kind) for o, kind in zip(sources, kinds, strict=True)]
-            # The operands of kind * before the first value are destinations that the code does not use.
+            # Operands of kind * are empty texts here. They come first, and are destinations that the code does not use.
             values = values[len(values) - len([v for v in values if v]) :]
             code = entry.code.format(*values, **{name: TEXTS.get(text, text) for name, text in chosen.items()})
             if entry.result:
@@ -167,7 +167,7 @@ class Translator:
     # -- operands
 
     def _operand(self, operand: str, kind: str) -> str:
-        """The C++ text of an operand of a kind in the table."""
+        """The C++ text of an operand. ptx_table.py lists the kinds."""
         if kind == "*":
             return ""
         if kind == "label":
@@ -180,7 +180,6 @@ class Translator:
         return self.value(operand, kind) if kind in CPP else self.address(operand, kind)
 
     def name(self, register: str) -> str:
-        """The C++ variable of a register."""
         if any(register in scope for scope in self._scopes):
             return f"local_{register.lstrip('%')}"
         self._used[register[1:]] = self._kind(register)
@@ -205,7 +204,7 @@ class Translator:
         name, own = self.name(operand), self._kind(operand)
         if CPP[own] == cpp:
             return name
-        # Conversions between integers are the bulk of the code, which a compiler reads faster without templates.
+        # Most conversions are between integers. They are casts, because compilers are slower at templates.
         return f"as<{cpp}>({name})" if {own[0], kind[0]} & {"f", "p"} else f"({cpp}){name}"
 
     def assign(self, register: str, value: str, kind: str = "") -> str:
@@ -225,7 +224,7 @@ class Translator:
         return f"({self.value(match[1], kind)} + {CPP[kind]}({match[2] or 0}))"
 
     def generic(self, operand: str, space: str) -> str:
-        """An address for T.read and T.write."""
+        """A generic address of 64 bits, which T.read and T.write take."""
         return f"T.generic({self.address(operand, 'shared')})" if space == ".shared" else self.address(operand, space)
 
 
@@ -237,7 +236,7 @@ def _list(operand: str) -> list[str]:
     return [part.strip() for part in operand.strip("{} ").split(",")]
 
 
-# -- instructions whose operands are more than values
+# -- instructions with operands other than single values
 
 
 def _fetch(x: Translator, registers: str, at: str, m: dict[str, str]) -> str:

@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass
 
-# After the kind of build, a line for each edit. Its columns, which at least two spaces separate: the fault's name; the
-# source file and a part of the source line whose instructions change, also where that line is inlined; a regular
-# expression for a part of an instruction; its replacement. Without a replacement, the whole instruction is left out.
-# Edits of the same name are one fault.
+# The faults of each kind of build. A line is an edit, and edits with the same name are one fault. At least two spaces
+# separate the columns: the fault's name; the source file and a part of the source line whose instructions change, also
+# where that line is inlined; a regular expression for a part of an instruction; the text that replaces this part. If
+# there is no such text, the whole instruction is left out.
 _TABLE = r"""
 dots
   signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
@@ -85,7 +85,7 @@ pairs
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of the instructions that a source line generates. `number` is common to the edits of a fault."""
+    """One edit of the instructions that a source line generates. The edits of a fault share its `number`."""
 
     number: int
     name: str
@@ -95,7 +95,7 @@ class Fault:
     to: str | None
 
     def edited(self, instruction: str) -> str:
-        """Return the instructions that replace `instruction`; the same text if the fault does not concern it."""
+        """Return what replaces `instruction`: `instruction` itself if the fault does not change it."""
         if self.to is not None:
             return re.sub(self.pattern, self.to, instruction)
         return "" if re.search(self.pattern, instruction) else instruction
@@ -114,6 +114,6 @@ def _faults() -> dict[str, list[Fault]]:
     return out
 
 
-FAULTS = _faults()  # by kind of build
-# In the steps that try it, no block accesses the memory of one that has ended.
+FAULTS = _faults()
+# Faults that need not be found: in the steps that try this one, no block accesses the memory of an ended block.
 NOT_FOUND = {"blocks end apart"}

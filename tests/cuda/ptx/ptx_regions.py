@@ -13,21 +13,21 @@ from megakernel.isa import BUFFERS, Buffer, Dims, Operation, Phase, Space, acces
 from megakernel.isa.access import OWN, Access, Kind
 from megakernel.program import SEGMENTS
 
-# Rows of bytes: `rows` rows of `width` bytes, `stride` bytes apart. Layer l's copy lies l * layer_stride bytes further.
+# A region of memory: `rows` rows of `width` bytes, `stride` bytes apart. In layer l, add l * layer_stride to `base`.
 REGION = np.dtype([(name, "<i8") for name in ("base", "rows", "width", "stride", "layer_stride", "kinds")])
-# LOAD: copied to a page. USED: results depend on it, but races are not looked for.
+# Bits of `kinds`. LOAD: may be copied to shared memory. USED: may change results, but is not checked for races.
 READ, WRITE, LOAD, USED = 1, 2, 4, 8
 _KINDS = {Kind.READ: READ, Kind.WRITE: WRITE, Kind.UPDATE: READ | WRITE}
 _CACHES = (Buffer.K_CACHE, Buffer.V_CACHE)
 
 
 class Regions(ctypes.Structure):
-    """What regions.h reads: the regions of record n of segment s are starts[s][n] to starts[s][n + 1]."""
+    """The struct of regions.h. The regions of record n of segment s are those from starts[s][n] to starts[s][n + 1]."""
 
     _fields_ = [
         ("regions", ctypes.c_void_p),
         ("starts", ctypes.c_void_p * len(SEGMENTS)),
-        ("buffers", ctypes.c_void_p),  # all memory that holds buffers, as REGION; `kinds` is the Buffer
+        ("buffers", ctypes.c_void_p),  # a REGION for each buffer of each rank; its `kinds` is the Buffer
         ("count", ctypes.c_int64),
     ]
 
@@ -75,7 +75,7 @@ class _Finder:
         self.table = a.table.rank(dims.split.rank)
 
     def regions(self, columns: dict[str, Any]) -> Iterator[tuple[int, ...]]:
-        """`columns` has the operands, each an array of one element."""
+        """Yield the regions. `columns` has the operands by name, each an array of one element."""
         rank, operation = self.dims.split.rank, self.phase.operation
         for access in accesses(self.phase, columns, self.dims):
             if access.buffer not in _CACHES:
@@ -90,7 +90,7 @@ class _Finder:
             yield _whole(self.a, rank, Buffer.HISTORY)
         if operation is Operation.SAMPLE:
             yield from self._sampled(int(columns["row"][0]), int(columns["rows"][0]))
-        for buffer in Buffer:  # weights do not change in a launch
+        for buffer in Buffer:  # any access is right: weights do not change in a launch
             if BUFFERS[buffer].space is Space.WEIGHT and self.a.addresses[rank, buffer]:
                 yield _whole(self.a, rank, buffer)
 
@@ -125,7 +125,7 @@ class _Finder:
     def _cache(
         self, buffer: Buffer, page: int, head: int, first: int, end: int, elements: tuple[int, int], kinds: int
     ) -> tuple[int, ...]:
-        """Tokens [first, end) of a page, and some elements of one KV head."""
+        """Return the region of tokens [first, end) in a KV page, and of some elements of one KV head."""
         d, rank, item = self.dims, self.dims.split.rank, 2
         tokens, width, count = d.bucket.kv_page, d.model.head_dim, elements[1] - elements[0]
         begin = int(self.a.addresses[rank, buffer])
@@ -138,7 +138,7 @@ class _Finder:
         return at, end - first, count * item, width * item, layer, kinds
 
     def _stored(self, access: Access) -> Iterator[tuple[int, ...]]:
-        """K or V of token rows, for columns that may begin or end inside a head."""
+        """Yield the K or V of token rows that an instruction stores. Its columns may begin or end inside a head."""
         row, end, col, col_end = _corners(access)
         width = self.dims.model.head_dim
         for r in range(row, end):
@@ -152,8 +152,9 @@ class _Finder:
                 yield self._cache(access.buffer, number, head, token, token + 1, part, WRITE)
 
     def _attended(self, items: range) -> Iterator[tuple[int, ...]]:
-        """K and V up to the position of an item's last row. Whole pages are loaded, and the rest is masked. A load does
-        not tell its item, so if several read a page, races are looked for in what all of them use."""
+        """Yield the K and V that attention items use: up to the position of each item's last row. Whole KV pages are
+        loaded, and the rest is masked. A load does not name its item, so if several items use a page, only the tokens
+        that all of them use are checked for races."""
         t, size, uses = self.table, self.dims.bucket.kv_page, dict[tuple[int, int], list[int]]()
         for item in items:
             tokens = int(t.positions[t.item_row[item] + t.item_rows[item] - 1]) + 1
@@ -168,7 +169,7 @@ class _Finder:
                     yield self._cache(buffer, page, head, 0, end, (0, self.dims.model.head_dim), kind)
 
     def _sampled(self, row: int, rows: int) -> Iterator[tuple[int, ...]]:
-        """The sampled token in the history, on every rank."""
+        """Yield the place of each sampled token in the history of every rank."""
         for r in range(row, row + rows):
             slot, position = int(self.table.sample_slot[r]), int(self.table.sample_position[r])
             for rank in range(self.dims.split.tp) if slot >= 0 else ():

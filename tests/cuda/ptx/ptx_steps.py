@@ -37,7 +37,7 @@ _SHAPES: Sequence[dict[str, Any]] = (
     {"hidden": 256, "ffn": 256},
     {"hidden": 1032, "ffn": 72},
 )
-# What a third of the seeds has besides.
+# Each of these is added to the shapes of a third of the seeds.
 _MORE: Sequence[dict[str, Any]] = (
     {},
     {"window": 20, "full_layers": (0,)},
@@ -79,7 +79,7 @@ def _options(kind: str, chosen: dict[str, Any]) -> Options:
 
 
 def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
-    """Return a step with a decode of a long context and, mostly, a prompt."""
+    """Return a step of a random small model: a decode row with a long context and, for most seeds, a prompt."""
     rng = np.random.default_rng(seed)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
@@ -98,7 +98,7 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     workers = int(rng.integers(1, 4)) * (2 if kind == "pairs" else 1)
     machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK)
     if kind == "dots" and config.family == "qwen3" and not chosen.get("norm"):
-        # Small tiles, each of a head that is normalised, follow each other on a worker.
+        # Each worker runs several small tiles, one after another, and each of them normalises a head.
         chosen["norm"], tokens, machine = "own", 40, replace(machine, tile_rows=32, tile_cols=64)
     program = compiled(
         config, machine, tokens, min(3, tokens), ranks, _options(kind, chosen), max_seqs=3, max_context=_CONTEXT
@@ -142,7 +142,7 @@ def _schedule(emulator: Emulator, seed: int) -> None:
 
 
 def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
-    """Run random steps, each with another schedule."""
+    """Run a random step for each seed, each with another order of threads and copies."""
     emulator, wrong = Emulator(), list[str]()
     for seed in seeds:
         step = random_step(kind, seed, **settings)
@@ -173,7 +173,7 @@ def checked(kind: str) -> list[str]:
     """Run the cases of `megakernel doctor`, which compare each instruction with the reference."""
     from megakernel.cli import doctor_gpu
 
-    doctor_gpu._TIMEOUT_S = 1e6  # how quick the emulator is must not matter
+    doctor_gpu._TIMEOUT_S = 1e6  # the emulator is too slow for the usual time limit
     emulator, wrong = Emulator(), list[str]()
     for case in doctor_gpu.cases():
         if case.matmul == kind:
@@ -182,7 +182,7 @@ def checked(kind: str) -> list[str]:
 
 
 def varied(kind: str, **changes: Any) -> list[str]:
-    """Run a step in a build that traces, or that leaves something out and so computes nothing."""
+    """Run a step in a build that traces, or in one without copies or arithmetic, whose results are not compared."""
     emulator = Emulator(changes=changes)
     step = random_step(kind, 5, tp=1)
     step.gpu.ablation = changes.get("ablation", Ablation.NONE)
@@ -195,12 +195,13 @@ def varied(kind: str, **changes: Any) -> list[str]:
     return emulator.wrong
 
 
-# Seeds of steps that together reach all faults of a kind.
+# Seeds of the steps in which faults are planted. Together, they execute the code of all faults of a kind of build.
 _FAULT_STEPS = {"dots": (5, 6, 2, 8, 20, 21), "tensor": (5, 6, 20), "pairs": (10, 5)}
 
 
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
-    """Plant each fault of a kind of build, or the chosen ones, and return what was wrong; empty if nothing was."""
+    """Plant the faults of a kind of build one at a time: all, or those in `chosen`. Return what each of them caused to
+    go wrong: an empty text if the fault was not noticed."""
     emulator, out = Emulator(), dict[str, str]()
     for fault in FAULTS[kind]:
         if fault.name not in out and (not chosen or fault.name in chosen):

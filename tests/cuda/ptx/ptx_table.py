@@ -130,8 +130,8 @@ miscellaneous-instructions
 CPP = {"pred": "bool", "f32": "float", "f64": "double"} | {
     f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "bus" for bits in (8, 16, 32, 64)
 }
-# The C++ text for alternatives that are not types: comparisons (those that are true for NaN, by what they negate),
-# memory orders, and arguments.
+# The C++ text for alternatives that are not types: comparisons, memory orders and arguments. If a comparison
+# such as ltu is true for NaN, its text is the opposite comparison, which the table negates.
 _TEXTS = {
     **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
     **{"neu": "!=", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"},
@@ -178,7 +178,7 @@ MEANINGS = _meanings()
 
 
 def meaning(opcode: str, operands: int) -> tuple[Meaning, dict[str, str]]:
-    """Return the entry for an opcode with its modifiers and a number of operands, and the alternatives in it."""
+    """Return the entry for an opcode with modifiers and a number of operands, and the alternatives that it chooses."""
     for entry in MEANINGS:
         match = entry.pattern.fullmatch(opcode)
         if match and operands == len(entry.operands) + (entry.result is not None):

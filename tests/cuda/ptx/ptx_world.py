@@ -29,7 +29,7 @@ BUILDS = {
     "tensor": Build(False, Units.TENSOR),
     "pairs": Build(False, Units.TENSOR, 2),
 }
-_compiler = cuda.compiler  # the real one, which `no_compiler` replaces in the test's process
+_compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
 _FLAGS = ["-std=c++20", *WARNINGS, "-Wno-clobbered", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC"]
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(STRUCTURES["Params"]), ctypes.c_int, ctypes.c_int)
@@ -51,7 +51,6 @@ class Schedule(ctypes.Structure):
 
 
 def ptx_of(build: Build) -> str:
-    """Return the PTX that NVRTC makes of a build."""
     from cuda.bindings import nvrtc
 
     def make(target: Path) -> None:
@@ -128,8 +127,8 @@ def _run(*command: str) -> None:
 
 @dataclass
 class Emulator:
-    """Runs the launches of this process, each with another seed. `wrong` collects what went wrong in them, `switches`
-    is how often the last one switched between threads. `changes` are fields of the build that no program sets."""
+    """Runs the launches of this process on the CPU, each with another seed. `wrong` collects what went wrong in them,
+    and `switches` is how often the last one switched between threads. `changes` are fields of `Build` to change."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(seed=1, races=1, limit=30_000_000))
     changes: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +144,7 @@ class Emulator:
         fake_gpu.library().fake_set_kernel(self._callback)
 
     def _launch(self, params: Any, blocks: int, cooperative: int) -> None:
-        """Called by the fake driver for each grid, in the thread of its stream. The last grid of a launch runs all."""
+        """Called by the fake driver for each grid, in its stream's thread. The call for the last grid runs them all."""
         with self._changed:
             self._grids.append((params, blocks))
             kinds = [(name, "<f4" if kind is float else "<i4") for name, kind in DIM_FIELDS]

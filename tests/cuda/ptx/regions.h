@@ -1,4 +1,4 @@
-// The memory that the program's instructions declare, as ptx_regions.py finds it.
+// The memory that each instruction of the program declares to access. ptx_regions.py fills these structures.
 #pragma once
 #include <stdint.h>
 
@@ -9,8 +9,8 @@ namespace ptx {
 struct Region {
   int64_t base, rows, width, stride, layer_stride, kinds;
 
-  // Returns the part of [from, to), which lies within a row, that is in the region for a layer; empty if
-  // none.
+  // Returns the part of the addresses [from, to) that lies in the region of a layer; empty if there is none.
+  // [from, to) must overlap with one row only.
   std::pair<int64_t, int64_t> overlap(int64_t from, int64_t to, int layer) const {
     const int64_t begin = base + layer * layer_stride;
     if (to <= begin) return {from, from};

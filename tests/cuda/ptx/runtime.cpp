@@ -1,5 +1,5 @@
-// Runs a launch of translated PTX: what world.h declares, and the entry for Python. The headers below
-// implement Thread.
+// Runs a launch of translated PTX. Here are the functions that world.h declares and the one that Python
+// calls; the headers included here implement `Thread`.
 #include <signal.h>
 
 #include "tensor.h"
@@ -11,10 +11,9 @@ int planted = 0;
 namespace {
 constexpr size_t kStackBytes = size_t{1} << 19;
 constexpr int kMostBlocks = 256;
-constexpr uint64_t kIdleNs = 1'000'000;  // virtual time passes in such steps while all threads wait
-constexpr uint64_t kEndless =
-    1'000'000'000'000;           // a longer time limit of the interpreter's watchdog counts as none
-constexpr int kIdleSteps = 300;  // nothing will happen any more after so many steps, except by a time limit
+constexpr uint64_t kIdleNs = 1'000'000;           // step of virtual time, which passes while all threads wait
+constexpr uint64_t kEndless = 1'000'000'000'000;  // a watchdog with a longer time limit counts as off
+constexpr int kIdleSteps = 300;                   // after so many steps, only a watchdog can end the launch
 
 char* reserve(size_t bytes) {
   void* memory =
@@ -120,8 +119,8 @@ void World::leave() {
   if (_setjmp(fibre.here) == 0) _longjmp(home_, 1);
 }
 
-// Takes a thread from those that can run: mostly one of those that became able to last, often lanes of one
-// warp, whose stacks are in the processor's cache; otherwise any.
+// Chooses the next thread to run. Mostly, it is one of the 32 that became ready last: these are often lanes
+// of one warp, whose stacks are still in the processor's cache. Otherwise, it is any thread that can run.
 Thread& World::choose() {
   const uint32_t count = static_cast<uint32_t>(runnable_.size());
   const auto random = [this, count] { return draw(count); };
@@ -144,7 +143,7 @@ Thread& World::choose() {
   return thread;
 }
 
-// Called when all threads wait. Lets virtual time pass, at which suspended waits and sleeps end. Returns
+// Called when all threads wait. Advances virtual time, which ends the waits that have a time limit. Returns
 // false if no thread will ever continue.
 bool World::pass_time() {
   time += kIdleNs;
@@ -218,8 +217,8 @@ std::string World::run() {
   return out;
 }
 
-// Reports what must not remain when a launch ends. After an abort, a block may still expect a page that the
-// other block of its worker has not requested.
+// Reports copies in flight, and mbarriers that still expect bytes, at the end of a launch. After an abort, a
+// block may still expect a page that the other block of its worker has not requested.
 void World::note_ends() {
   if (!copies_.empty()) fail("bulk copies are in flight when the launch ends");
   const bool aborted = *grids_[0].params->abort;
@@ -248,7 +247,7 @@ void World::check_global(Thread& t, uint64_t address, uint32_t bytes, bool write
   };
   if (t.region && t.region_task == t.task && has(*t.region)) return;
   const Region* buffer = schedule.regions->buffer_at(from);
-  if (!buffer) return;  // a table of the launch or a counter
+  if (!buffer) return;  // it is a table of the launch or a counter
   const auto [begin, end] = declared(t);
   t.region = std::find_if(begin, end, has);
   t.region_task = t.task;
@@ -293,7 +292,7 @@ std::string World::name(const Stamp& stamp, uint32_t lanes) const {
 }
 
 void World::race(const Access& access, const Stamp& earlier, uint32_t lanes, bool wrote, uint64_t address) {
-  // After an abort, warps run through their instructions without waiting for data.
+  // After an abort, races are no errors: warps run through their instructions without waiting for data.
   for (const Grid& grid : grids_)
     if (*grid.params->abort) return;
   if (!races_.emplace(access.site, earlier.site, access.write, wrote).second) return;

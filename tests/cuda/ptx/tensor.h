@@ -38,8 +38,8 @@ void Thread::mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) 
   });
 }
 
-// Loads four 8 x 8 matrices; lane 8 m + r has the address of row r of matrix m. A lane gets two elements of a
-// column.
+// ldmatrix.x4.trans: loads four 8 x 8 matrices. Lane 8 m + r has the address of row r of matrix m. Each lane
+// gets two elements of a column of each matrix.
 void Thread::ldmatrix(uint32_t row, uint32_t (&d)[4]) {
   struct {
     const char* row;
@@ -61,15 +61,15 @@ void Thread::ldmatrix(uint32_t row, uint32_t (&d)[4]) {
 // -- wgmma
 
 // While a wgmma runs, its result registers hold a NaN whose bits say where the result is in Warp::results.
-// Moving it is harmless, computing with it is not, except in another wgmma.
+// The code may move this NaN or pass it to another wgmma; any other use makes the final result NaN.
 constexpr uint32_t kPoison = 0xFFC00000, kPoisonIndex = 0x003FFFFF;
 
 struct Operand {
   const char* page;
-  uint32_t start, stride;  // in bytes; distance between groups of eight rows
+  uint32_t start, stride;  // both in bytes; `stride` is the distance between groups of eight rows
 };
 
-// Decodes a matrix descriptor: rows along k, with the 128-byte swizzle.
+// Decodes the matrix descriptor of a wgmma operand, which must be K-major with the 128-byte swizzle.
 inline Operand operand_of(const Thread& t, uint64_t descriptor, int rows) {
   Operand out{t.block->memory, static_cast<uint32_t>(descriptor & 0x3FFF) << 4,
               static_cast<uint32_t>(descriptor >> 32 & 0x3FFF) << 4};
@@ -103,7 +103,7 @@ inline void fetch(const Thread& t, const Operand& o, int first, float (&out)[16]
   }
 }
 
-// The four warps of a warpgroup must execute the same wgmmas, in the same order.
+// Checks that the four warps of a warpgroup execute the same wgmmas in the same order.
 inline void compare_warpgroup(const Thread& t, uint64_t a, uint64_t b) {
   auto& own = t.warp->multiplied;
   own.emplace_back(t.site, a, b);

@@ -24,7 +24,7 @@ RUNS = int(os.environ.get("PTX_RUNS", 0))
 KINDS = list(BUILDS)
 # Quick steps, on one and on two GPUs; from 20 on, of models with experts.
 SEEDS = {"dots": (2, 5, 6, 8, 20, 21), "tensor": (0, 3, 5, 6, 20), "pairs": (0, 3, 10)}
-# In a usual run, one fault of each sort: what was wrong must match this.
+# The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
     "signals release nothing": "race in global",
     "a consumer does not release a page": "deadlock",
@@ -76,7 +76,7 @@ def test_planted_faults_are_found(kind: str) -> None:
     assert [wrong for name, wrong in said.items() if not re.search(SAMPLE.get(name, ""), wrong)] == []
 
 
-# Of each build that leaves something out: what remains in its PTX, and what does not.
+# For each build that leaves something out: a regular expression that its PTX must match, and one that it must not.
 COPIES, MULTIPLIES = r"cp\.async\.bulk\S*shared::cluster\.global", r"mma\.sync|mma_async|fma\.rn\.f32"
 ABLATED = {"no copies": (MULTIPLIES, COPIES), "no computing": (COPIES, MULTIPLIES)}
 OTHERS = [(name, kind) for name in ("trace", *ABLATED) for kind in KINDS]

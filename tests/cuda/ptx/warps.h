@@ -4,9 +4,9 @@
 
 namespace ptx {
 
-// Waits until all lanes of the warp have come to the same kind of meeting. The last one calls
-// together(arguments), where arguments[lane] is what the lane has passed. If `aligned`, all lanes must come
-// from the same instruction.
+// Waits until all lanes of the warp have executed an instruction of this kind. The last lane to come calls
+// together(arguments), where arguments[lane] is `mine` of that lane. If `aligned`, all lanes must execute the
+// instruction at the same place in the code.
 template <class Arguments, class F>
 inline void meet(Thread& t, const char* kind, bool aligned, Arguments& mine, F&& together) {
   Meeting& m = t.warp->meeting;
@@ -33,7 +33,7 @@ inline void check_mask(const Thread& t, uint32_t mask) {
   if (mask != 0xFFFFFFFF) world->fail(t, "only full masks of lanes are supported");
 }
 
-// Makes all that a lane of the warp has done or seen happen before whatever any lane does next.
+// Orders everything that the lanes of a warp have done or seen before everything that they do next.
 inline void synchronise(Warp& warp) {
   uint32_t now = 0;
   Seen seen = warp.lanes[0]->knows->seen;
@@ -135,14 +135,14 @@ void Thread::wait_cluster() {
   knows->seen.join(c.done);
 }
 
-// Who reads the wall clock waits for something, so other threads run until a counter changes.
+// A thread that reads the wall clock is waiting for a counter, so it sleeps until a counter changes.
 uint64_t Thread::wall_time() {
   world->sleeping.push_back(this);
   world->block("a change of a counter");
   return world->time += 32;
 }
 
-// The warps of a block share its registers: a request waits until others have given up enough.
+// The warps of a block share its registers, so a request for more waits until others have released enough.
 void Thread::set_registers(bool more, uint32_t count) {
   if (count < 24 || count > 256 || count % 8)
     world->fail(*this, "setmaxnreg of an invalid number of registers");

@@ -39,15 +39,15 @@ struct Fibre {
 
 using Threads = std::vector<Thread*>;
 
-// An mbarrier. `open` is what the arrivals in the current phase release, by block and scope; `done` includes
-// all earlier phases.
+// An mbarrier. `open` has the accesses that the current phase's arrivals release, by block and by scope
+// (block, cluster); `done` has those of all earlier phases.
 struct Mbarrier {
   uint32_t expected, pending, party;
   int64_t bytes = 0;
   uint32_t phase = 0;
   Seen open[kMaxCluster][2], done[kMaxCluster][2];
   Access init;
-  bool fenced = false;  // fence.mbarrier_init has followed
+  bool fenced = false;  // whether fence.mbarrier_init has followed
   Threads waiting;
 };
 
@@ -58,7 +58,7 @@ struct NamedBarrier {
   Threads waiting;
 };
 
-// Bulk stores of a warp. Only one of its lanes may start them.
+// A group of a warp's bulk stores: how many have not read shared memory yet, or not written global memory.
 struct BulkGroup {
   int unread = 0, unwritten = 0;
 };
@@ -76,14 +76,14 @@ struct Warp {
   uint32_t registers = kLaunchRegisters;
   uint32_t party, read_party, write_party, wgmma_party;
   Thread* storer = nullptr;
-  std::vector<BulkGroup> groups{1};  // the last one is not committed
+  std::vector<BulkGroup> groups{1};  // the last group is not committed yet
   bool wgmma_fenced = false;
   uint32_t wgmma_groups = 0, wgmma_done = 0;  // committed, waited for
   struct Result {
     float value;
     uint32_t group;
   };
-  std::vector<Result> results[kLanes];                          // of wgmmas that may still run, for each lane
+  std::vector<Result> results[kLanes];                          // for each lane, of wgmmas that may still run
   std::vector<std::tuple<int, uint64_t, uint64_t>> multiplied;  // code site and descriptors of each wgmma
 };
 
@@ -111,7 +111,7 @@ struct Block {
   NamedBarrier named[kNamedBarriers];
   int free_registers = 0;
   Threads want_registers;
-  std::map<uint64_t, std::vector<Access>> maps;  // who has acquired a tensor map
+  std::map<uint64_t, std::vector<Access>> maps;  // for each tensor map, who has acquired it
   int live = kThreads, copies = 0;               // threads that have not ended, and bulk copies in flight
 };
 
@@ -122,15 +122,15 @@ struct Party {
 
 enum class Copies : int32_t { kRandom, kEarly, kLate };
 
-// How a launch runs. Python has the same structure.
+// How a launch runs. The class Schedule of ptx_world.py has the same layout.
 struct Schedule {
   uint64_t seed;
   int32_t copies;          // a Copies
-  int32_t unfair;          // 0; 1: some warps run only if others wait; 2: some blocks
+  int32_t unfair;          // 0: no; 1: some warps mostly run first; 2: some blocks do
   int32_t races;           // whether to look for races
-  int32_t planted;         // the fault that is active
-  uint64_t abort_at;       // after this many switches between threads, the host aborts the launch; 0: never
-  uint64_t limit;          // switches after which the launch fails
+  int32_t planted;         // the number of the planted fault that is active; 0: none
+  uint64_t abort_at;       // the host aborts the launch after this many switches between threads; 0: never
+  uint64_t limit;          // the launch fails after this many switches
   const Regions* regions;  // null: accesses are not compared with declarations
 };
 
@@ -140,7 +140,7 @@ class World {
     make_blocks();
   }
 
-  // Returns what went wrong, a line each; empty if nothing did.
+  // Runs the launch. Returns one line for each thing that went wrong; empty if nothing did.
   std::string run();
 
   // -- for threads
@@ -190,12 +190,12 @@ class World {
   }
   // Reports an access to a buffer that the thread's instruction does not declare.
   void check_global(Thread& thread, uint64_t address, uint32_t bytes, bool write);
-  // Calls f(address, bytes) for each part of some memory that the thread's instruction declares with one of
-  // some kinds. Returns whether there is a part.
+  // Calls f(part, size) for each part of the `bytes` bytes at `address` for which the thread's instruction
+  // declares one of the kinds of access in the mask `kinds`. Returns whether there is such a part.
   template <class F>
   bool for_declared(const Thread& thread, int64_t kinds, uint64_t address, uint32_t bytes, F&& f) const;
-  // Records an access and reports it if it races with an earlier one. before(stamp, lane): whether the
-  // earlier one happens before.
+  // Records an access, and reports a race if it conflicts with an earlier access that is not known to happen
+  // before it. before(stamp, lane) says whether an earlier access happens before this one.
   template <class Before>
   void touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before);
   Block* block_at(uint64_t generic) {
@@ -209,7 +209,7 @@ class World {
   uint64_t time = uint64_t{1} << 40;  // nanoseconds
   Threads sleeping;
 
-  // What strong accesses to a place in global memory have released.
+  // The accesses that a release of an address makes visible to a thread that acquires from it.
   struct Released {
     Order order;
     Block* block;
@@ -242,7 +242,7 @@ class World {
   jmp_buf home_;
   int live_ = 0, idle_ = 0;
   std::set<std::string> failures_;
-  std::set<std::tuple<int, int, bool, bool>> races_;  // pairs of code sites that are reported
+  std::set<std::tuple<int, int, bool, bool>> races_;  // races already reported, by their code sites
   std::vector<Party> parties_;
   std::vector<mk::Where> tasks_{mk::between()};
   std::map<std::tuple<int, int, int>, int32_t> task_numbers_;

@@ -243,8 +243,8 @@ def test_prompt_tokens_are_scored_wherever_the_prompt_is_cut(step_tokens: int) -
 
 @pytest.mark.parametrize("step_tokens", [4, 16, 300])
 def test_hidden_states_are_pooled_wherever_the_prompt_is_cut(step_tokens: int) -> None:
-    """Also if the request loses its pages and must begin again. The fake hidden state of a token is its position,
-    counted from 1."""
+    """Pooling works even if the request loses its KV pages and must begin again. The fake hidden state of a token is
+    its position, counted from 1."""
     engine, _ = fake_engine(step_tokens=step_tokens, pages=12)
     other = engine.add([1], SamplingParams(max_tokens=100, ignore_eos=True))
     wanted = {engine.add(list(range(50)) * 3, pooled("mean")).first: 75.5}

@@ -1,4 +1,4 @@
-"""The rewriting of JSON schemas for the grammar library: which texts match, and which keywords are left."""
+"""Tests how JSON schemas are rewritten for the grammar library: what matches, and which keywords are not enforced."""
 
 import datetime
 import decimal
@@ -35,9 +35,9 @@ def matches(grammar: str, text: str) -> bool:
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
 INTEGERS = {"type": "object", "additionalProperties": {"type": "integer"}}
-# A schema, the texts that match it, texts that do not, and the keywords that the grammar leaves.
+# A schema, texts that match it, texts that do not, and the keywords that the grammar does not enforce.
 SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
-    # Objects are closed unless the schema opens them.
+    # Objects have only the properties of the schema, unless the schema allows others.
     (A, ["{}", '{"a": 1}'], ['{"b": 1}'], []),
     ({**A, "additionalProperties": True}, ['{"a": 1, "b": "x"}'], [], []),
     ({"type": "object"}, ['{"x": [1]}'], [], []),
@@ -46,7 +46,7 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({"type": "object", "patternProperties": {"^x": {}}}, ['{"x1": 1}'], ['{"y": 1}'], []),
     ({"type": "array", "items": A, "maxItems": 1}, ['[{"a": 1}]'], ['[{"b": 1}]'], []),
     ({"anyOf": [A, {"type": "null"}]}, ["null", '{"a": 1}'], ['{"b": 1}'], []),
-    # Combined schemas are closed together.
+    # An object that must match several schemas may have the properties of all of them, but no others.
     ({"allOf": [A, B]}, ['{"a": 1, "b": 2}'], ['{"a": 1}', '{"b": 2, "c": 3}'], []),
     ({"allOf": [A], "title": "t"}, ['{"a": 1}'], ['{"c": 3}'], []),
     ({**A, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 2}'], ["{}", '{"a": 1, "c": 2}'],
@@ -61,7 +61,7 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ),
     ({"allOf": [{"$ref": "#/$defs/a~1b%20c"}], "$defs": {"a/b c": A}}, ['{"a": 1}'], ['{"c": 3}'], []),
     ({**A, "properties": {"n": {"$ref": "#"}}}, ['{"n": {"n": {}}}'], ['{"n": {"a": 1}}'], []),
-    # Keywords that the library lacks.
+    # Keywords that the grammar library does not support.
     ({**INTEGERS, "propertyNames": {"enum": ["x", "y"]}}, ['{"x": 1}'], ['{"z": 1}'], []),
     ({**INTEGERS, "propertyNames": {"$ref": "#/$defs/N"}, "$defs": {"N": {"const": "x"}}}, ['{"x": 1}'], ['{"z": 1}'],
      []),
@@ -128,7 +128,7 @@ def test_every_type_of_pydantic_is_taken() -> None:
     for kind in [*named, *COMBINED]:
         try:
             schema = TypeAdapter(kind).json_schema()
-        except Exception:  # no type, or one that needs another package
+        except Exception:  # not a type, or a type that needs another package
             assert kind in named
             continue
         compiled("json", json.dumps(schema))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from api_support import serving
 from engine_support import EOS, Guesses, Letters, Reader, fake_engine, output_ids, speculation
-from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -31,7 +30,7 @@ LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, 
 
 
 class Known(Reader):
-    """A proposer that knows all `texts` and proposes the next tokens; where `wrong(position)` is true, a wrong one."""
+    """A draft proposer that knows `texts`. It proposes the next tokens, or wrong ones where `wrong(position)` holds."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool]) -> None:
         super().__init__()
@@ -190,24 +189,17 @@ def test_a_stop_string_inside_an_accepted_run_ends_text_and_choice() -> None:
     assert engine.idle and engine.stats.pages_used == 0 and request.choices[0].outputs > 5
 
 
-@pytest.fixture(scope="module")
-def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("bytes")
-    byte_model(folder)
-    return str(folder)
-
-
-def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
+def test_readers_see_no_token_after_a_stop_string(model: str) -> None:
     how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 1}
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with LLM(bytes_model, **how) as llm:
+    with LLM(model, **how) as llm:
         whole = llm.generate("hello hello", params)[0]
         assert whole.text is not None
         stop = next(c for c in whole.text[20:] if c.isascii() and c not in whole.text[:20])
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=stop)
         expected = llm.generate("hello hello", params)[0]
     texts = [whole.prompt_token_ids + whole.token_ids]
-    with LLM(bytes_model, **how, speculate=7) as llm:
+    with LLM(model, **how, speculate=7) as llm:
         use(llm, speculation(7, lambda _: Known(texts, WRONG["right"])))
         seen: list[Token] = []
         shown: list[str] = []
@@ -222,15 +214,15 @@ def test_readers_see_no_token_after_a_stop_string(bytes_model: str) -> None:
         assert llm.engine.stats.counts.tokens_per_step > 3
 
 
-def test_the_server_streams_the_same_text_and_counts_what_it_verified(bytes_model: str) -> None:
+def test_the_server_streams_the_same_text_and_counts_what_it_verified(model: str) -> None:
     how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 1}
     body = {"model": "m", "prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
-    with LLM(bytes_model, **how) as llm:
+    with LLM(model, **how) as llm:
         known = llm.generate("abcabcabcabc", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]
     texts = [known.prompt_token_ids + known.token_ids]
     answers = []
     for depth in (0, 6):
-        with LLM(bytes_model, **how, speculate=depth) as llm:
+        with LLM(model, **how, speculate=depth) as llm:
             if depth:
                 use(llm, speculation(depth, lambda _: Known(texts, WRONG["half right"])))
             with serving(llm, names=["m"]) as live:
@@ -319,7 +311,7 @@ def test_lookup_continues_the_longest_suffix(vocab: int) -> None:
         new = tokens[3 : 3 + rng.randrange(6)] if step % 9 == 0 else [rng.randrange(vocab)]
         lookup.read(new)
         tokens += new
-    # Lookup compares only the latest occurrences, so it may miss the longest suffix.
+    # Lookup compares only the latest places where a suffix occurred, so it may miss the longest suffix.
     assert exact >= {2: 80, 4: 115, 30: 120}[vocab]
 
 

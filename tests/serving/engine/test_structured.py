@@ -8,7 +8,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-from model_helpers import byte_model
 from schemas import random_root
 
 from megakernel import LLM, MegakernelError, SamplingParams
@@ -40,15 +39,8 @@ def params(seed: int = 0, **more: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = tmp_path_factory.mktemp("bytes")
-    byte_model(found)
-    return str(found)
-
-
-@pytest.fixture(scope="module")
-def llm(folder: str) -> Iterator[LLM]:
-    with LLM(folder, backend="cpu", max_context=1024, max_seqs=32, threads=1) as found:
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, backend="cpu", max_context=1024, max_seqs=32, threads=1) as found:
         yield found
 
 
@@ -94,7 +86,7 @@ def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple
 
 
 @pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
-def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None:
+def test_answers_depend_on_nothing_else(model: str, llm: LLM, how: str) -> None:
     """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache. It is
     also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
     each = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
@@ -102,7 +94,7 @@ def test_answers_depend_on_nothing_else(folder: str, llm: LLM, how: str) -> None
     limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
     limits |= {"speculate": 5} if how == "speculating" else {}
     limits |= {"prefix_cache": False} if how == "no prefix cache" else {}
-    with LLM(folder, backend="cpu", max_context=512, threads=1, **limits) as other:
+    with LLM(model, backend="cpu", max_context=512, threads=1, **limits) as other:
         pool = other.engine._batch._pool
         if how == "short of pages":
             pool.take(pool.free - 14)
@@ -178,14 +170,14 @@ def test_one_thing_is_wanted_and_the_end_is_the_grammars() -> None:
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammars used last are kept, one that is larger than the limit is not, and a failed one leaves nothing."""
+    """The least recently used grammar is dropped first. One above the limit, or a wrong one, is never kept."""
     kept = Grammars(llm.tokenizer, llm.config.vocab, frozenset({257}))
     monkeypatch.setattr(grammars, "MOST_KEPT_BYTES", 100_000)
     monkeypatch.setattr(kept, "_checked", lambda kind, text: (f"start: /{text}/", [], 40_000))
     made = [params(structured_outputs=wants(regex=f"{'ab'[n]}+")) for n in (0, 1)]
     for wanted in made:
         assert kept.get(wanted) is not None
-    assert kept.known(made[0]) and len(kept._known) == 2  # the second was used less recently now
+    assert kept.known(made[0]) and len(kept._known) == 2  # this use makes the second the least recently used
     kept.get(params(structured_outputs=wants(regex="c")))
     assert kept.known(made[0]) and not kept.known(made[1]) and kept._kept_bytes < 100_000
     monkeypatch.setattr(kept, "_checked", lambda kind, text: ("start: nothing", [], 40_000))

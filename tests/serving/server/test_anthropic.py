@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 from api_support import Live, alternating
-from model_helpers import byte_model
 
 from megakernel import LLM
 from megakernel.serving.server.client import Delta
@@ -24,16 +23,14 @@ ANY = {"tools": [TIME], "tool_choice": {"type": "any", "disable_parallel_tool_us
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("model")
-    byte_model(folder, gain=0.01)
-    with LLM(str(folder), max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
+def llm(quiet_model: str) -> Iterator[LLM]:
+    with LLM(quiet_model, max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """Return the data of the events of a stream, each of which must name its type."""
+    """Return the data of a stream's events. Each event must name its type."""
     *events, end = data.decode().split("\n\n")
     assert end == ""
     told = []

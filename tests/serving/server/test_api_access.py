@@ -158,12 +158,12 @@ def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
 
 
 def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 1.0)
-    monkeypatch.setattr(http, "BODY_SECONDS", 1.0)
     with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"23GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert b"HTTP/1.1 200 OK" in sock.makefile("rb").read()
+    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.2)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
     with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"2")

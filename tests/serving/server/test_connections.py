@@ -50,7 +50,7 @@ _H2C = ("Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEA
 @pytest.mark.parametrize(
     "headers",
     [
-        ("Connection: Upgrade, HTTP2-Settings", *_H2C),  # of java.net.http, and of `curl --http2`
+        ("Connection: Upgrade, HTTP2-Settings", *_H2C),  # sent by java.net.http and `curl --http2`
         ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: x", "Sec-WebSocket-Version: 13"),
         ("Connection: keep-alive, Upgrade", "Upgrade: TLS/1.2, h2c"),
     ],
@@ -135,7 +135,7 @@ def guarded(llm: LLM) -> Iterator[Live]:
         yield made
 
 
-# -- requests that arrive before their turn
+# -- pipelining: requests that arrive before the previous one is answered
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -184,7 +184,7 @@ def test_garbage_after_a_request_waits_for_its_answer(live: Live) -> None:
 
 
 def test_a_client_that_leaves_with_requests_behind_is_noticed(live: Live) -> None:
-    """uvicorn tells only the request that arrived last that its client has left."""
+    """If the client leaves, generation stops although uvicorn reports this only to the request that arrived last."""
     live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
     before = live.host.loop.engine.stats.counts.generated
     body = json.dumps({"prompt": "x", "max_tokens": 2000, "ignore_eos": True}).encode()

@@ -1,4 +1,4 @@
-"""Embeddings are pooled hidden states: those of transformers, whatever the batch, and in every form of the route."""
+"""Tests of embeddings: pooled hidden states equal those of transformers in any batch and any form of request."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from api_support import Live, ids_of
-from model_helpers import byte_model, tiny_gguf
+from model_helpers import tiny_gguf
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from tiny_llama import make_llama
@@ -74,15 +74,8 @@ def test_hidden_states_are_those_of_transformers(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    byte_model(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 
@@ -92,9 +85,9 @@ def unit(vector: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_every_form_of_a_request(live: Live, folder: Path, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_of_a_request(live: Live, model: str, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.service, "description", replace(live.service.description, pooling=pooling))
-    hf = LlamaForCausalLM.from_pretrained(folder)
+    hf = LlamaForCausalLM.from_pretrained(model)
     texts = ["hello", "x", "a longer text, which takes several steps: " + "y" * 60]
     ids = [ids_of(text) for text in texts]
     wanted = [unit(expected(hf, one, pooling)) for one in ids]
@@ -143,7 +136,7 @@ def test_a_pooling_that_is_not_supported_is_named(live: Live, monkeypatch: pytes
 
 
 def mode(name: str) -> dict[str, Any]:
-    """Return the modes of pooling as sentence-transformers writes them, with one of them chosen."""
+    """Return the pooling flags that sentence-transformers writes to a file. Only the flag of `name` is true."""
     names = ("cls_token", "mean_tokens", "max_tokens", "weightedmean_tokens", "lasttoken")
     return {"word_embedding_dimension": 48} | {f"pooling_mode_{other}": other == name for other in names}
 

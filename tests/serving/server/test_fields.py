@@ -45,11 +45,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-@pytest.fixture
-def client(live: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-
-
 # -- fields that are refused or ignored
 
 
@@ -78,7 +73,7 @@ def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, b
     for name in refused:
         error = live.post(path, {**plain, name: "some value"}, 400)["error"]
         assert error.get("param", name) == name and f"{name} is not supported: " in error["message"]
-    for at in range(3):  # all first neutral values together, then all second ones
+    for at in range(3):  # the first neutral value of each field, then the second ones
         values = {name: (*fields.NEUTRAL[name], None, None, None)[at] for name in refused}
         live.post(path, {**plain, **values})
 
@@ -150,7 +145,7 @@ def test_what_cannot_be_is_a_400(live: Live, path: str, body: Any, param: str | 
 
 _USER = {"role": "user", "content": "hello"}
 _FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-# What clients send although it changes no answer here, beside the fields of fields.IGNORED.
+# Fields that clients send although these values change no answer here. fields.IGNORED has others.
 _SENT = [
     (COMPLETIONS, {"prompt": "x"}, {"max_tokens": None, "max_completion_tokens": 1, "n": 1, "best_of": 1}),
     (COMPLETIONS, {"prompt": "x"}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),

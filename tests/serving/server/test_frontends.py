@@ -1,5 +1,6 @@
 """A server of several processes: if one process is killed or suspended, the others go on or end cleanly."""
 
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from api_support import Live, serving, until
 from commands import command
-from serve_process import SMALL, begin_stream, process, rest
+from serve_process import SMALL, at, begin_stream, process, rest
 
 from megakernel import LLM
 from megakernel.serving.engine.engine import Step
@@ -158,8 +159,8 @@ Engine.step = fail
     server = patched(patch, "--model", model, *TWO)
     try:
         assert server.stdout is not None
-        port = int(server.stdout.readline().partition('"url": "http://127.0.0.1:')[2].partition('"')[0])
-        with begin_stream(Live(None, None, None, "", port), 1200) as stream:  # type: ignore[arg-type]
+        facts = json.loads(server.stdout.readline())
+        with begin_stream(at(facts["url"]), 1200) as stream:
             text = rest(stream)
         assert b'"code":503' in text and b"the engine has stopped, restart the server" in text
         _, err = server.communicate(timeout=30)

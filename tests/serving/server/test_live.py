@@ -80,7 +80,7 @@ def test_what_cannot_be_is_an_error() -> None:
     run(engine, live, 1)
     assert live.snapshot()["error"] is None
     run(engine, live, 1, wall_s=1e-9)
-    assert live.snapshot()["error"] is None  # the two steps together took long enough for their work
+    assert live.snapshot()["error"] is None  # the mean over both steps is still possible
     live = record()
     run(engine, live, 1, wall_s=1e-9)
     assert "is impossible" in live.snapshot()["error"] and "made up" in live.snapshot()["error"]
@@ -226,7 +226,8 @@ def test_chat_page(driver: Browser, tmp_path: Path) -> None:
         assert page.run("return messages.map(m => m.role)") == ["user", "assistant"]
         assert page.run("return document.querySelectorAll('#talk b').length") == 0 and "<b>one</b>" in page.run(talk)
         assert page.run("return document.documentElement.scrollWidth") <= 390
-        # The page in memory inherits the policy of this page, which must allow the timeline's script.
+        # The timeline opens as a page in memory. It has the content security policy of the chat page, which must
+        # therefore allow the timeline's script.
         page.run("window.step = window.open(document.querySelector('.figures a').href)")
         until(lambda: page.run("return step.document.getElementById('headline')?.textContent.includes('intervals')"))
         page.run("step.close()")

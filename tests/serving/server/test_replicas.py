@@ -28,7 +28,7 @@ import yaml
 from api_support import Live, by_choice, until
 from commands import command, fails
 from model_helpers import byte_model
-from serve_process import SMALL
+from serve_process import SMALL, at
 
 from megakernel.cli import parser
 from megakernel.errors import MegakernelError
@@ -170,7 +170,7 @@ def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> 
 @with_ray
 @pytest.mark.parametrize("healthy", [True, False])
 def test_a_server_that_cannot_answer_is_a_lost_replica(healthy: bool) -> None:
-    """A 503 of a server that works is its answer. If the server no longer works, another replica must answer."""
+    """If a healthy server answers 503, the client gets this answer. If it is not healthy, the replica is lost."""
     from megakernel.serving.replicas.cluster import Replica
 
     async def ask(method: str, target: str, headers: Any, body: bytes, replay: Any = None) -> AsyncIterator[Any]:
@@ -217,7 +217,7 @@ class Fleet:
                     for descriptor in list((process / "fd").iterdir()):
                         with contextlib.suppress(OSError):  # the file has been closed
                             if port := listening.get(str(descriptor.readlink())):
-                                found[int(process.name)] = at(port)
+                                found[int(process.name)] = at(f"http://127.0.0.1:{port}")
         return found
 
     def join(self, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -227,10 +227,6 @@ class Fleet:
         environment |= {"RAY_AUTH_TOKEN": self.token}
         arguments = command("serve", *flags, "--ray-address", self.ray_address, "--model", self.model, *LIMITS)
         return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200)
-
-
-def at(port: int) -> Live:
-    return Live(None, None, None, f"http://127.0.0.1:{port}", port)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -246,8 +242,7 @@ def two_replicas(model: str) -> Iterator[Fleet]:
         assert line, process.stderr.read()
         facts = json.loads(line)
         assert (facts["replicas"], facts["threads"], facts["routing"]) == (2, 1, "prefix")
-        port = int(facts["url"].rpartition(":")[2])
-        yield Fleet(process, folder, facts["ray_address"], at(port), token, model)
+        yield Fleet(process, folder, facts["ray_address"], at(facts["url"]), token, model)
     finally:
         process.kill()
         process.communicate()
@@ -330,7 +325,7 @@ def parent(pid: int) -> int:
 
 
 def victims(one: int, other: int) -> list[int]:
-    """What is killed at the same time: the actor of one replica, and the server of the other."""
+    """Return the processes to kill at the same time: the Ray actor of one replica, and the server of the other."""
     return [parent(one), other]
 
 

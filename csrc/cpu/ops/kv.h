@@ -1,0 +1,240 @@
+// The keys and values of a KV head as matrices that attention multiplies with, in the KV cache or in a
+// float32 copy.
+#pragma once
+#include <type_traits>
+
+#include "../../common/index.h"
+#include "../integers.h"
+#include "../kernels.h"
+
+namespace mk::MK_SIMD {
+
+inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
+
+// A column of SIMD vectors within a matrix, one vector per row. `now` is the address of the first vector, and
+// each further row is `stride` elements later. `next` is the address of a column that will be read soon;
+// `fetch` prefetches one of its vectors.
+template <class T>
+struct Strip {
+  const T *now, *next;
+
+  Strip right(int columns) const { return {now + columns, next + columns}; }
+  Strip down(int rows, int64_t stride) const { return {now + rows * stride, next + rows * stride}; }
+  MK_INLINE void fetch(int t, int64_t stride) const { __builtin_prefetch(next + t * stride); }
+  MK_INLINE F32 row(int t, int64_t stride, int n) const { return load(now + t * stride, n); }
+};
+
+// Like Strip, a column of SIMD vectors, but it needs no prefetch because it is in the CPU's cache already.
+// `row` may always load a full vector: the rows are padded to full vectors, and no other thread writes them.
+struct NearStrip {
+  const float* now;
+
+  NearStrip right(int columns) const { return {now + columns}; }
+  NearStrip down(int rows, int64_t stride) const { return {now + rows * stride}; }
+  MK_INLINE void fetch(int, int64_t) const {}
+  MK_INLINE F32 row(int t, int64_t stride, int) const { return load(now + t * stride); }
+};
+
+// Quantised keys of kLanes tokens that lie in one KV page, from the page's token number `token` on. Units of
+// kKvUnit elements of a head share a float16 scale. In memory, the scales of a unit, one per token, precede
+// the unit's values, which are stored as [word][token]. A word has four elements.
+struct KeyWords {
+  const Dims& d;
+  const int8_t *now, *next;  // the head's part of the page, and of a page that will be read soon
+  int token;
+
+  // Loads the scales of a unit, those of the first n tokens.
+  MK_INLINE F32 scale(int unit, int n) const {
+    return load_half(reinterpret_cast<const uint16_t*>(now + unit * kv_block_bytes(d)) + token, n);
+  }
+  // Loads word j of a unit, of the first n tokens.
+  MK_INLINE U32 words(int unit, int j, int n) const {
+    const int64_t at = int64_t{unit} * kv_block_bytes(d) + (kKvScale + 4 * j) * d.kv_page + 4 * token;
+    __builtin_prefetch(next + at);
+    const uint32_t* const from = reinterpret_cast<const uint32_t*>(now + at);
+    return load_words(n >= kLanes ? from : part(from, n).lanes);
+  }
+};
+
+// A column of SIMD vectors of quantised values. Each row of the matrix is a token of a KV page, and each
+// column is an element of a quantisation block of `width` elements. `scales` points to one float32 scale per
+// token.
+struct ValueStrip {
+  const int8_t *now, *next;
+  const float* scales;
+  int64_t width;
+
+  ValueStrip down(int rows, int64_t) const {
+    return {now + rows * width, next + rows * width, scales + rows, width};
+  }
+  MK_INLINE void fetch(int t, int64_t) const { __builtin_prefetch(next + t * width); }
+  MK_INLINE F32 row(int t, int64_t, int n) const { return load(now + t * width, n) * scales[t]; }
+};
+
+// The quantised values of a KV page, from the page's token number `token` on. `scales` points to that token's
+// scale in the array [quantisation block][token of the KV block] of float32 scales.
+struct ValuePage {
+  const Dims& d;
+  const int8_t *now, *next;
+  const float* scales;
+  int token;
+
+  ValueStrip right(int columns) const {
+    const int block = columns / kKvUnit, width = lower_of(d.head_dim - block * kKvUnit, kKvUnit);
+    const int64_t at =
+        int64_t{block} * kv_block_bytes(d) + kKvScale * d.kv_page + token * width + columns % kKvUnit;
+    return {now + at, next + at, scales + block * d.kv_block, width};
+  }
+};
+
+// Presents the keys of a KV block, [element of the head][token], as the matrix B of `dense`.
+template <class Kv>
+struct Keys {
+  const Kv& kv;
+
+  auto at(int row, int column) const { return kv.key(column).down(row, stride()); }
+  int64_t stride() const { return kv.key_stride(); }
+  int run_end(int, int end) const { return end; }
+};
+
+// Presents the values of a KV block, [token][element of the head], from token `first` on, as the matrix B of
+// `dense`.
+template <class Kv>
+struct TokenValues {
+  const Kv& kv;
+  int first;
+
+  auto at(int row, int column) const { return kv.value(first + row).right(column); }
+  int64_t stride() const { return kv.value_stride(); }
+  int run_end(int row, int end) const {
+    const int token = first + row;
+    return lower_of(end, row + kv.run() - token % kv.run());
+  }
+};
+
+// The keys and values of one KV head in a sequence's KV pages. T is their type; int8_t means Q8_0.
+template <class T>
+struct Cache {
+  const Dims& d;
+  const T *keys, *values;  // addresses in page 0
+  int64_t page, head;      // elements from one page to the next, and from one KV head to the next
+  const int32_t* pages;    // the sequence's page numbers
+  int end;                 // the position after the last token that is read
+
+  // The numbers of the pages that the next KV head reads first and that can be prefetched. Null for the last
+  // head.
+  const int32_t* after;
+  float* scales;  // buffer for the scales of a KV block's values
+
+  // Presents the keys and values of the KV head `kv_head`. The work item covers several consecutive KV heads,
+  // of which the last is head_end - 1, and reads tokens [first, last) of each. `table` has the page numbers
+  // of the sequence. `room` is a buffer for scales.
+  Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
+      : d(*call.dims),
+        keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
+        values(call.at<T>(Buffer::V_CACHE) + v_index(d, 0, kv_head, 0)),
+        page(k_index(d, 1, 0, 0)),
+        head(k_index(d, 0, 1, 0)),
+        pages(table),
+        end(last),
+        after(kv_head + 1 < head_end ? table + first / d.kv_page : nullptr),
+        scales(room) {}
+};
+
+// Reads one KV block directly from the KV cache. `run` is the number of tokens that lie together in memory:
+// those of a KV page. In a page, keys are stored as [element of the head][token], with a stride of
+// `key_stride`, and values as [token][element].
+template <class T>
+class CachedBlock {
+ public:
+  static constexpr bool kQuantised = std::is_same_v<T, int8_t>;
+
+  CachedBlock(const Cache<T>& cache, int block, int tokens)
+      : cache_(cache), d_(cache.d), first_(block * d_.kv_block), pages_(cache.pages + first_ / d_.kv_page) {
+    if constexpr (kQuantised) {
+      for (int begin = 0; begin < tokens; begin += d_.kv_page) {
+        const int8_t* scales = cache.values + pages_[begin / d_.kv_page] * cache.page;
+        const int n = lower_of(d_.kv_page, tokens - begin);
+        for (int at = begin; at < ceil_div(d_.head_dim, kKvUnit) * d_.kv_block; at += d_.kv_block) {
+          for (int t = 0; t < n; t += kLanes)
+            store(cache.scales + at + t, load_half(reinterpret_cast<const uint16_t*>(scales) + t, n - t));
+          scales += kv_block_bytes(d_);
+        }
+      }
+    }
+  }
+
+  int run() const { return d_.kv_page; }
+  int64_t key_stride() const { return d_.kv_page; }
+  int64_t value_stride() const { return d_.head_dim; }
+  auto key(int token) const {
+    const int page = token / d_.kv_page, column = token - page * d_.kv_page;
+    const Strip<T> strip = this->strip(cache_.keys, page);
+    if constexpr (kQuantised)
+      return KeyWords{d_, strip.now, strip.next, column};
+    else
+      return strip.right(column);
+  }
+  auto value(int token) const {
+    const int page = token / d_.kv_page, row = token - page * d_.kv_page;
+    const Strip<T> strip = this->strip(cache_.values, page);
+    if constexpr (kQuantised)
+      return ValuePage{d_, strip.now, strip.next, cache_.scales + token, row};
+    else
+      return strip.down(row, d_.head_dim);
+  }
+
+ private:
+  // Returns the addresses of page i of this KV block and of the page to prefetch. The latter is page i of the
+  // next block or, after the last block, page i of the next KV head's first block.
+  Strip<T> strip(const T* page_0, int i) const {
+    const T* now = page_0 + pages_[i] * cache_.page;
+    const int later = i * d_.kv_page + d_.kv_block;
+    if (first_ + later < cache_.end) return {now, page_0 + pages_[later / d_.kv_page] * cache_.page};
+    return {now, cache_.after ? page_0 + cache_.head + cache_.after[i] * cache_.page : now};
+  }
+
+  const Cache<T>& cache_;
+  const Dims& d_;
+  const int first_;             // the position of the block's first token
+  const int32_t* const pages_;  // the block's page numbers
+};
+
+// A float32 copy of the keys and values of tokens [first, tokens) of a KV block, in scratch memory. Quantised
+// keys are not copied, because they are multiplied in integers.
+struct Widened {
+  const Dims& d;
+  const Scratch& scratch;
+
+  int run() const { return d.kv_block; }
+  int64_t key_stride() const { return mk::key_stride(d); }
+  int64_t value_stride() const { return padded_head(d); }
+  NearStrip key(int token) const { return {scratch.keys + token}; }
+  NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
+
+  // Copies the tokens from the page of token `first` on. Does not read keys after token `tokens`, because
+  // other threads may be storing them.
+  template <class T>
+  Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int first, int tokens)
+      : d(dims), scratch(to) {
+    const int n = d.head_dim;
+    for (int begin = first / d.kv_page * d.kv_page; begin < tokens; begin += d.kv_page) {
+      const int rows = lower_of(tokens - begin, d.kv_page);
+      if constexpr (!CachedBlock<T>::kQuantised) {
+        for (int t = 0; t < rows; t += kLanes) {
+          const auto column = from.key(begin + t);
+          float* out = scratch.keys + begin + t;
+          for (int e = 0; e < n; ++e, out += key_stride())
+            store(out, column.row(e, from.key_stride(), rows - t));
+        }
+      }
+      const auto row = from.value(begin);
+      float* out = scratch.values + begin * value_stride();
+      for (int t = 0; t < rows; ++t, out += value_stride()) {
+        for (int e = 0; e < n; e += kLanes) store(out + e, row.right(e).row(t, from.value_stride(), n - e));
+      }
+    }
+  }
+};
+
+}  // namespace mk::MK_SIMD
