@@ -30,7 +30,8 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 # at the same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The same limit on targets with `any_split`, where every attention slot may divide one row by KV range.
+# The maximum number of partial results on targets with `any_split`, where every attention slot may divide one row by KV
+# range.
 _MAX_SLOT_PARTIALS = 65536
 # The step table has room for _BIAS_PER_ROW logit biases per row, and for at most _MAX_BIAS in total. The OpenAI API
 # allows 300 per request.
@@ -41,8 +42,8 @@ MOST_MASKS = 256
 # With a queue, workers claim attention instructions at run time. There are this many instructions per worker, and a
 # step's attention is divided equally among them where possible, so that a worker that finishes early can claim more.
 _CLAIMS = 4
-# The maximum number of row blocks (groups of token rows that share counters) of a program, over all ranks. It keeps
-# compilation under a minute, and counter indices small enough for the bits that an encoded instruction has for them.
+# The maximum number of row blocks (groups of token rows that share counters) of a program, over all ranks. This limit
+# keeps compilation under a minute, and makes counter indices fit into an encoded instruction.
 _MAX_BLOCKS = 4096
 _DEFAULT = Options()
 
@@ -60,9 +61,9 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
-    """Return the machine with the workers and tile sizes of this compilation, and its matmul units. With
-    `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may have twice the rows.
-    Tiles of dot products have fewer rows, and their widths are multiples of another number of columns."""
+    """Return `machine` with the number of workers and the tile sizes that `options` ask for, and the kind of matmul
+    units. With `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may have twice
+    the rows. Tiles for dot products have fewer rows than tiles for matrix units, and their widths have another step."""
     target = TARGETS[machine.target]
     units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
     sms = 2 if options.pairs == "on" else 1
@@ -109,9 +110,9 @@ def fastest(
     quantised_kv: bool = False,
     q8_activations: bool = False,
 ) -> Tasks:
-    """Return the tile tasks of a step, computed in the way that the cost model predicts to be fastest among those that
-    `options` leaves open. The arguments are those of `compile_program`. The limits on attention, logit biases and masks
-    depend only on the sizes and on the number of workers, so all these ways accept the same steps."""
+    """Return the tile tasks of a step. `options` may leave choices open; the combination that the cost model predicts
+    to be fastest is used. The arguments are those of `compile_program`. All combinations accept the same steps, because
+    the limits on attention, logit biases and masks depend only on the sizes and on the number of workers."""
     machine, units = resolved(config, machine, options, tp=tp, tokens=tokens)
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
@@ -143,8 +144,8 @@ def fastest(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step of `model`, the forward pass as a single device would run it. Cutting a rank's layer
-    into tile tasks takes time, so it happens when the layer is first needed, and only once."""
+    """One way to compute a step of `model`, the forward pass as a single device would run it. A rank's layer is cut
+    into tile tasks when it is first needed, and the result is kept, because cutting takes time."""
 
     model: Forward
     weight_bits: Mapping[Buffer, float] | None
@@ -170,8 +171,8 @@ class Candidate:
     def layer_seconds(self) -> float:
         """The predicted seconds of a layer whose phases (operations such as the QKV projection) run one after another.
         Only the slower of ranks 0 and 1 counts for each phase. These two ranks suffice: no shard is larger than rank
-        0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does. The step decides how much
-        attention there is, so of attention only its stores to other ranks are counted."""
+        0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does. The amount of attention
+        depends on the step, so only attention's stores to other ranks are counted."""
         slowest: dict[int, float] = {}
         for rank in range(min(self.dims.split.tp, 2)):
             for tasks in self._layer(rank):
@@ -198,10 +199,10 @@ def _best(candidates: list[Candidate]) -> Candidate:
 
 
 def _shared(one: Candidate) -> Candidate:
-    """Return the candidate with the fastest way to share the O projection and the residual among ranks. Whether the O
-    projection is sharded or replicated determines the bits of the results, so all programs of an engine must agree on
-    it, whatever their number of rows. It is therefore chosen for one number of rows only: the one at which the
-    machine's arithmetic takes as long as reading the weights."""
+    """Return the candidate with the fastest way to share the O projection and the residual among ranks. Sharding and
+    replicating the O projection give different bits, so all programs of an engine must make the same choice, whatever
+    their number of rows. The choice is therefore made for one fixed number of rows: the number for which the arithmetic
+    of a matmul takes as long as reading its weights."""
     dims, machine, options = one.dims, one.machine, one.options
     replicated_o = {"sharded": [0], "replicated": [1], "auto": [0, 1]}[options.o] if dims.split.tp > 1 else [0]
     residual = {"dealt": [0], "replicated": [1], "auto": [0, 1]}[options.residual] if dims.split.tp > 1 else [0]
@@ -214,9 +215,9 @@ def _shared(one: Candidate) -> Candidate:
 
 def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residual: int) -> Dims:
     """Return the sizes `dims` with the O projection and the residual either replicated (1) or divided among ranks (0).
-    If the rows of the residual are divided, row blocks are so short that each rank owns one, provided that there are
-    enough rows. Their length is rounded up to a multiple of the number of rows that the target stores at once, so that
-    no store extends into the next block."""
+    With a divided residual, row blocks (groups of rows) are so short that each rank owns at least one, if there are
+    enough rows. The length of a row block is rounded up to a multiple of the rows that the target stores at once, so
+    that no store extends into the next block."""
     rows = dims.bucket.tokens if replicated_residual else ceil_div(dims.bucket.tokens, dims.split.tp)
     unit = target_of(dims).row_unit[Units(dims.worker.units)]
     block = min(machine.tile_rows, ceil_div(rows, unit) * unit, dims.bucket.tokens)
@@ -224,10 +225,10 @@ def _divided(dims: Dims, machine: Machine, replicated_o: int, replicated_residua
 
 
 def _normed(own: Candidate) -> Candidate:
-    """Return `own`, which computes each norm where the model has it, or a faster candidate. If each row of the residual
-    is stored on one rank, its owner, a norm sends its rows to all ranks. If there are enough row blocks, the norm then
-    runs at the end of the previous layer, where it overlaps that layer's last matmul. If every rank has all rows, a
-    matmul with few rows may normalise its inputs itself."""
+    """Return `own`, which computes norms where the model has them, or a faster candidate. If each row of the residual
+    is stored on one rank only, this rank normalises the row and sends the result to all ranks. With enough row blocks,
+    the attention norm then runs at the end of the previous layer, where it overlaps that layer's last matmul. If every
+    rank stores all rows, a matmul with few rows may normalise its own inputs."""
     dims, options = own.dims, own.options
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     inside = not sends and target_of(dims).norm_fits(

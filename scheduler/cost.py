@@ -17,8 +17,9 @@ from megakernel.runtime.cuda.pages import tile_work
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
     """Return the predicted seconds of each instruction of a phase (an operation, such as the QKV projection) on one
     worker, with shape [n]. `columns` has the instructions' operands. A worker gets an equal share of the machine's
-    rates. Loads overlap arithmetic inside a worker, so only the longer of the two counts. How much attention there is
-    depends on the step, which the compiler does not know, so an attention instruction costs only its dispatch here."""
+    rates. Loads overlap arithmetic inside a worker, so only the longer of the two counts. An attention instruction
+    costs only its dispatch here, because the amount of attention depends on the step, which the compiler does not
+    know."""
     share = float(machine.workers)
     memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
     return np.maximum(_arithmetic(phase, columns, dims, machine), memory) + machine.dispatch_s
@@ -37,7 +38,8 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 def step_seconds(program: Program, machine: Machine) -> float:
     """Return the predicted seconds of a step of `program`: the sum over rank 0's phases (operations), which run one
-    after another. How much attention there is depends on the step, so attention costs only its dispatch here."""
+    after another. Attention costs only its dispatch here, because the amount of attention depends on the step's
+    inputs."""
     total = 0.0
     for index, runs in enumerate((1, program.dims.model.layers, 1)):
         for segment in program.phases(index):

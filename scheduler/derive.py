@@ -43,10 +43,10 @@ class Touch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The tasks of one phase (operation) in one row block (range of token rows). `index` is NONE for a real group. A
-    virtual group has no tasks; its `index` says how the step's inputs select the rows that the group touches. `tasks`
-    is the index of the group's PhaseTasks in the segment (prologue, layer or epilogue). `ordinal` numbers the segment's
-    phases in program order and is the same on every rank."""
+    """The tasks of one phase (operation) in one row block (range of token rows). A real group has the `index` NONE. A
+    virtual group stands for tasks whose rows the step's inputs select: it has no tasks of its own, and `index` says how
+    the rows are selected. `tasks` is the index of the group's PhaseTasks in the segment (prologue, layer or epilogue).
+    `ordinal` numbers the segment's phases in program order and is the same on every rank."""
 
     segment: int
     tasks: int
@@ -63,8 +63,8 @@ class Group:
 
 
 class TaskGroup(NamedTuple):
-    """One execution of a group of tasks. `group` is its index in Dependencies.groups. `copy` says which execution it
-    is: 0 is the prologue's, then come up to two layers, then the epilogue."""
+    """One execution of a group of tasks. `group` is its index in Dependencies.groups. `copy` numbers the executions: 0
+    for the prologue, then one number for each of up to two layers, then the epilogue."""
 
     group: int
     copy: int
@@ -103,14 +103,15 @@ def derive(tasks: Tasks) -> Dependencies:
         items = groups[nodes[b].group].index is Index.ITEM
         # The producers that `b` waits for and that belong to the same run of a layer as `b`.
         waited: list[int] = []
-        # Leave out edges that other edges imply. If the edge from `a` to `b` is implied, it is implied by way of a
-        # producer of `b` that comes after `a`, so visit the latest producer first.
+        # Leave out edges that other edges imply. The edge from `a` to `b` is implied if `a` must precede a later
+        # producer of `b`. So visit the latest producer first.
         for a in reversed(producers):
             if before[b] >> a & 1:
                 continue
             if items and nodes[a].copy != nodes[b].copy:
-                # An attention item can wait only for counters of its own layer. So it cannot wait for `a`, which
-                # belongs to the previous layer. Instead, the producers that the item does wait for must wait for `a`.
+                # An attention item (a piece of attention work) can wait only for counters of its own layer. So it
+                # cannot wait for `a`, which belongs to the previous layer. Instead, the producers that the item does
+                # wait for must wait for `a`.
                 consumers = [p for p in waited if not before[p] >> a & 1]
             else:
                 waited.append(a)
@@ -118,8 +119,9 @@ def derive(tasks: Tasks) -> Dependencies:
             for consumer in consumers:
                 _keep(found, copies, nodes[a], nodes[consumer])
             for node in {b, *consumers}:
-                # A LOGIT_ROW consumer waits for the rows that each step selects. An edge to it must therefore not imply
-                # an edge between other groups. It never does, because nothing depends on a LOGIT_ROW consumer.
+                # A LOGIT_ROW consumer waits only for the rows that the step selects, so an edge to this consumer must
+                # not replace an edge between other groups. No edge is replaced, because nothing depends on a LOGIT_ROW
+                # consumer.
                 before[node] |= before[a] | 1 << a
     return found
 

@@ -100,10 +100,10 @@ def _all_to_all(program: Program) -> int:
 
 
 def _users(program: Program, records: Records, named: Records, to: int | None = None) -> NDArray[np.int64]:
-    """Return an array [phase, counter]: how many instructions of the phase wait for the counter, or signal it. `named`
-    has the wait words or the signal words of `records`; each word names a counter. A word that names a grid of
-    counters counts for each of them. A signal word also names a rank; if `to` is given, only signals to that rank are
-    counted."""
+    """Count, for each phase (operation) and counter, the instructions of the phase that name the counter. Returns an
+    array [phase, counter]. `named` has either the wait words or the signal words of `records`; a word names a counter.
+    A word that names a grid of counters counts for each of them. A signal word also names a rank: if `to` is given,
+    only signals to rank `to` are counted."""
     dims = program.dims
     used = named != 0
     if to is not None:

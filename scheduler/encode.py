@@ -18,8 +18,8 @@ from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 
 def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -> Program:
-    """Build the program of `tasks`. `sync` has the counters that tasks wait for and signal, and `placed` their workers
-    and positions. `claimed` says which instructions workers claim from queues at run time (see Options)."""
+    """Build the program of `tasks`. `sync` has the counters that tasks wait for and signal. `placed` has the worker and
+    the position of each task. `claimed` says which instructions workers claim from queues at run time (see Options)."""
     ranks, workers = tasks.dims.split.tp, tasks.machine.workers
     segments, queues = [], Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(1, np.int32))
     for number, (parts, where) in enumerate(zip(tasks.segments, placed, strict=True)):
@@ -82,7 +82,8 @@ def _encode(
     workers: int,
 ) -> _Placed:
     """Encode the instructions of the prologue, a layer or the epilogue. If tasks wait for more counters than a record
-    can name, a `join` waits in their place. It runs just before the first of these tasks, in the same stream."""
+    can name, a `join` instruction waits for these counters instead. The join runs just before the first of these tasks,
+    in the same stream."""
     records = [_records(*columns) for columns in zip(parts, waits, signals, strict=True)]
     records += [_join(join.waits, join.signal) for join in joins]
     order: list[NDArray[np.float64]] = [p.order.astype(np.float64) for p in placed]
@@ -106,10 +107,10 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
     """Move the instructions of `phases` (None: of all phases) from the workers' streams into one queue per rank, from
     which any worker of the rank may claim them. Return the streams and the queues.
 
-    In each stream, a `drain` instruction takes the place of the queue's first record. It claims and runs instructions
-    until the queue has no more. One drain may claim all attention instructions, because the streams follow one
-    topological order in which everything that attention waits for comes before all attention instructions, and
-    everything that waits for attention comes after them."""
+    Each stream gets a `drain` instruction, in the order of the streams where the queue's first record was. A worker
+    that reaches the drain claims and runs the queue's instructions until none is left. One drain may claim all
+    attention instructions, because the streams follow one topological order: everything that attention waits for comes
+    before the first attention instruction, and everything that waits for attention comes after the last one."""
     rank = body.stream // workers
     claimed = np.ones(len(rank), bool) if phases is None else np.isin(rec.phase_number(body.records), phases)
     queues = _streams(_Placed(body.records[claimed], rank[claimed], body.order[claimed]), ranks)

@@ -35,8 +35,8 @@ class _Blocks:
 
 
 def lower(phases: Iterable[Phase], d: Dims, machine: Machine, panel: int = 0) -> list[PhaseTasks]:
-    """Return the tasks of some phases (operations) on the rank `d.rank`, in order. A phase without work there is left
-    out. `panel` is the number of row blocks that share one pass over the weights (0: the cost model chooses)."""
+    """Return the tasks of some phases (operations) on the rank `d.rank`, in order. A phase without work on this rank is
+    left out. `panel` is the number of row blocks that share one pass over the weights (0: the cost model chooses)."""
     out: list[PhaseTasks] = []
     for phase in phases:
         tasks = _tasks(phase, d, machine, panel, out)
@@ -93,7 +93,7 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     """Cut an operation on whole rows, such as a norm: each task gets some consecutive rows. There are enough tasks for
-    all workers. They have nearly equal numbers of rows, and each lies inside one row block."""
+    all workers. The tasks have nearly equal numbers of rows, and each task lies inside one row block."""
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -131,9 +131,9 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 
 
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
-    """Cut the matmuls of a mixture of experts. An expert's results are stored in a place, and each place is divided
-    into column tiles. If there is a place for each expert that a token selects, a tile has that token's row only. If
-    there is a place for each expert of the model, a tile has all rows."""
+    """Cut the matmuls of a mixture of experts. The results of an expert are stored in a part of the output, called a
+    place. Each place is divided into column tiles. If the places belong to the experts that one token selects, a tile
+    has only that token's row. If there is a place for every expert of the model, a tile has all rows."""
     tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.col_unit
     length, starts = (tokens, 1) if d.by_expert else (1, tokens)
     units, count = ceil_div(cols, unit), 0
@@ -184,9 +184,10 @@ def _column_tiles(
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     """Return the attention tasks of a rank: one instruction per attention slot, the list of work that the step's inputs
-    assign to it. `heads` are the tasks that compute q, k and v. Attention waits for them by group of KV heads, and a
-    task of `heads` signals every group to which it contributes. The groups are as small as possible, but so large that
-    the signals of a task fit into its record, the encoded instruction."""
+    assign to it. `heads` are the tasks that compute q, k and v. Attention waits for these tasks separately for each
+    group of KV heads, and a task of `heads` signals every group to which it contributes. Small groups let attention
+    begin earlier, but the signals of a task must fit into its encoded instruction. So the groups are the smallest that
+    fit."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:

@@ -1,5 +1,5 @@
-"""The passes of the compiler. A model family's forward pass says what a single device computes. Each pass returns
-another one with the same results, in which norms are computed elsewhere or ranks share the work."""
+"""The passes of the compiler. A model family's forward pass says what a single device computes. Each pass transforms it
+into an equivalent forward pass, in which norms are computed elsewhere or ranks share the work."""
 
 from __future__ import annotations
 

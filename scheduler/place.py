@@ -28,15 +28,14 @@ class Placed:
 def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
     """Place the tasks of one segment: the prologue, one layer or the epilogue.
 
-    Matmul and attention phases are called stages, and so is what stores q, k and v, because any attention task may need
-    all its rows. Stages usually run one after another. Inside a stage, panels (groups
-    of row blocks) run in order. Inside a panel, the tasks run column by column, so that a weight tile read from
-    memory serves the whole panel. If arithmetic limits one of two neighbouring matmul stages, and links or memory
-    the other, their panels alternate, so that both resources are busy. Norms, reductions and sampling between two
-    stages are placed well after the producers of their inputs and well before their consumers, so that neither they
-    nor the consumers wait.
+    Matmuls and attention are called stages. So is a phase that stores q, k and v, because any attention task may need
+    all its rows. Stages usually run one after another. Inside a stage, panels (groups of row blocks) run in order.
+    Inside a panel, the tasks run column by column, so that a weight tile read from memory serves the whole panel. If
+    arithmetic limits one of two neighbouring matmul stages, and links or memory limit the other, their panels
+    alternate, so that both resources are busy. Norms, reductions and sampling between two stages are placed well after
+    the producers of their inputs and well before their consumers, so that neither they nor the consumers wait.
 
-    Panels alternate only with both `options.interleave` and `options.overlap_ranks`. Without the latter, a task
+    Panels alternate only with both `options.interleave` and `options.overlap_ranks`. Without `overlap_ranks`, a task
     waits for a whole phase of the other ranks, so it must come after that phase in every stream."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)
@@ -63,12 +62,13 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
 
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
-# If a layer ends with a reduction over ranks and the next layer's norm, they run panel by panel (a panel is a group of
-# row blocks), and this many panels after the layer's last matmul. By then, all ranks' partial sums have arrived.
+# A layer may end with a reduction over ranks and the next layer's norm. Both run panel by panel (a panel is a group of
+# row blocks), and follow the layer's last matmul at this distance, in panels. By then, the partial sums of all ranks
+# have arrived.
 _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
-# A norm or reduction between two matmuls handles a panel (group of row blocks) after the first matmul has finished it
-# and before the second one needs it. _LEFT is the fraction of this gap that is left when it runs. It is less than one
-# half, because at the middle of the gap another, more urgent panel may begin in the second matmul.
+# A norm or reduction between two matmuls handles each panel (group of row blocks) in the gap between the panel's end in
+# the first matmul and its begin in the second. _LEFT is the fraction of the gap that remains after the norm. It is less
+# than one half, because in the middle of the gap the second matmul may begin another panel, which is more urgent.
 _LEFT = 7 / 16
 
 

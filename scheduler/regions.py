@@ -38,7 +38,7 @@ def block_rows(dims: Dims, block: int) -> tuple[int, int]:
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:
     """Return a mask [tasks, head groups]: whether attention on a head group (`group_heads` consecutive KV heads) may
-    read what a task of `producer` writes. Only columns are compared, as if both had the same rows."""
+    read what a task of `producer` writes. Only columns are compared, as if both phases had the same rows."""
     one = {name: np.zeros(1, dtype=np.int32) for name in attention.operands}
     found = accesses(attention, one, dims)
     read = {a.buffer for a in found if a.index is Index.ITEM and a.kind is Kind.READ}

@@ -4,9 +4,10 @@ for each other. An encoded instruction names them in its wait words and signal w
 A counter means "these groups of tasks are done". Its total is the number of signals that it gets. Groups with the same
 successors share a counter, so a task signals few counters and most consumers wait for one counter.
 
-Which rows attention and the norm of logit rows read depends on the step's inputs (the step table), and so does the
-choice of their counters. Such counters form three grids: [row block][KV-head group] for the inputs of attention, [row
-block] for its outputs, and [row block] for the final rows, which are the residual rows after the last layer."""
+Attention and the norm of logit rows read rows that the step's inputs (the step table) select. So the step table also
+selects the counters to wait for. These counters form three grids: [row block][KV-head group] for the inputs of
+attention, [row block] for its outputs, and [row block] for the final rows, which are the residual rows after the last
+layer."""
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Sync:
-    """The counters of a program. `waits` and `signals` have, for each segment and phase, the words [n, 8] by which n
-    tasks name counters. `barrier` has the two counters of the barrier at the end of a launch on several ranks. The
-    totals say how many signals each counter gets in the first layer, in a middle layer and in the epilogue."""
+    """The counters of a program. `waits` and `signals` have, for each segment and phase, an array of words [tasks, 8];
+    each word names a counter. `barrier` has the two counters of the barrier at the end of a launch on several ranks.
+    The totals say how many signals each counter gets in the first layer, in a middle layer and in the epilogue."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -115,15 +116,16 @@ class _Builder:
 
     def _kind(self, g: int) -> tuple[int, ...]:
         """Return the key that a group of tasks shares with its siblings, the same tasks on other ranks: the phase and,
-        with `by_blocks`, the row block. Siblings that exchange data with several ranks share one counter."""
+        with `self.by_blocks`, the row block. Siblings that exchange data with several ranks share one counter."""
         group = self.groups[g]
         phase = (group.segment, group.ordinal, int(group.virtual))
         return (*phase, group.block) if self.by_blocks else phase
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Return which ranks a group of tasks must signal, each with its successors there. If siblings (corresponding
-        groups) on several ranks are successors, ALL_RANKS is signalled, for all siblings. Without `by_blocks`, tasks
-        wait for whole phases of other ranks, so one successor on another rank suffices for that."""
+        """Return which ranks the group `producer` must signal, as pairs (rank, successors on this rank). If the
+        successors include siblings (the same tasks) on several ranks, the pair is (ALL_RANKS, all siblings). Without
+        `self.by_blocks`, tasks wait for whole phases of other ranks. Then one successor on another rank is enough for
+        ALL_RANKS."""
         by_kind: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_kind[self._kind(g)].append(g)
@@ -208,7 +210,7 @@ class _Builder:
 
     def final_row_grid(self) -> None:
         """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer).
-        Entering the counters into `shared` makes `groups_done` use them."""
+        Entering the counters into `self.shared` makes `groups_done` use them."""
         rows = [g for g, group in enumerate(self.groups) if group.index is Index.LOGIT_ROW]
         if not rows:
             return
@@ -225,8 +227,8 @@ class _Builder:
             self.waits[group.segment][group.tasks][:, 0] = rec.counter_word(base, indexed=True)
 
     def groups_done(self) -> dict[int, set[Counter]]:
-        """Let each group of tasks signal the counters of its successors, which wait for them. Return, for each group
-        that waits for the previous layer, the counters that the previous layer signals for it."""
+        """Let each group of tasks signal counters for which its successors wait. Return, for each group that waits for
+        the previous layer, the counters that the previous layer signals for it."""
         for producer, group in enumerate(self.groups):
             words = self.signals[group.segment][group.tasks]
             for rank, successors in self.within.get(producer, ()):
@@ -250,9 +252,9 @@ class _Builder:
         return self.shared[key]
 
     def prologue_done(self, onward: dict[int, set[Counter]]) -> None:
-        """Let the prologue stand in for the layer before layer 0: it signals the counters that a layer signals for
-        the next one, so all layers have the same waits, but not the same totals. `onward` is the result of
-        `groups_done`."""
+        """Let the prologue take the place of a layer before layer 0. Each layer signals counters of the next layer, so
+        the prologue signals these counters of layer 0. Then all layers have the same waits, but counters may have other
+        totals in layer 0. `onward` is the result of `groups_done`."""
 
         @cache
         def gate(consumer: int) -> int | None:
@@ -282,8 +284,9 @@ class _Builder:
                 _append(self.signals[group.segment][group.tasks], group.members, counter.signal())
 
     def _signal_the_rest(self, onward: dict[int, set[Counter]], signallers: dict[Counter, set[int]]) -> None:
-        """Choose prologue tasks for each counter that a layer signals for the next one but the prologue does not.
-        Otherwise its wait in layer 0 would never end. Tasks with the same rows and few signals are preferred."""
+        """Choose prologue tasks to signal the remaining counters, those that a layer signals for the next layer but no
+        prologue task signals so far. Otherwise a wait for such a counter in layer 0 would never end. Tasks with the
+        same rows and with few signals are preferred. `signallers` maps each counter to its prologue groups."""
         by_block: dict[int, list[int]] = defaultdict(list)
         for g, group in enumerate(self.groups):
             if group.segment == PROLOGUE:

@@ -252,8 +252,9 @@ def test_places_exist(document: Path) -> None:
 
 class Reader:
     """Runs the commands and Python blocks of a document, and compares their output with the output that it shows. A
-    command runs once for all documents, whichever process follows them, unless the rest of the document needs its
-    output, its file or its server. `shared` is a folder with an entry for each command that has begun."""
+    command that several documents show runs only once, although several processes may run these tests. It runs again if
+    a document shows its output, or needs the file that it writes or the server that it starts. The processes share the
+    folder `shared`, which has an entry for each command that has begun."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], shared: Path, model: str) -> None:
         self._capsys, self._shared, self._model = capsys, shared, model

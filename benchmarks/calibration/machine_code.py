@@ -104,7 +104,7 @@ class Paths:
         return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
 
     def _walk(self) -> tuple[set[int], set[int]]:
-        """Return two sets of instructions of the loop in which a loader warp fills the pages of a matmul.
+        """Return two sets of instructions of the loop in which a loader warp fills shared-memory pages for a matmul.
 
         The first set has the waits for a free page, and the second set has all instructions of the loop.
         """
@@ -112,10 +112,11 @@ class Paths:
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
     def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
-        """Return the cycles in which a loader warp fills a page with `copies` asynchronous copies.
+        """Return the cycles in which a loader warp fills a shared-memory page with `copies` asynchronous copies.
 
-        `copy` occurs in the source line that starts a copy, and `text` in the line that advances to the next page of
-        the same kind. The path also passes through an instruction of each of `visits`.
+        The instructions are found by their source lines: `copy` is a part of the line that starts a copy, and `text` a
+        part of the line that advances to the next page. The path also passes through one instruction of each set in
+        `visits`.
         """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
@@ -146,10 +147,10 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """Return the multiply-add instructions that compute a whole piece of one input row, DOT_PIECE elements.
+        """Return the multiply-add instructions for a whole piece of an input row. A piece has DOT_PIECE elements.
 
-        The first value is a set with the last multiply-add. The second value has, for each earlier multiply-add, the
-        set of instructions that may be it. All of them are unrolled, so none is in a loop.
+        The first value is a set with only the last multiply-add. The second value has one set for each of the others:
+        all multiply-adds that may take this place on the path. The compiler has unrolled them, so none is in a loop.
         """
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
@@ -178,8 +179,8 @@ class Paths:
     # The last path passes through several kinds of warps.
 
     def handoff(self) -> Floor:
-        """Return the cycles from the end of an instruction's arithmetic to the begin of that of a dependent
-        instruction.
+        """Return the cycles from the end of an instruction's arithmetic to the begin of a dependent instruction's
+        arithmetic.
 
         The path goes through warps that compute, store, load, and compute again, and their cycles are added up.
 
@@ -203,7 +204,8 @@ class Paths:
 
 
 def cycles(name: str, floor: Floor) -> int:
-    """Return the cycles of the path `name` if all warps with its role execute it.
+    """Return the cycles that the path `name` takes if all warps of its role execute it. `floor` has its cost in one
+    warp.
 
     Several warps that compute share a scheduler, which issues their instructions in turn. So the number of instructions
     can be the limit instead of the stalls.
@@ -267,8 +269,9 @@ CASES = (
 class Load:
     """The seconds that the matmuls of a step take on an average worker (an SM).
 
-    The first three fields are the times of its loader and consumer warps, `memory` is the time of the memory traffic,
-    and `matrix` the time of the matrix units.
+    `weight_loader`, `input_loader` and `consumers` are the times in which the warps with these roles issue
+    instructions. `memory` is the time that the SMs together need to read the weights. `matrix` is the time that the
+    matrix units need.
     """
 
     weight_loader: float

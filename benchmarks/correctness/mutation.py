@@ -146,8 +146,8 @@ class Copy:
         return self.outcome(rounds)
 
     def failing(self, names: list[str]) -> list[str]:
-        """Return the tests among `names` that fail even without a mutant, for example because they cannot run in a copy
-        of the package or in a forked process.
+        """Return the tests among `names` that fail on the unchanged package. Some tests cannot run in a copy of the
+        package or in a forked process, for example.
         """
         outcome = self._run(["--maxfail=1000", *names], 3 * SECONDS * len(names))
         if outcome == "survived":
@@ -161,10 +161,10 @@ class Copy:
         return [line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
 
     def outcome(self, rounds: list[list[Test]]) -> str:
-        """Run rounds of tests until a test fails, and return the outcome.
+        """Run `rounds`, lists of tests, on the mutant until a test fails, and return the outcome.
 
-        The result is "survived" if no test fails, "no end" if the tests do not end, otherwise the first test that fails
-        or how the process died.
+        The result is "survived" if no test fails, and "no end" if the tests do not end. Otherwise it is the line of
+        pytest's output about the first failed test, or, if there is none, how the process ended.
         """
         outcomes = (self._run(["-x", *(test.name for test in tests)]) for tests in rounds if tests)
         return next((outcome for outcome in outcomes if outcome != "survived"), "survived")
@@ -221,8 +221,9 @@ def seconds_of(session: int) -> float:
 
 
 def ended(run: Callable[[], int]) -> str:
-    """Fork a child that calls `run` and exits with the result. Return how the child ended: "survived" for status 0,
-    "no end" if it hung or exceeded its limits, "failed" or another outcome.
+    """Call `run`, which runs tests, in a forked process that exits with the status that `run` returns. Return how the
+    process ended. "survived": with status 0, so no test failed. "no end": it hung, or exceeded its limits on time.
+    "failed": with another status. ANOTHER_WAY: with OTHER_STATUS. Otherwise: the name of the signal that ended it.
     """
     child = os.fork()
     if child == 0:
@@ -274,9 +275,9 @@ class Collected:
         self._from = os.fdopen(self._answers)
 
     def outcome(self, names: list[str], file: str, good: str, source: str) -> str:
-        """Run the tests `names` while `file` contains `source` instead of `good`, and return how they end.
+        """Run the tests `names` on a mutant: in `file`, the text `source` replaces the original text `good`.
 
-        The result is one that `Copy.outcome` may return, or ANOTHER_WAY if the change needs a new process.
+        Returns an outcome as `Copy.outcome` does, or ANOTHER_WAY if this change can be tested only in a new process.
         """
         self._to.write(json.dumps([names, file, good, source]) + "\n")
         if not (line := self._from.readline()):

@@ -45,10 +45,9 @@ OUTCOMES = {
 
 
 class Base:
-    """A correct program, STEPS step tables (inputs of a step) each with the outputs that the program should produce,
-    and the number of states that its counters can be in.
+    """A correct program, with STEPS step tables (inputs of a step) and the outputs that each of them should produce.
 
-    `states` is 0 for a larger program, whose states are too many to visit.
+    `states` is the number of states that the program's counters allow, or 0 if there are too many to visit.
     """
 
     def __init__(self, name: str, program: Program, exhaustive: bool) -> None:

@@ -88,7 +88,7 @@ class Run:
         """Return the fraction of rank 0's workers (SMs) that are in an interval of this kind and of one of these
         phases.
 
-        There is one value for each two successive `edges` (times in nanoseconds): the mean over the time between them.
+        `edges` are times in nanoseconds. The result has the mean fraction between each pair of successive edges.
 
         """
         rows = self.rows

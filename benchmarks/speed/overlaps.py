@@ -1,4 +1,4 @@
-"""Measures three kinds of overlap on a CPU with 2 and 4 ranks, and the step without the option that causes each:
+"""Measures three kinds of overlap on a CPU with 2 and 4 ranks, and how long a step takes without each of them:
 
 * loads with computation inside a worker, caused by prefetching,
 * memory-bound with compute-bound work on different workers, caused by interleaving phases,

@@ -114,9 +114,9 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 def shrink(mutant: Mutant, fails: Callable[[bytes], bool]) -> list[tuple[int, str, str]]:
     """Return a few changed bytes that suffice for the failure, each as (offset, byte before, byte now). The bytes are
-    in hex. Each run of changed bytes, long runs first, is restored if the file still `fails` then. The first 64
-    remaining changes are returned. If the change altered the file's length, nothing is restored, and the only entry is
-    the range in which the files differ, cut off after 64 bytes."""
+    in hex. Runs of changed bytes are restored, long runs first. A run stays restored if the file still `fails` without
+    this change. The first 64 remaining changes are returned. If the change altered the file's length, nothing is
+    restored, and the only entry is the range in which the files differ, cut off after 64 bytes."""
     good, data = mutant.good, bytearray(mutant.data)
     if len(good) != len(data):
         first = next((i for i, (a, b) in enumerate(zip(good, data, strict=False)) if a != b), min(len(good), len(data)))

@@ -116,8 +116,8 @@ def _library() -> ctypes.CDLL:
 def run(
     work: Work, costs: TaskCosts, stall: tuple[int, int, int, float], most: int
 ) -> tuple[SimulationResult, Intervals]:
-    """Simulate one step of `work`. `stall` is (segment, number, layer, seconds) of one instruction that is delayed.
-    Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
+    """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
+    seconds). Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)

@@ -302,8 +302,9 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
 
 
 def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """Yield (rank, bytes that each task stores on it) for each rank that `rank`, the field of an access, stands for: a
-    number, one number per task, EVERY or OWN. `size` has the bytes of each task."""
+    """Yield, for each rank that tasks store to, the pair (rank, bytes that each task stores on this rank). `rank` comes
+    from the declaration of an access: a number, one number per task, EVERY or OWN. `size` has the bytes of each
+    task."""
     for to in range(dims.split.tp):
         if isinstance(rank, np.ndarray):
             yield to, np.where(rank == to, size, 0.0)
@@ -367,8 +368,9 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Ite
 
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
-    """Return, for each attention item, whether it begins a new task of the simulator. It joins the previous item's task
-    if both have a single row with its whole context, lie in the same row block and wait for the same counters.
+    """Return, for each attention item, whether it begins a new task of the simulator. An item continues the previous
+    item's task if both items have one row with its whole context, and have the same row block, KV heads and counters to
+    wait for.
 
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)

@@ -28,14 +28,15 @@ from megakernel.scheduler.tune.predict import predicted_seconds
 # and need none. More logit rows would slow all options alike.
 _LOGIT_ROWS = 64
 # Matmuls as dot products on CUDA cores are tried if all rows fit in at most this many of their tiles. With more rows,
-# they are many times slower than matrix units.
+# dot products are many times slower than matrix units.
 _DOT_TILES = 4
 # A residual that is replicated on every rank is tried up to this many rows. With more rows, each rank would repeat too
 # much of the other ranks' work.
 _REPLICATED_ROWS = 1024
 _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
 # A panel is a group of row blocks (tiles of rows) that share one pass over the weights. With at most this many row
-# blocks, one panel of all of them is tried too: ranks exchange a panel at once, and then use all links.
+# blocks, a single panel of all row blocks is tried too. Ranks exchange a whole panel at once, and with a single panel
+# they use all links.
 _ONE_PANEL = 16
 
 
@@ -81,8 +82,8 @@ class Fastest:
         )
 
     def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` has earlier
-        predictions by options, and by the hash of the program, which is the same for some options."""
+        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` caches
+        predictions by options and by the program's hash, because different options may give the same program."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))

@@ -46,8 +46,9 @@ _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 
 class _Touches:
-    """A list of accesses, each to some rows and columns of a buffer. It is kept as columns: phase, place (a copy of the
-    buffer on a rank), kind (read or write), event (execution of an instruction), row, row_end, col, col_end."""
+    """A list of memory accesses, each to a rectangle of rows and columns of a buffer. The list is stored as columns:
+    phase, place (a copy of the buffer on a rank), kind (read or write), event (execution of an instruction), row,
+    row_end, col, col_end."""
 
     def __init__(self, program: Program) -> None:
         self.ranks = program.ranks
@@ -118,10 +119,10 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Add the accesses of attention to `out`: one for each row block and group of KV heads, whose attention is one
-    event. Attention also reads K and V of other row blocks, after it has waited for their counters. Such a read is
-    recorded only once, with the event of the row block that is read. No write has to wait for it, because K and V have
-    a copy per layer, so nothing overwrites them."""
+    """Add the accesses of attention to `out`: one for each row block and group of KV heads. The attention of such a
+    group counts as one event. It also reads K and V of other row blocks, after waiting for the counters of these
+    blocks. Such a read is recorded once, with the event of the row block that is read. No write must wait for the read,
+    because every layer has its own K and V, so nothing overwrites them."""
     grid = events.items[dims.split.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = _block_rows(dims, blocks)
@@ -134,9 +135,9 @@ def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, acc
 
 
 def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """Add the reads of the rows that get logits to `out`. An instruction with an indexed wait waits for the counters of
-    exactly those row blocks from which the step's inputs select rows. So it reads a row after the counter of the row's
-    block. An instruction without an indexed wait reads all its rows after its other waits."""
+    """Add the reads of the rows that get logits to `out`. With an indexed wait, an instruction waits for the counter of
+    each row block from which the step's inputs select rows. Each row is then read after the counter of its row block.
+    Without an indexed wait, all rows are read after the instruction's ordinary waits."""
     d = use.dims
     blocks = row_blocks(d, d.split.rank)
     row, row_end = _block_rows(d, blocks)

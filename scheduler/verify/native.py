@@ -107,9 +107,9 @@ def _checked(count: int) -> int:
 
 
 def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32s]:
-    """Return a topological order of the graph's nodes, called rows, without those on or behind a cycle. `missing` has
-    the number of incoming edges of each row. Also returned is how many of these edges come from rows outside this
-    order."""
+    """Return a topological order of the graph's rows (nodes), without rows that are on a cycle or behind one. `missing`
+    has the number of incoming edges of each row. The second result has, for each row, how many of these edges come from
+    rows that the order leaves out."""
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
     count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
     return order[: _checked(count)], left

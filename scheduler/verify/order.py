@@ -1,16 +1,16 @@
 """Third stage of the verifier: the events, what each event waits for, and what has certainly happened before it.
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
-reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. Its events begin
-in order and end in order, but an event may begin before the previous event of the stream ends.
+reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. The events of a
+stream begin in order and end in order, but an event may begin before the previous one ends.
 
-The inputs of a step, the step table, decide which instruction does which part of attention, so a proof for all steps
-cannot know it. Two kinds of virtual events represent such work:
+The inputs of a step, the step table, decide which instruction does which part of attention. A proof for all steps
+cannot know this. Two kinds of virtual events represent such work:
 
 item    the attention of one row block and KV-head group, in one layer and on one rank. It begins after the counters
-        that the indexed wait of the attention instructions names. When it ends, it signals the row block's counter,
-        which proves nothing about other items. If several work items divide the KV blocks of a row, only the item that
-        ends last signals, for all of them.
+        that attention instructions name in their indexed wait. When it ends, it signals the counter of its row block,
+        but this signal proves nothing about other items. If several work items divide the KV blocks of a row, only the
+        one that ends last signals, for all of them.
 read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
         counter.
 
@@ -56,8 +56,9 @@ def _ended_before(key: Ints, end: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class CounterGrid:
-    """The attention of one rank, divided into items: one for each row block and head group. `event` [row block, head
-    group] has the number of each item's event. A head group has `group_heads` KV heads."""
+    """The attention of one rank in one layer, which waits for a grid of counters. It is divided into items, one for
+    each row block (range of token rows) and each head group (`group_heads` KV heads). `event` [row block, head group]
+    has the number of the virtual event that represents the item."""
 
     event: Ints
     group_heads: int
@@ -66,7 +67,8 @@ class CounterGrid:
 @dataclass(frozen=True)
 class Reads:
     """The reads, on one rank, of the rows that get logits. `records` are the instructions that read the rows and wait
-    for the same grid of counters. `event` has the number of the read event of each of the rank's row blocks."""
+    for the same grid of counters. `event` has, for each row block of the rank, the number of the virtual event that
+    represents the reads from it."""
 
     records: Ints
     rank: int
@@ -80,7 +82,7 @@ class Events:
     waits     (counter, event) pairs. The number of a counter is rank * counters per rank + counter
     signals   (event, counter, whether the counter is that of the next layer, number of arrivals)
     may_wait  (counter, event) pairs that exist only for some inputs, or for some ways to claim queued instructions
-    after     (earlier event, later event) pairs that exist only for some of these, too
+    after     (earlier event, later event) pairs that exist only under the same conditions as `may_wait`
     chain     the events of every stream (the instructions of a worker) in program order, stream by stream
     stream    the stream of each event in `chain`
 
@@ -279,9 +281,10 @@ class Unrolled:
         return path[seen[row] :]
 
     def ends(self) -> Edges:
-        """Return two arrays of nodes, with one element per stream (the instructions of a worker): its last node that
-        does work or is waited for, and its last node. They differ if a stream ends with a `join` that signals nothing.
-        Such a join only waits, so it may end at any time, and the condition that it waited for stays true."""
+        """Return two arrays with one node per stream (the instructions of a worker). The first has the last node that
+        does work or is waited for, and the second has the last node of all. They differ if a stream ends with a `join`
+        that signals nothing. Such a join only waits, so it may end at any time, and the condition that it waited for
+        stays true."""
         last = np.nonzero(np.append(self._stream[1:] != self._stream[:-1], True))[0]
         lasts = self._chain[last]
         run = np.searchsorted(self.first, lasts, side="right") - 1

@@ -113,7 +113,7 @@ def spread(values: ArrayLike) -> dict[str, float | None]:
 
 
 def least_work(forward: Forward, split: Split, jobs: Sequence[LoadJob], in_flight: int, *, tied: bool) -> StepWork:
-    """Return the least work with which any server that generates one token per step can answer `jobs`. The server has
+    """Return the minimum work that any server needs to answer `jobs` if it generates one token per step. The server has
     at most `in_flight` requests at a time. FLOPs and KV bytes are counted as if each prompt were computed in one step
     and each later token in its own step. Every step reads all weights, and there are at least max(longest output, all
     output tokens / in_flight) steps."""

@@ -75,8 +75,8 @@ class _Running:
 
 class _Results:
     """The result of each logit row of a step (a row that samples a token or scores a prompt token), one array element
-    per row. `heard` is False if the row is ignored, because its sequence had ended or a proposed token before it was
-    wrong. The other arrays describe the tokens that were sampled, see `Step` and `Tokens`."""
+    per row. `heard` is False if the row is ignored. This happens if the row's sequence had ended, or if a proposed
+    token before the row was wrong. The other arrays describe the tokens that were sampled, see `Step` and `Tokens`."""
 
     def __init__(self, heard: NDArray[np.bool_]) -> None:
         self.heard = heard
@@ -139,9 +139,9 @@ class Engine:
     ) -> Request:
         """Queue a prompt. When prompts of several clients wait, the clients are admitted in turn.
 
-        The choices (completions) are numbered from `first` on, by default after those of all earlier requests. Their
-        tokens carry the number `reader` of the process that reads them. If `params` restrict the output, `constraint`
-        must be what `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run."""
+        The choices (completions) are numbered from `first` on, by default after those of all earlier requests. `reader`
+        is the number of the process that reads their tokens. If `params` restrict the output, `constraint` must be what
+        `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run."""
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
             raise AssertionError("Engine.add: pass `constraint` if, and only if, the sampling parameters ask for one")
@@ -245,8 +245,8 @@ class Engine:
 
     def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
         """Plan the next step, which follows the running launch if there is one. Returns the step, or None if no
-        sequence can run. While a launch runs, there is time to build the step's program and inputs, so these are
-        returned too."""
+        sequence can run. If a launch is running, its time is used to build the step's program and step table (inputs),
+        which are returned as the second value."""
         ones, prompts = self._batch.plan()
         if not len(ones) and not prompts:
             return None, None

@@ -99,8 +99,9 @@ class _Schema:
         return place
 
     def _rewritten(self, schema: Any, combined: bool = False) -> Any:
-        """Return a schema in its rewritten form. If it is `combined` with others that apply to the same value, it still
-        permits unnamed properties, because these are forbidden for all combined schemas together."""
+        """Return a schema in its rewritten form. With `combined`, other schemas apply to the same value too, for
+        example through `allOf`. The rewritten schema then still permits properties that it does not name, because the
+        combination as a whole forbids them."""
         if not isinstance(schema, dict):
             return schema
         if "x-root" in schema and schema is not self.root:
@@ -162,8 +163,9 @@ class _Schema:
             yield from self._combined(self._target(reference), seen)
 
     def _reference(self, reference: Any, combined: bool) -> Any:
-        """Return a reference to the rewritten form of a schema. A schema that is `combined` with others permits unnamed
-        properties, which other references to the same schema must not. It is therefore stored a second time."""
+        """Return a reference to the rewritten form of the schema to which `reference` points. With `combined`, this
+        form permits properties that the schema does not name. Other references to the same schema must forbid them, so
+        each schema may be stored in two forms."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return reference
         if not combined or self._target(reference) is None:

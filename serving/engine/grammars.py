@@ -36,8 +36,8 @@ _SHOWN = 500  # maximum characters of the grammar library's message that an erro
 
 
 class Constraint(ABC):
-    """Limits which tokens may come next in one sequence. `error` says why no token may, or is empty. `left` has the
-    JSON Schema keywords that the constraint does not enforce."""
+    """Limits which tokens may come next in one sequence. If no token may come next, `error` has the reason; otherwise
+    it is empty. `left` has the JSON Schema keywords that the constraint does not enforce."""
 
     error = ""
     left: tuple[str, ...] = ()
@@ -83,9 +83,9 @@ class Words(Constraint):
 class Grammar(Constraint):
     """A grammar that the text must match.
 
-    If only one text can come next, its tokens are forced. Otherwise a mask says which tokens may be sampled. Both
-    depend on the output alone. All tokens of a forced text are determined at once, by the tokenizer, so they do not
-    depend on how many steps output them."""
+    If only one text can come next, its tokens are forced. Otherwise a mask says which tokens may be sampled. Forced
+    tokens and masks depend only on the sequence's output. The tokenizer determines all tokens of a forced text at once,
+    so the tokens do not depend on how many steps output them."""
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
         """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens."""

@@ -96,7 +96,7 @@ class PlannedRows(NamedTuple):
 
 class Planner:
     """Plans the rows of steps for the sequences in `slots`. If the same sequences decode as in the last step, its
-    `Turns` is used again, because building one takes time."""
+    `Turns` is used again, because building a new one takes time."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -163,10 +163,13 @@ class Planner:
 def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> PlannedRows:
     """Append proposed or forced tokens to sequences that compute one token in `part`, and return the new plan.
 
-    `runs` maps a chunk (a sequence's place in the step) to its additional tokens. Each of them gets a logit row. The
-    step stores the tokens that it samples in the device buffer HISTORY; up to the first mismatch, they equal those of
-    the run. But with penalties, the step reads HISTORY, so the host writes the run there before the step, which stores
-    nothing. Sequences that have ended since the planning are left out, because others may now use their pages."""
+    `runs` maps a chunk (a sequence's place in the step) to its additional tokens. Each additional token gets a logit
+    row. Sequences that have ended since the step was planned are left out, because other sequences may now use their
+    pages.
+
+    Sampled tokens are normally stored by the step, in the device buffer HISTORY. Up to the first mismatch, they equal
+    the additional tokens. For a sequence with penalties, the step reads HISTORY, so the host writes the additional
+    tokens there before the step. The step then stores no tokens of this sequence."""
     turns, start = part.turns, part.start
     chunks = np.array(sorted(runs))
     lengths = np.array([len(runs[chunk]) for chunk in chunks])

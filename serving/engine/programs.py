@@ -16,8 +16,9 @@ class Compile(Protocol):
 
 
 def bucket(count: int, most: int) -> int:
-    """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`. A
-    step also computes the rows that pad it to this size. Sizes between the powers of two keep padding below a third."""
+    """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`.
+    Steps are padded to this size and compute the padding rows too. Sizes between the powers of two keep padding below a
+    third."""
     power = 1 << max(count - 1, 0).bit_length()
     return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
 

@@ -1,6 +1,6 @@
 """The engine's view of a request: a prompt, the sequences (choices) that continue it, and their state while they run.
 Every step changes the state of all running sequences. So a running sequence has a slot, and its state is in `Slots`,
-which has arrays with one element per slot. While it does not run, the sequence itself holds its tokens."""
+which has arrays with one element per slot. A sequence that does not run holds its tokens itself."""
 
 from __future__ import annotations
 

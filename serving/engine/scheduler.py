@@ -192,8 +192,8 @@ class Batch:
 
     def grant(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Give a running sequence KV pages for the proposed `tokens`, which follow its last known token. Returns as
-        many of `tokens`, from the first on, as the free pages allow. Penalties read a sequence's tokens from the device
-        buffer HISTORY, so for a sequence with penalties the host will write the tokens there."""
+        many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the launch reads
+        its tokens from the device buffer HISTORY, so the host will write the granted tokens there."""
         slots, slot = self.slots, sequence.slot
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
@@ -283,9 +283,10 @@ class Batch:
     def _admit(self) -> None:
         """Admit waiting sequences in turn while there are a free slot and enough KV pages for the next one's tokens.
 
-        One page is reserved for each running sequence that will need one. At most MOST_MASKS constrained sequences run,
-        because a step has room for so many token masks. A sequence that was just preempted is not admitted before the
-        running launch has sampled its token, because the launch stores that token in the sequence's old slot."""
+        One free page is reserved for each running sequence whose pages cannot hold its longest possible output. At most
+        MOST_MASKS constrained sequences run, because a step has room for so many token masks. A sequence that was just
+        preempted is not admitted before the running launch has sampled its token, because the launch stores that token
+        in the sequence's old slot."""
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order

@@ -315,9 +315,10 @@ class Speculation:
         return offers
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:
-        """Choose how many tokens of each offer to verify in a step that already has `tokens` rows and `logit_rows`
-        logit rows. The gain of a row is the probability that its token and those before it are right. Rows are added in
-        order of decreasing gain, up to the number with the most expected tokens per second. Probes are always added."""
+        """Choose how many tokens of each offer (the proposal for one sequence) to verify in a step that already has
+        `tokens` rows and `logit_rows` logit rows. The gain of a row is the probability that its token and those before
+        it are right. Rows are added in order of decreasing gain, up to the number with the most expected tokens per
+        second. Probes are always added."""
         probes = [offer for offer in offers if offer.draft.due][:room]
         for offer in probes:
             offer.taken = 1

@@ -51,8 +51,9 @@ class ReplicaShare:
 @dataclass(frozen=True)
 class Plan:
     """What to deploy: the number of replicas, the resources of each, and the limits. `settings` holds the values of the
-    flags of `serve` by name. Requests with the same prefix go to the same replica, unless it has over `slack` more
-    requests than the least busy one. If `slack` is None, Ray distributes requests without regard to prefixes."""
+    flags of `serve` by name. Requests with the same prefix go to the same replica, unless that replica has over `slack`
+    more requests than the least busy replica. If `slack` is None, Ray distributes requests without regard to
+    prefixes."""
 
     replicas: int
     share: ReplicaShare

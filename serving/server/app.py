@@ -47,8 +47,8 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         yield
         service.engine.close()
 
-    # FastAPI's interactive pages are off, because they load scripts from other sites. Its route of the schema is off,
-    # because it would make the schema on the event loop, which takes half a second.
+    # FastAPI's interactive pages are off, because they load scripts from other sites. FastAPI's own route for the
+    # schema is off too: it would build the schema on the event loop, which takes half a second.
     app = FastAPI(
         title="megakernel",
         version=version("megakernel"),
@@ -207,8 +207,8 @@ def _model(service: Service, name: str) -> bodies.ModelCard:
 
 
 def _page(name: str, *more: str) -> str:
-    """Return a page of the server. It forbids all scripts but its own and `more`, those of pages that it opens from
-    memory, because such pages inherit its content security policy."""
+    """Return the HTML page in the file `name`. Its content security policy permits only the page's own script and the
+    scripts `more`. These belong to pages that this page opens from memory, which inherit the policy."""
     folder = files("megakernel.serving.server") / "web"
     template = (folder / name).read_text(encoding="utf-8")
     own = template.partition("<script>")[2].partition("</script>")[0]

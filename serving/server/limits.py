@@ -76,7 +76,8 @@ _PATH = 200  # characters of the path to a field that an error shows
 
 def check_text(body: bytes) -> None:
     """Raise a 400, which names the field, if a JSON body has text with half a character (a lone surrogate), which UTF-8
-    cannot represent. A body that cannot have one is not parsed. A zero byte means that its encoding is not UTF-8."""
+    cannot represent. To save time, the body is parsed only if its bytes may contain a surrogate, or a zero byte, which
+    means that the encoding is not UTF-8."""
     if not _HALF.search(body) and b"\0" not in body:
         return
     try:

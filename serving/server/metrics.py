@@ -81,8 +81,8 @@ _NUMBERS: tuple[tuple[_Kind, str, str, str], ...] = (
     (_GAUGE, "megakernel:ceiling_bytes_per_second", "measured peak memory read bandwidth", "ceiling_bytes"),
 )
 _REASONS = ("stop", "length")
-# The fields of a frontend's row of counters, each with how many numbers it has. The field of a histogram has the sum of
-# the observed values, followed by one count per bucket. The last bucket is +Inf.
+# The fields of a frontend's row of counters, each with the number of values that it takes. The field of a histogram has
+# the sum of the observed values, followed by one count per bucket. The last bucket is +Inf.
 _FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
 _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()]
 

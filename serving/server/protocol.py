@@ -87,8 +87,9 @@ class HttpProtocol(HttpToolsProtocol):
         return bool(self.parser.get_method() != b"CONNECT")
 
     def handle_websocket_upgrade(self) -> None:
-        """Ignore the client's request to change to another protocol, as HTTP allows. The parser took the body for data
-        of that protocol. So it gets the header once more, without `Upgrade`, and then the body."""
+        """Ignore the client's request to change to another protocol, as HTTP allows. The parser has stopped after the
+        header, because it takes the body for data of that protocol. So the parser gets the header again, without
+        `Upgrade`, and then the body."""
         [end] = sys.exception().args  # type: ignore[union-attr]
         fields = b"".join(b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade")
         line = f"{self.scope['method']} {self.url.decode('latin-1')} HTTP/{self.scope['http_version']}\r\n"

@@ -1,12 +1,13 @@
 """Lets another server continue an answer when the server that gave it is lost.
 
 Results do not depend on the batch, so a server that gets the same request with the same random seed generates the same
-tokens, bit for bit. The front, which passes requests to servers, adds the header HEADER to each, with a `Replay`. A
-server honours the header only with the key in the environment variable KEY, which only the front's processes know.
+tokens, bit for bit. The front, which passes requests to servers, adds the header HEADER to each request, with a
+`Replay`. A server honours the header only with the key in the environment variable KEY, which only the front's
+processes know.
 
-Such an answer has separate events for each token, so the events do not depend on how many tokens arrive at once. A mark
-with the number of the choice follows them. From the marks, the front knows which tokens the client has, and a server
-that gets the request again leaves out the events of these tokens."""
+Such an answer has separate events for each token, so the events do not depend on how many tokens arrive at once. After
+the events of a token comes a mark with the number of the choice. By counting the marks, the front knows which tokens
+the client has. A server that gets the request again leaves out the events of these tokens."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ class Replayed:
         self._at, self._ids = "", 0  # the current token, and the number of ids that its events have so far
 
     def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
-        """Return the events that `make` makes of a choice's next token, followed by their mark, or nothing if the
-        client has them already. `make` is called in any case, because later events depend on earlier ones."""
+        """Return the stream events for a choice's next token, `delta`, followed by a mark. Return nothing if the client
+        has this token already. `make` makes the events and is called in both cases, because later events depend on
+        earlier ones."""
         self._passed[delta.index] += 1
         count = self._passed[delta.index]
         self._at, self._ids = f"{delta.index} {count}", 0

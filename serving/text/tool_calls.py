@@ -76,8 +76,8 @@ def calls_grammar(
 ) -> str:
     """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
     is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead.
-    `functions` maps names to JSON schemas of parameters. `grammar_worker.py` reads `x-root`, which makes a schema the
-    root for its references, and `title`, which errors show."""
+    `functions` maps names to JSON schemas of parameters. Two keys in the schemas are for `grammar_worker.py`: `x-root`
+    makes a schema the root for the references in it, and `title` is its name in errors."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
@@ -268,7 +268,8 @@ class _Object:
         name: str | None,
     ) -> None:
         """`keys` are the possible names of the member with the arguments, and `marks` end an object early. `before` is
-        text of the object that was read already. If `name` is given, the object is the arguments of that function."""
+        the beginning of the object, which was read already. If `name` is given, the object is the arguments of that
+        function."""
         self.bare, self.name, self.text = bare, name, [before]
         self.arguments: list[str] = []
         self.told, self.begun, self.done, self.closed = 0, False, False, False
@@ -287,8 +288,8 @@ class _Object:
 
     def add(self, text: str, last: bool) -> int:
         """Read `text` up to the object's end, or up to a mark that may end it. Returns the number of characters read.
-        The caller must pass the rest again with more text; after the `last` text, the rest is a mark that was cut
-        off."""
+        The characters after them may begin a mark, so the caller must pass them again, followed by more text. If `text`
+        is the `last`, they are a mark that was cut off."""
         for at, character in enumerate(text):
             if self.done:
                 return at

@@ -218,8 +218,9 @@ def test_memory_of_maps_is_not_written_again() -> None:
     ],
 )
 def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: str, everywhere: str) -> None:
-    """`map_bits` names the expected buffers: those that thread blocks copy with tensor maps, and those for which the
-    blocks use the maps of all ranks. Tests that execute the interpreter's PTX check that blocks need no other maps."""
+    """A tensor map must be acquired by each thread block that uses it. `map_bits` says for which buffers a block
+    acquires the maps of its own rank (`own`), and for which those of all ranks (`everywhere`). Tests that execute the
+    interpreter's PTX check that blocks use no other maps."""
     program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
     names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
     assert names == [set(own.split()), set(everywhere.split())]

@@ -75,7 +75,7 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
         assert (boxes["ahead"][whole] * matrices == ahead_columns(phase, dims)).all()
 
     # Inputs: an instruction loads its inputs once for each chunk of 256 columns (tensor cores) or each time that its
-    # pages fill the ring (dot products). If it normalises its inputs itself, they take no pages.
+    # pages fill the ring (dot products). Inputs that the instruction normalises itself take no pages.
     count = covered(boxes, INPUTS, phase.inputs, dims, 0)
     if phase.norm is not None:
         times = 0
@@ -168,8 +168,9 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
             seen.add(phase.result if phase.is_matmul else phase.operation)
     assert {Result.HEADS, Result.GATED, Result.LOGITS, Operation.ATTENTION} <= seen
     if shape == "whole pages":
-        # A page is whole if one copy loads all of it. The second value of a pair is True for a page of pieces and False
-        # for a page of tiles. Attention has whole pages of inputs, and matmuls on tensor cores may have them too.
+        # A page is whole if one copy loads all of it. Each pair has the kind of page, and whether it holds pieces of
+        # rows (for dot products) instead of tiles. Attention has whole pages of inputs, and matmuls on tensor cores may
+        # have them too.
         assert whole == {(WEIGHTS, matmul == "dots"), (INPUTS, False)}
 
 

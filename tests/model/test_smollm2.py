@@ -27,9 +27,9 @@ def llm(smollm2):
 
 @pytest.mark.slow
 def test_greedy_tokens_and_logprobs(llm):
-    """Greedy tokens and their log-probabilities agree with transformers, which computes logits for the same tokens. It
-    uses the weights that megakernel has loaded, because it would take 20 seconds to read the GGUF file itself. A token
-    may differ only where the two largest logits of transformers differ by less than 0.05."""
+    """Greedy tokens and their log-probabilities agree with transformers, which computes logits for the same tokens.
+    Both use the weights that megakernel has loaded, because transformers takes 20 seconds to read the GGUF file. A
+    token may differ only where the two largest logits of transformers differ by less than 0.05."""
     torch.set_num_threads(1)
     model = torch_llama.build(open_checkpoint("smollm2-135m"), "f32")
     prompts = [llm.chat_ids([{"role": "user", "content": prompt}]) for prompt in PROMPTS]

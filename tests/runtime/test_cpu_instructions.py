@@ -1,6 +1,6 @@
 """Compares each instruction of the CPU backend with the reference, for every SIMD width and type. The tests also show
-what does not change the bits of a result, such as the tile, the split of attention, or the SIMD instructions that
-multiply."""
+that some choices do not change the bits of a result, such as the size of the tile, the split of attention, or the SIMD
+instructions that multiply."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -176,8 +176,9 @@ def test_programs_are_proved_and_their_waits_are_needed(tp: int, tokens: int) ->
 
 
 def test_tables_order_what_different_experts_store_in_one_place() -> None:
-    """In the next layer, another expert may store its results in the same place. The verifier can prove that this comes
-    later, because the instructions of both experts read the routing table, which is overwritten in between."""
+    """In the next layer, another expert may store its results in the same part of the output. The verifier can prove
+    that the second store comes later: the instructions of both experts read the routing table, which is overwritten in
+    between."""
     program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
     for phase, d, _, columns in program.by_phase(1):
         read = {a.buffer for a in accesses(phase, columns, d) if a.kind is Kind.READ}

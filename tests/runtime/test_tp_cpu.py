@@ -87,9 +87,9 @@ def hand_table(dims: Dims, deep: int = 137) -> StepTable:
 def test_every_instruction_does_what_the_reference_does(
     config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype
 ) -> None:
-    """Instructions change the same buffers of the same ranks as on the reference backend, and no others. With one rank,
-    the test runs every instruction of a compiled program. With several ranks, it runs the attention instructions of a
-    handmade program and, on each rank, the first two instructions of every other phase."""
+    """Each instruction changes the same buffers on the same ranks as on the reference backend, and no others. With one
+    rank, the test runs every instruction of a compiled program. With several ranks, it runs the attention instructions
+    of a handmade program and, on each rank, the first two instructions of every other phase."""
     if tp == 1:
         program = compiled(replace(config, max_context=520), 22, tp=1, workers=8, dtype=dtype)
         table = hand_table(program.dims, deep=500)
@@ -232,9 +232,9 @@ def test_queues_give_the_bits_of_streams(workers: int, threads: int, o: str, res
 
 
 def test_partial_drains_share_a_queue() -> None:
-    """A drain instruction makes a worker claim and run instructions from a queue. Worker 0 has two for one queue. The
-    first of them claims only from the first half of the queue. So worker 0 runs instructions of the second half only in
-    its second drain instruction."""
+    """A drain instruction makes a worker claim and run instructions from a queue. Worker 0 has two drain instructions
+    for one queue. The first drain claims only from the first half of the queue. So worker 0 runs instructions of the
+    second half only in its second drain."""
     dims = hand_dims(CUT, 1, "sharded", "dealt")
     whole, table = make_queue_program(CUT, dims, 2), hand_table(dims)
     half = len(whole.queues.records) // 2

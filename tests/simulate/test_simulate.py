@@ -145,8 +145,9 @@ def test_pipelining_hides_loads_stores_and_set_up() -> None:
 
 
 def test_the_next_weights_wait_for_pages() -> None:
-    """The second task's weights load when the first task begins to release its last pages. The first task computes its
-    100 bytes in 10 s. At 8 s, the ring holds only the last 20 of them, and begins to free their pages."""
+    """Weights pass through a ring of on-chip memory pages, here with 20 bytes. The first task computes with its 100
+    bytes in 10 s. At 8 s, only its last 20 bytes are in the ring. Their pages are freed from then on, so the second
+    task's weights begin to load."""
     work = hand_work([[Task(weights=100, compute=10), Task(weights=50, compute=1)]])
     _, rows = hand_run(work, ring_bytes=20)
     assert times(rows, IntervalKind.PAGE_WAIT, "end") == pytest.approx([8])
@@ -156,10 +157,10 @@ def test_the_next_weights_wait_for_pages() -> None:
     ("ahead", "known", "ends"), [(0, 10, 18), (30, 10, 16), (10, 10, 17), (90, 10, 17), (30, 3, 10)]
 )
 def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, known: float, ends: float) -> None:
-    """While a task waits for a counter, weights for which the ring has no room are prefetched into the cache. The ring
-    takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task on are
-    prefetched, except those that the ring already holds. At time `known`, the wait ends. Memory must then deliver only
-    the bytes that were not prefetched. A prefetch in progress at that time continues."""
+    """While a task waits for a counter, weights for which the ring (on-chip memory) has no room are prefetched into the
+    cache. The ring takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task
+    on are prefetched, except those that the ring already holds. At time `known`, the wait ends. Memory must then
+    deliver only the bytes that were not prefetched. A prefetch in progress at that time continues."""
     consumer = Task(weights=100, waits=[0], ahead=ahead)
     work = hand_work([[Task(compute=known, signals=[(0, 0)])], [consumer]])
     result, _ = hand_run(work, memory_bytes_per_s=10, cache_bytes_per_s=20, ring_bytes=20)
@@ -168,11 +169,11 @@ def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, know
 
 
 def test_an_output_holds_pages_until_it_is_stored() -> None:
-    """The first task's output occupies 60 of the ring's 100 bytes until it is stored at 13 s.
+    """The first task's output occupies 60 of the 100 bytes of the ring (on-chip memory) until it is stored at 13 s.
 
-    Each task has 50 bytes of weights, so the output and one task's weights exceed the ring by 10 bytes. The next
-    task's load begins when a task has computed 10 bytes of its own: the second task's load at 2 s, the third's at
-    10.2 s.
+    Each task has 50 bytes of weights, so the output and one task's weights exceed the ring by 10 bytes. So a task's
+    load begins when the previous task has computed with its first 10 bytes and freed them. This is at 2 s for the
+    second task, and at 10.2 s for the third.
     """
     tasks = [Task(weights=50, compute=10, output=60, stores={0: 1}), Task(weights=50, compute=1), Task(weights=50)]
     _, rows = hand_run(hand_work([tasks]), ring_bytes=100, store_s=3, in_flight=3)
@@ -231,8 +232,8 @@ def test_a_queue_evens_out_what_streams_do_not() -> None:
 
 def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
     """A worker claims its next job when it requests the last bytes of its current one. The set-up of the first two jobs
-    ends at 0.5 s. They then compute for 10 and 20 s. The ring has room for the last 20 of a job's 100 bytes when 80
-    bytes are computed: after 8 s for the first job, and 16 s for the second."""
+    ends at 0.5 s. They then compute for 10 and 20 s. The ring (on-chip memory) has room for the last 20 of a job's 100
+    bytes when the first 80 bytes are freed: after 8 s for the first job, and 16 s for the second."""
     jobs = [Task(weights=100, compute=t) for t in (10, 20, 10, 10)]
     work = hand_work([[Task(drain=4)], [Task(drain=4)]], queue=jobs)
     _, rows = hand_run(work, ring_bytes=20, dispatch_s=0.5)

@@ -305,7 +305,8 @@ class Model:
 
 class Data:
     """The contents of every copy. A copy is a buffer of one layer on one rank; its elements are hashes, not numbers.
-    `seen[launch, tag, split]` is a hash of everything that the step with this tag and split has read in that launch."""
+    `seen[launch, tag, split]` is a hash of everything that a step has read in a launch; tag and split identify the
+    step."""
 
     def __init__(self, model: Model) -> None:
         self.arrays = [np.zeros(shape, np.int64) for shape in model.shapes]

@@ -19,8 +19,8 @@ _KEPT = 100  # files; a test run uses about a quarter as many
 
 
 def built_once(name: str, content: bytes, make: Callable[[Path], None]) -> Path:
-    """Return the path of a file or folder called `name`. If no process has made it from `content` yet, call `make` with
-    the path at which it must be made. `content` is everything on which it depends."""
+    """Return the path of a file or folder called `name`. `content` is everything on which the file depends. If no
+    process has made the file from this content yet, call `make` with the path at which to make it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megakernel-tests"
     folder = cache / hashlib.sha256(content).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)

@@ -164,8 +164,9 @@ class Explorer:
 
     def conflict(self, a: Step, b: Step) -> bool:
         key = (id(a), id(b))
-        # Two streams may be about to claim the same step, but only one of them will run it. Of the parts of a split
-        # (attention over several KV ranges), only the last to finish writes the result.
+        # These do not conflict: two streams that are about to claim the same step, because only one of them will run
+        # it; and two parts of a split (attention over several KV ranges), because only the part that finishes last
+        # writes the result.
         if a is b or (a.split and b.split and a.split[:3] == b.split[:3]):
             return False
         if key not in self._conflicts:
@@ -206,9 +207,9 @@ class _Progress:
 
 
 def _begin(program: Program, table: Table, right: Right) -> tuple[Explorer, list[bytes]]:
-    """Return an explorer of `program`, and the outputs that it should produce. These are the outputs in `right`, unless
-    `program` has other phases than those that `right` was computed from. Then they are computed from the phases of
-    `program` itself."""
+    """Return an explorer of `program`, and the outputs that it should produce. The outputs in `right` are valid only
+    for programs with the phases of `right.forward`. If `program` has other phases, its outputs are computed from its
+    own phases."""
     right = right if right.forward == program.forward else expected(program, table)
     return Explorer(program, table), right.outputs
 

@@ -169,10 +169,10 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
 
 
 def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
-    """Return all records that depend on the end of `start`, directly or indirectly. A record depends on the one before
-    it in its stream, and on those that signal the counters for which it waits. If `certain` is set, an attention
-    record's dependencies are only those of its first item, because it can begin once they have ended. Otherwise those
-    of all its items count."""
+    """Return all records that depend on the end of `start`, directly or indirectly. A record depends on the previous
+    record of its stream, and on the records that signal the counters for which it waits. The items of an attention
+    record wait for different counters. With `certain`, only the first item's counters count, because the record can
+    begin after this wait. Otherwise the counters of all its items count."""
     after: dict[Node, Node] = {}
     signals: dict[Node, set[int]] = defaultdict(set)
     waiting: dict[int, set[Node]] = defaultdict(set)

@@ -41,7 +41,7 @@ def program(
     ranks: int = 1,
 ) -> Program:
     """Return a program with these instruction streams. Each segment lists its streams by rank, then by worker. The
-    totals of its counters are zero, because the timeline does not read them."""
+    totals of the program's counters are zero, because the timeline does not read totals."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)
     segments = [handmade.segment(*streams) for streams in (prologue, body, epilogue)]
     return Program(d, handmade.llama(d), "host", ranks, len(body) // ranks, counters, *segments, *[zeros] * 3)

@@ -193,9 +193,9 @@ def test_critical_path_of_a_known_chain() -> None:
 
 
 def test_releasers_are_the_true_ones() -> None:
-    """In a simulated trace, every wait (INDEXED or not) has a releaser, the interval whose end released it. On one
-    rank, each wait ends exactly one signal latency after its releaser. On several ranks, it ends at least 400 ns after
-    its releaser."""
+    """In a simulated trace, every wait has a releaser: the interval whose end signalled the counter last. This includes
+    INDEXED waits, whose counter the step's inputs select. On one rank, each wait ends exactly one signal latency after
+    its releaser. On several ranks, it ends at least 400 ns after its releaser."""
     p = synthetic.llama(layers=3, workers=5, row_blocks=3, tiles=6)
     for r, least in ((simulated(p), 40), (resolve(*synthetic.node(4, 16)), 400)):
         found, waits = r.releaser, np.flatnonzero(r.kind(WAIT))

@@ -391,8 +391,9 @@ def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
 
 
 def test_the_critical_path_is_the_step(case: Case) -> None:
-    """The critical path covers the whole launch without holes. Each link follows one on the same worker, or begins when
-    a wait ends; then it follows the instruction whose signal ended the wait."""
+    """The critical path covers the whole launch without holes. Each link is an instruction. It follows either the
+    previous instruction of the same worker, or the end of a wait. In the second case, the link before it is the
+    instruction whose signal ended the wait."""
     path, rows, tick = case.summary["critical_path"], case.read.rows, case.read.tick_s
     begin, end = launches(case)[max(row.launch for row in rows)]
     links = path["links"]

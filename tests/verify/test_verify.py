@@ -300,8 +300,9 @@ def test_neither_a_stream_nor_a_queue_keeps_data_apart() -> None:
     ],
 )
 def test_one_worker_overwrites_no_earlier_than_others(names: tuple[str, ...], violation: str) -> None:
-    """An instruction that overwrites data needs no wait of its own if another instruction of its worker, between the
-    earlier access and the overwrite, waits. The reason is that the instructions of a worker begin and end in order."""
+    """An instruction that overwrites data must begin after the previous access of the data has ended. It needs no wait
+    of its own if an instruction between the two, on the same worker, waits for that access. The reason is that the
+    instructions of a worker begin in order."""
     program = handmade(small_dims(tokens=4, layers=1), workers=1)
     for name in names:
         assert all("overwrites" not in v for v in verify(program).violations)
@@ -318,8 +319,8 @@ def test_what_follows_a_drain_does_not_know_its_records() -> None:
 
 
 def test_a_queue_out_of_order_may_deadlock(queued: Program) -> None:
-    """A queue's record comes before the record for which it waits. If only one worker claims from the queue, that
-    worker waits in the first record for ever and never claims the second."""
+    """In a queue, a record waits for a later record of the same queue. If only one worker claims from the queue, it
+    waits in the first record for ever and never claims the later one."""
     norm, tile = rows_of(queued, "queues", "attn_norm", 0)[0], rows_of(queued, "queues", "qkv_rope", 0)[0]
     records = queued.queues.records.copy()
     records[[norm, tile]] = records[[tile, norm]]

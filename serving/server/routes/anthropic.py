@@ -243,8 +243,9 @@ async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
 
 
 async def answer_messages(service: Service, body: MessagesRequest) -> Response:
-    """Answer a request with the whole message, or with a stream that begins when the first token exists. If the context
-    has no room for `max_tokens`, the answer may fill it."""
+    """Answer a request for a message. The response is the whole message, or an event stream that begins with the first
+    token. If the prompt and `max_tokens` together exceed the context, `max_tokens` is reduced to what the prompt
+    leaves."""
     model = service.model(body.model)
     tools = body.chat_tools()
     structured = tools.structured(body.structured(), service.codec)

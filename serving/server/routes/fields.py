@@ -129,9 +129,12 @@ def _describe(schema: dict[str, Any], model: type[Any]) -> None:
 
 
 class Strict(BaseModel):
-    """A strictly validated JSON object. Its class declares the supported fields. `where` is how errors call this kind
-    of object. If it is empty, every undeclared field is ignored, and otherwise only those in `ignored`, which gives the
-    reasons. A `lenient` class also ignores fields that no table names."""
+    """A strictly validated JSON object of a request. Subclasses declare the supported fields; `where` is the name of
+    the object in error messages.
+
+    A field that the subclass does not declare causes an error, unless its value has no effect or `ignored` names the
+    field, with a reason. A `lenient` class refuses only the fields in REFUSED and ignores other unknown fields. If
+    `where` is empty, every undeclared field is ignored."""
 
     # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)

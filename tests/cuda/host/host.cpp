@@ -67,7 +67,7 @@ __attribute__((visibility("default"))) void mk_host_run(const mk::Params* params
 }
 
 // Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of twelve
-// numbers: the page's number; its fields `fill`, `pieces` and `buffer` (struct PageUse in plan.h); the
+// numbers: the page's number; the page's fields `fill`, `pieces` and `buffer` (struct PageUse in plan.h); the
 // coordinates x, y and z; the offset in the page and the size in bytes; the page's fields `item` and `whole`;
 // and the result of ahead_cols if a prefetch follows the copy, otherwise 0. A page without copies has one row
 // with size 0. Returns the number of rows.

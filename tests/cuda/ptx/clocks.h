@@ -1,10 +1,10 @@
 // Finds races: vector clocks say which access happens before which other, and `Shadow` has the last accesses
 // to each byte of memory.
 //
-// A clock counts time per *party*: a warp, an mbarrier (its time is its phase, to which the asynchronous
-// loads that complete on it belong), or the groups of a warp's bulk stores or wgmmas. For each party, a
-// `Clock` says up to which time it includes the party's accesses. For a warp, it may include later accesses
-// of some lanes.
+// Time is counted separately for each *party*. A party is a warp, an mbarrier, or the groups of a warp's bulk
+// stores or wgmmas. The time of an mbarrier is its phase; asynchronous loads that complete on the mbarrier
+// belong to it. A `Clock` is a set of accesses that have happened: for each party, all accesses up to a time.
+// For a warp, a clock may also have later accesses of some lanes.
 #pragma once
 #include <stdint.h>
 
@@ -117,8 +117,9 @@ inline Known join(const Known& a, const Known& b) {
   return entry.out;
 }
 
-// The accesses that happen before a thread's next access. `all` is for an ordinary access. An asynchronous
-// access to shared or global memory comes later only than accesses before a proxy fence: `shared`, `global`.
+// The accesses that happen before a thread's next access. `all` applies if the next access is an ordinary
+// one. Only accesses before a proxy fence happen before an asynchronous access: `shared` applies if it is to
+// shared memory, and `global` if it is to global memory.
 struct Seen {
   Known all, shared, global;
 

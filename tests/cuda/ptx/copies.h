@@ -94,7 +94,8 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
     char* to = block->memory + offset;
     touch_async(t, async_access(t, true, b.party, b.phase + 1, false), reinterpret_cast<uint64_t>(to), bytes);
     // Memory that the instruction does not declare to read arrives as NaN, because results must not depend on
-    // it. V arrives as the largest bf16 number instead, because attention multiplies masked rows of V by 0.
+    // it. V arrives as the largest bf16 number instead, because attention multiplies masked rows of V by 0,
+    // and NaN times 0 is NaN.
     std::vector<bool> unused(bytes);
     bool any = false, values = false;
     sources([&](uint64_t from, uint32_t size, uint32_t place) {

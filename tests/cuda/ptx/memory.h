@@ -54,8 +54,8 @@ inline Access access_by(const Thread& t, bool write, Scope scope) {
           false};
 }
 
-// Whether an address is in `late`, where each warp records the wait that holds it up. Its lanes overwrite
-// each other's record. This race does no harm (device.cuh explains why), so it is not reported.
+// Whether an address is in `late`, where each warp records the wait that holds it up. The lanes of a warp
+// overwrite each other's record. This race does no harm (device.cuh explains why), so it is not reported.
 inline bool is_late_record(const Thread& t, uint64_t address) {
   const auto& late = reinterpret_cast<const Memory*>(t.block->memory + kReserved)->late;
   return address - reinterpret_cast<uint64_t>(&late) < sizeof late;

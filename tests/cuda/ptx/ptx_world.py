@@ -77,9 +77,11 @@ def kernel(build: Build) -> ctypes.CDLL:
 
 
 def built(build: Build) -> Path:
-    """Build the library that runs launches of a build. Its faults are compiled in; a schedule may activate one of them.
+    """Compile the library that runs launches of the interpreter as `build` configures it. The faults that tests plant
+    in this build are compiled in, and a schedule may activate one of them.
 
-    It must exist before the test's process needs it: NVRTC crashes on the small stack of the fake driver's threads.
+    The library must exist before the process with the fake driver needs it: NVRTC crashes on the small stack of the
+    fake driver's threads.
     """
     ptx = ptx_of(build)
 
@@ -127,8 +129,9 @@ def _run(*command: str) -> None:
 
 @dataclass
 class Emulator:
-    """Runs the launches of this process on the CPU, each with another seed. `wrong` collects what went wrong in them,
-    and `switches` is how often the last one switched between threads. `changes` are fields of `Build` to change."""
+    """Runs the launches of this process on the CPU. Each launch has another seed for the order of threads. `wrong`
+    collects the errors of all launches, and `switches` is how often the last launch switched between threads. `changes`
+    are fields of `Build` to change."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(seed=1, races=1, limit=30_000_000))
     changes: dict[str, Any] = field(default_factory=dict)

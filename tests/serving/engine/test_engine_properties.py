@@ -43,9 +43,9 @@ def finish(engine: Engine, backend: FakeBackend) -> None:
 
 
 def test_who_loses_its_pages_comes_back_with_the_token_that_was_being_sampled() -> None:
-    """A preempted request resumes with all of its tokens, including the one that was being sampled at that moment. The
-    other request still holds the pages of their common prompt, so the preempted one needs fewer new pages than it had
-    before."""
+    """A preempted request resumes with all of its tokens, including the token that was being sampled at the preemption.
+    Two requests share the KV pages of their prompt. The running request keeps these pages, so the preempted request
+    needs fewer new pages than it had before."""
     engine, backend = fake_engine(None, pages=10, step_tokens=200)
     prompt = [i % 50 for i in range(64)]
     params = SamplingParams(max_tokens=40, min_tokens=40, seed=1)
@@ -214,7 +214,8 @@ def test_a_step_after_everybody_left_is_not_needed() -> None:
 
 def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
     """Two decoding requests fill the budget of every step and end unexpectedly, with EOS. By then, the engine has
-    prepared one more step, which never starts. A third request, which was admitted for this step, still runs."""
+    prepared one more step for them, which never starts. A third request was admitted while this step was planned. It
+    must still get its turn."""
     engine, backend = fake_engine(lambda position: EOS if position == 2 else 1, max_seqs=3, step_tokens=2)
     for prompt in ([1], [2]):
         engine.add(prompt, SamplingParams(max_tokens=9))

@@ -103,8 +103,9 @@ def replicas(model: str) -> Iterator[tuple[Live, Live]]:
 
 
 def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tuple[Head, bytes]]:
-    """Return a function that sends the request to a server with a `Replay`, which says what the client already has, and
-    returns the head and the body of the answer. The seed is always the same. Equal calls send one request."""
+    """Return a function that asks the server `live` for the rest of an answer. Its argument, a `Replay`, says which
+    tokens the client already has. It returns the head and the body. The seed is always the same, and results are
+    cached, so equal calls send one request."""
 
     @cache
     def once(given: frozenset[tuple[int, int]]) -> tuple[Head, bytes]:
@@ -117,9 +118,10 @@ def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tup
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_goes_on_wherever_it_was_cut(name: str, replicas: tuple[Live, Live]) -> None:
-    """Two replicas are lost, one after the other, in the middle of an answer. The first one is cut at a random byte and
-    around up to 6 marks (comments in the stream after each token's events), the second one after four fifths of its
-    answer. The client gets the answer that a replica gives if it is not lost."""
+    """Two replicas are lost, one after the other, in the middle of an answer. The client still gets the same answer as
+    from a replica that is not lost. The test loses the first replica at many places: at regular distances, and around
+    some marks (comments in the stream after each token's events). The second replica is lost after one to four fifths
+    of its answer."""
     path, body = REQUESTS[name]
     first, second = (asked(live, path, body) for live in replicas)
     head, whole = first(Replay(0, 0))
@@ -237,8 +239,8 @@ ONE, TWO = b"data: 1\n\n", b"data: 2\n\n"
     ],
 )
 def test_the_front_asks_again(attempts: list[list[Any]], status: int, body: bytes) -> None:
-    """If a replica is lost, the front end asks another one. The client gets an error after ten attempts in a row that
-    give nothing new, or if only replicas with other settings are left."""
+    """If a replica is lost, the front asks another one. The client gets an error after ten attempts in a row that give
+    nothing new, or if only replicas with other settings are left."""
     left = iter(attempts)
 
     async def ask(replay: Replay) -> AsyncGenerator[Part]:

@@ -366,7 +366,8 @@ def varied(number: int) -> tuple[str, dict[str, Any]]:
 
 def without_names(data: bytes) -> list[bytes]:
     """Return the events of an answer, choice by choice, without the values that differ whenever a request is repeated.
-    Within one answer, each of these values must be one and the same."""
+    These values are the ids and the times of creation. Within one answer, each kind of value must be the same
+    everywhere."""
     for name in (b"id", b"created", b"created_at", b"item_id"):
         pattern = rb'"%s":("[a-z]+-?_?[0-9a-f]{24}"|\d+)' % name
         found = set(re.findall(pattern, data))
@@ -396,8 +397,9 @@ def idle_servers(fleet: Fleet) -> dict[int, Live]:
 
 
 def a_lost_replica_loses_nothing(fleet: Fleet, expected: list[bytes]) -> None:
-    """Processes are killed while 16 requests are answered. Each answer is the one that the request gets when nothing is
-    lost. A request without a seed cannot be repeated, so the server scores its tokens in one prompt instead."""
+    """Processes are killed while 16 requests are answered. Each answer must equal the answer that the same request gets
+    when no process is killed. A request without a seed gets other tokens each time. Its tokens are therefore checked in
+    another way: a server scores them as a prompt, and the log-probabilities must agree."""
     servers = idle_servers(fleet)
     before = {pid: generated(server) for pid, server in servers.items()}
     answers = ask_all(fleet, range(REQUESTS))

@@ -126,8 +126,8 @@ def test_calls_are_found_as_models_write_them(kind: str, what: str) -> None:
 @pytest.mark.parametrize("what", FORMS_OF_CALLS)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what: str) -> None:
-    """An answer may end at any position, for example because of `max_tokens`. Read at once, by characters or in two
-    pieces, it gives the same content and calls, without marks."""
+    """A streamed answer gives the same content and calls as the whole answer, without marks, whether it arrives by
+    characters or in two pieces. The answer may end at any position, for example because of `max_tokens`."""
     text = f"Hi\n{FORMATS[kind].begin if FORMATS[kind].bare else ''}{written(kind, what)[0]} bye "
     for end, reason in itertools.product(range(1, len(text) + 1), ("stop", "length")):
         whole = content, calls = read(ToolReader(FORMATS[kind], NAMES), [text[:end]], reason)
@@ -394,8 +394,8 @@ JSON_PERSON: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "p
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_answer_is_a_call_or_json(kind: str, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a bias for the first
-    character of calls decides which. If a call is required, the answer is a call."""
+    """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for the first
+    character of calls decides between the two. If a call is required, the answer is a call."""
     monkeypatch.setattr(live.service.codec, "tool_parser", kind)
     body = {"messages": MESSAGES, "tools": TOOLS, "response_format": JSON_PERSON, "max_tokens": 1500, "seed": 5}
     body |= {"parallel_tool_calls": False}
