@@ -384,8 +384,8 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add the waits and signals whose counters do not depend on the step's inputs. If an instruction consists of
-    several tasks, all of them wait, and the last one signals."""
+    """Add the waits and signals whose counters do not depend on the step's inputs. If an instruction has several tasks,
+    all its tasks wait, and its last task signals."""
     waits, signals = rec.waits(records), rec.signals(records)
     record, slot = np.nonzero((waits != 0) & (waits & rec.INDEXED == 0))
     of, nth = ragged(np.diff(first_task)[record])

@@ -83,8 +83,9 @@ class TinyCheckpoint(FileCheckpoint):
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
-        # Use the RoPE frequencies of transformers, except in two cases: for LongRoPE, transformers changes them only
-        # when a text is long, and they do not express layers without RoPE or multipliers of attention scores.
+        # Use the RoPE frequencies of transformers, with two exceptions. For LongRoPE, transformers changes the
+        # frequencies only when a text is long. And frequencies do not express layers without RoPE or multipliers of
+        # attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
         if self._own:
             return
