@@ -74,7 +74,6 @@ def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[s
     accepted.
 
     Of each kind of change, this process judges every `processes`-th mutant, starting with mutant `number`.
-
     """
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]

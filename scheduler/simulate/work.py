@@ -371,7 +371,6 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     """Return, for each attention item, whether it begins a new task of the simulator. An item continues the previous
     item's task if both items have one row with its whole context, and have the same row block, KV heads and counters to
     wait for.
-
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]

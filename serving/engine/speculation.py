@@ -271,7 +271,6 @@ class Speculation:
 
         `forced` are tokens to which a grammar leaves no alternative; the step computes them too. The returned tokens
         have their KV pages already.
-
         """
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
