@@ -23,7 +23,7 @@ _TABLE = """
     except arithmetic, for measurements)
 --dtype | text | auto | compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)
 --weights | text | auto | type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1,
-    q5_0, q5_1, q4_k, q5_k or q6_k; a GPU supports only auto
+    q5_0, q5_1, q4_k, q5_k, q6_k or mxfp4; a GPU supports only auto
 --kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
     supports only auto
 --activations | text | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded

@@ -76,7 +76,7 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
     rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units))
     if rows < 1:
         raise MegakernelError(
-            f"cannot compile matmuls as dot products: a row of this model takes more than {DOT_INPUT_PAGES} "
+            f"cannot compile matmuls as dot products: the inputs of one token take more than {DOT_INPUT_PAGES} "
             "pages of shared memory; use --matmul tensor"
         )
     unit = target.col_unit[units] or machine.col_unit

@@ -49,8 +49,8 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
     """Return the tasks of one phase (operation) on the rank `d.rank`. `before` has the tasks of the earlier phases,
     because attention depends on how the QKV projection was cut."""
     match OPERATIONS[phase.operation].cut:
-        case Cut.RUNS if phase.result is Result.PARTIAL and not phase.inner(d.split):
-            none = np.zeros(0, dtype=np.int32)  # the rank has no part of the weights, so it has nothing to add
+        case Cut.RUNS if _idle(phase, d):
+            none = np.zeros(0, dtype=np.int32)
             return PhaseTasks(phase, dict.fromkeys(phase.operands, none), none, d.split.rank)
         case Cut.RUNS:
             return _runs(phase, d, machine)
@@ -69,6 +69,11 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
             return _attention(phase, next(heads, None), d)
         case Cut.NEVER:
             raise AssertionError(f"{phase.operation.name} is a control operation, which has no tile tasks")
+
+
+def _idle(phase: Phase, d: Dims) -> bool:
+    """Whether the rank has no part of the weights whose products the phase adds, or no heads that it stores."""
+    return {Result.PARTIAL: phase.inner(d.split), Result.HEADS: d.split.rank_heads}.get(phase.result, 1) == 0
 
 
 def _logit_block(d: Dims, machine: Machine) -> int:

@@ -24,18 +24,20 @@ def norms_next(forward: Forward) -> Forward:
     norm, *layer = forward.body
     return Forward.of(
         [*forward.prologue, replace(norm, name="first_norm")],
-        [*layer, replace(norm, name="next_norm", ahead=1)],
+        [*layer, replace(norm, name="next_norm", ahead=int(norm.weights is not None))],
         forward.epilogue,
     )
 
 
 def norms_inside(forward: Forward) -> Forward:
     """Let each matmul of a layer normalise its own inputs, so that no separate norm is needed. The residual must not
-    change between the norm and the matmuls that read its result. Norms before a mixture of experts remain."""
+    change between the norm and the matmuls that read its result. Norms before a mixture of experts remain, and
+    so does rounding without a norm."""
     norms: dict[Buffer | None, Phase] = {}  # buffer -> the norm that wrote its present contents
     body = []
     for phase, after in zip_longest(forward.body, forward.body[1:]):
-        if phase.operation is Operation.NORM and after and after.operation is Operation.ROUTE:
+        routed = after is not None and after.operation is Operation.ROUTE
+        if phase.operation is Operation.NORM and (routed or phase.weights is None):
             norms.pop(phase.output, None)
             body.append(phase)
         elif phase.operation is Operation.NORM and phase.result is Result.NONE:
@@ -55,11 +57,12 @@ _SUMMED = (Result.RESIDUAL, Result.STORED)  # results that ranks must sum if eac
 
 def split(forward: Forward, part: Split) -> Forward:
     """Divide the phases (operations) among `part.tp` ranks. If ranks share the weights of a matmul whose result is
-    added to the residual, each rank computes a partial sum, and a reduction over the ranks is inserted."""
+    added to the residual, each rank computes a partial sum, and a reduction over the ranks is inserted. Every
+    rank computes the whole result of a phase with the rows EVERY."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:
-        whole = part.tp == 1 or (part.replicated_o and phase.inputs in attended)
+        whole = part.tp == 1 or phase.rows is Rows.EVERY or (part.replicated_o and phase.inputs in attended)
         if whole or not (phase.adds_products and phase.result in _SUMMED):
             return [replace(phase, rows=_rows(phase))]
         name = phase.name.removesuffix("_proj")

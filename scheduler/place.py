@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import Dims, OperationFamily
+from megakernel.isa import Dims, OperationFamily, Phase, Result
 from megakernel.machine import Machine
 from megakernel.scheduler.cost import panel_blocks, seconds, unit_seconds
 from megakernel.scheduler.options import Options
@@ -28,12 +28,12 @@ class Placed:
 def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
     """Place the tasks of one segment: the prologue, one layer or the epilogue.
 
-    Matmul and attention phases are called stages, and usually run one after another. Inside a stage, panels (groups of
-    row blocks) run in order. Inside a panel, the tasks run column by column, so that a weight tile read from memory
-    serves the whole panel. If arithmetic limits one of two neighbouring matmul stages, and links or memory limit the
-    other, their panels alternate, so that both resources are busy. Norms, reductions and sampling between two stages
-    are placed well after the producers of their inputs and well before their consumers, so that neither they nor the
-    consumers wait.
+    Matmuls and attention are called stages. So is a phase that stores q, k and v, because any attention task may need
+    all its rows. Stages usually run one after another. Inside a stage, panels (groups of row blocks) run in order.
+    Inside a panel, the tasks run column by column, so that a weight tile read from memory serves the whole panel. If
+    arithmetic limits one of two neighbouring matmul stages, and links or memory limit the other, their panels
+    alternate, so that both resources are busy. Norms, reductions and sampling between two stages are placed well after
+    the producers of their inputs and well before their consumers, so that neither they nor the consumers wait.
 
     Panels alternate only with both `options.interleave` and `options.overlap_ranks`. Without `overlap_ranks`, a task
     waits for a whole phase of the other ranks, so it must come after that phase in every stream."""
@@ -72,6 +72,10 @@ _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
 _LEFT = 7 / 16
 
 
+def _is_stage(phase: Phase) -> bool:
+    return phase.family in _STAGES or phase.result is Result.HEADS
+
+
 def _turns(
     segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
 ) -> list[tuple[float, float]]:
@@ -84,7 +88,7 @@ def _turns(
     between the panel's end in the first stage and its start in the second. If a layer ends with a reduction and the
     next layer's norm, no stage follows in this segment. So both phases follow the last stage panel by panel."""
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
-    stages = [k for k, members in of_kind.items() if members[0].phase.family in _STAGES]
+    stages = [k for k, members in of_kind.items() if _is_stage(members[0].phase)]
     alone = 1 / panels
     turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
     for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):

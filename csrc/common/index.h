@@ -1,36 +1,35 @@
-// Computes element indices into the KV cache and into PARTIALS, the buffer of partial attention results. Also
-// tells which ranks store or receive a row. megakernel/isa/buffers.py has the shapes of the buffers. The
-// template parameter `D` is Dims, the sizes of the model and of the batch, or Sizes, which also has
-// precomputed sizes.
+// Index arithmetic that the CPU and CUDA interpreters share: where an element lies in the KV cache or in
+// PARTIALS (the buffer of partial attention results), and which ranks store a token row.
+// megakernel/isa/buffers.py has the shapes of the buffers. The template parameter `D` is Dims (the sizes of
+// the model and the batch), or Sizes, which adds precomputed sizes.
 #pragma once
 #include "isa.h"
 
 namespace mk {
 
-// Returns the index of the first element (token 0) of a row of K_CACHE, an array [page][KV head][row][token].
-// K is stored transposed: a row has one element of the key for every token of the page. If K is quantised,
-// only row 0 is meaningful: the result is then the first byte of the head's part of the page.
+// Returns the index of row `row`, token 0 of a KV page, in the array K_CACHE [KV page][KV head][row][token].
+// K is stored transposed: row i has element i of the keys of all tokens in the page. If K is quantised, call
+// this with row 0 only. The result is then the first byte of the head's data in the page.
 template <class D>
 MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t row) {
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
 }
 
-// Returns the size in bytes of a quantised block, which has kKvUnit elements of one KV head for every token
-// of a page. For each token, the block contains a scale of kKvScale bytes and kKvUnit one-byte values.
+// Returns the size in bytes of a block of the quantised KV cache. The block covers kKvUnit elements of one KV
+// head, for all tokens of a KV page. Each token has one scale (kKvScale bytes) and kKvUnit one-byte values.
 MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
 
-// Returns the index of the first element of a token in V_CACHE, an array [page][KV head][token][element]. If
-// V is quantised, only token 0 is meaningful: the result is then the first byte of the head's part of the
-// page.
+// Returns the index of a token's element 0 in the array V_CACHE [KV page][KV head][token][element]. If V is
+// quantised, call this with token 0 only. The result is then the first byte of the head's data in the page.
 template <class D>
 MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_t token) {
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
-// Attention for a long context may be split: several work items (attention items) then divide the KV blocks
-// of the same rows among them, and store partial results in the buffer PARTIALS. Returns the index there of
-// the result of one row and one KV head for KV block 0; the results for the next KV blocks follow. `row` and
-// `head` are counted from the item's first row and first KV head.
+// For a long context, several attention work items share one set of rows: each item processes some of the KV
+// blocks, and stores its partial results in the buffer PARTIALS. This function returns where in PARTIALS the
+// result for one row, one KV head and KV block 0 is stored. The results for the next KV blocks follow it.
+// `row` and `head` are counted from the item's first row and first KV head.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
@@ -65,14 +64,16 @@ MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
   return {owner, owner + 1};
 }
 
-// Returns the ranks to which this rank stores a row that it has normalised. If the residual is replicated,
-// that is only this rank, because every rank normalises all rows itself. Otherwise it is every rank.
+// Returns the ranks that receive a row which this rank has normalised. If every rank has a copy of the
+// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only the
+// row's owner normalises it, and the result is all ranks.
 MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }
 
-// Logit rows are the token rows for which logits are computed. Returns whether this rank normalises logit row
-// `i`: it does if it stores the residual of that row. Padding rows count as rows of rank 0.
+// Returns whether this rank normalises row i of the list `logit_rows`, the token rows for which logits are
+// computed. A rank normalises the rows whose residual it stores. Padding entries are negative and count as
+// rows of rank 0.
 MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
   if (d.replicated_residual) return true;
   const int32_t row = s.logit_rows[i];

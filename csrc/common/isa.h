@@ -33,7 +33,7 @@ constexpr int32_t kMostHeadDim = 496;
 constexpr int32_t kTracePrologue = 65534;
 constexpr int32_t kTraceEpilogue = 65535;
 
-enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q5_0 = 7, Q5_1 = 8, Q4_K = 9, Q5_K = 10, Q6_K = 11 };
+enum class Dtype : int32_t { F32 = 0, BF16 = 1, I32 = 2, F16 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, Q5_0 = 7, Q5_1 = 8, Q4_K = 9, Q5_K = 10, Q6_K = 11, MXFP4 = 12 };
 
 enum class Buffer : int32_t {
   kNone = -1,
@@ -67,7 +67,7 @@ enum class Buffer : int32_t {
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
   REDUCE = 29,  // all ranks' partial sums of a projection, for the rows whose residual this rank keeps
-  QK_NORM = 30,  // RMS norm scales of q heads and k heads
+  QK_NORM = 30,  // RMS norm scales of q heads and k heads, of each head if norms span all heads
   W_ROUTER = 31,  // router: a row for each expert
   ROUTES = 32,  // experts of each token, best first
   ROUTE_WEIGHTS = 33,  // weights of the experts in ROUTES
@@ -75,9 +75,12 @@ enum class Buffer : int32_t {
   SUBLAYER = 35,  // result of attention or the MLP before its norm
   POST_ATTN_NORM = 36,  // RMS norm scales of attention's result
   POST_MLP_NORM = 37,  // RMS norm scales of the MLP's result
+  QKV = 38,  // q, k and v, not normalised yet
+  SINKS = 39,  // a score of each head that no token has
+  B_ROUTER = 40,  // bias of W_ROUTER
 };
-constexpr int32_t kBuffers = 38;
-constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true};
+constexpr int32_t kBuffers = 41;
+constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, true, true, true, true, true, false, false, false, false, false, false, false, false, false, false, false, false, true, true, false, false, false, false, true, true, false, false, false, false, true, true, false, true, true};
 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
@@ -136,11 +139,13 @@ struct Dims {
   int32_t experts;
   int32_t experts_per_token;
   int32_t normalised_routes;
+  int32_t clipped_gates;
   int32_t window;
   int32_t window_from;
   int32_t full_every;
   int32_t full_at;
   int32_t post_norms;
+  int32_t whole_norms;
   int32_t tp;
   int32_t rank;
   int32_t replicated_o;

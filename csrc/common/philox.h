@@ -3,9 +3,10 @@
 
 namespace mk {
 
-// Returns 24 random bits for the token at `position` of completion number `choice` of a request. They are the
-// upper bits of the first output word of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3", SC 2011) with key (seed_low, seed_high) and counter (position, choice, 0, 0).
+// Returns 24 random bits for sampling the token at `position` of a completion; `choice` is the completion's
+// number within its request. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
+// as 1, 2, 3", SC 2011) with key (seed_low, seed_high) and counter (position, choice, 0, 0). The result is
+// the upper 24 bits of its first output word.
 MK_DIMS_FN inline uint32_t random_bits(int32_t seed_low, int32_t seed_high, int32_t position,
                                        int32_t choice) {
   uint32_t key[2] = {static_cast<uint32_t>(seed_low), static_cast<uint32_t>(seed_high)};

@@ -85,9 +85,10 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
       -1);
 }
 
-// Makes `data` the memory of a rank's buffer. The caller still owns `data` and must keep it while the engine
-// uses it. The layout of `data` is row-major, with the shape that megakernel/isa/buffers.py declares. For a
-// weight matrix that mk_pack has packed, `data` is instead the table that lists the matrix's panels.
+// Makes `data` the memory of a rank's buffer. The caller still owns `data`, and must keep it allocated as
+// long as the engine uses it. Normally `data` is a row-major array with the shape that
+// megakernel/isa/buffers.py declares. For a weight matrix that mk_pack has packed, `data` is instead the
+// table of the matrix's panels (groups of 16 columns).
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }
@@ -112,9 +113,9 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
       -1);
 }
 
-// Waits at most `timeout_ms` for the launch. Returns 0 if it is done, 1 if it is still running and -1 if it
-// was aborted. After -1, mk_error() names a wait that was not satisfied, and the program needs mk_reset
-// before its next launch.
+// Waits at most `timeout_ms` for the launch to end. Returns 0 if it is done, 1 if it is still running and -1
+// if it was aborted. After -1, mk_error() says which wait was not satisfied, and mk_reset must be called
+// before the next launch.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
   return guarded(
       [&] {
@@ -141,8 +142,8 @@ MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
   return engine->interpreter->link_bytes(rank);
 }
 
-// Runs one instruction of rank dims->rank on the calling thread, without its waits and signals. `phases` has
-// kMaxPhases + 1 entries, with the sizes that the phases have on this rank.
+// Runs one instruction of rank dims->rank on the calling thread, and ignores its waits and signals. `phases`
+// is the rank's table of model operations, with kMaxPhases + 1 entries.
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
                        const int32_t* record, int32_t layer) {
   engine->interpreter->execute(*dims, phases, words, record, layer);

@@ -6,8 +6,9 @@
 
 namespace mk {
 
-// An allocator that maps large areas of huge pages and hands out parts of them, so that small matrices are on
-// huge pages too. If weights were on 4 KiB pages, TLB misses would slow down reading them. Not thread-safe.
+// An allocator for weights. It maps large areas of huge pages and hands out parts of them, so that even small
+// matrices are on huge pages. With 4 KiB pages, TLB misses would slow down reading the weights. Not
+// thread-safe.
 class Arena {
  public:
   Arena() = default;

@@ -29,9 +29,9 @@ double total(const std::vector<uint64_t>& keys) {
   return sum;
 }
 
-// Returns how many of the largest weights are needed to reach the fraction top_p of the total weight. Moves
-// the keys of these weights to the front of `keys`, in the order of the weights, largest first. Sorts the
-// keys in growing steps, because a trained model's distribution usually needs only a few of them.
+// Top-p: returns how many of the largest weights are needed to reach the fraction top_p of the total weight.
+// Moves their keys to the front of `keys`, the largest weight first. To save time, the keys are sorted only
+// as far as needed: a trained model's distribution usually needs only a few of them.
 size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
   const double wanted = top_p * total(keys);
   double sum = 0.0;

@@ -5,12 +5,14 @@
 
 namespace mk {
 
-// Draws one of `vocab` tokens. The weights `e` are between 0 and 1, and the largest is 1. Three filters run
-// in this order and set the weights of the tokens that they reject to zero. The first rejects weights below
-// min_p. The second keeps only the top_k largest weights (0: all). The third keeps only as many of the
-// largest weights as are needed to reach the fraction top_p of their total. Among equal weights, those of the
-// lowest token ids are kept. The result is the first token, in id order, whose cumulative weight exceeds u
-// times the total of the remaining weights, or `fallback` if all weights are zero.
+// Draws one of `vocab` tokens. `e` has a weight for each token: at least 0, and the largest is 1. Three
+// filters run in this order, and set the weights of the tokens that they reject to zero:
+//   min-p  rejects weights below min_p
+//   top-k  keeps the top_k largest weights (0: all)
+//   top-p  keeps as many of the largest weights as are needed to reach the fraction top_p of their total
+// Among equal weights, lower token ids are kept first. `u` is a random number. The result is the first token,
+// in id order, at which the cumulative weight exceeds u times the total; or `fallback` if all weights are
+// zero.
 int32_t draw(float* e, int32_t vocab, float min_p, int32_t top_k, float top_p, double u, int32_t fallback);
 
 }  // namespace mk

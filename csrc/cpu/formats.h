@@ -1,7 +1,7 @@
-// Reads a packed panel, 16 columns of weights (packed.h), step by step along K, as vectors of float32. A
-// quantised weight is the product of its scales and a stored integer. The product has at most 24 significant
-// bits, so float32 represents it exactly. In types with a minimum, the weight is the sum of the product and
-// the minimum. This sum is rounded once.
+// Reads a packed panel (16 columns of weights, packed.h) as vectors of float32, one index along K after
+// another. A quantised weight is the product of its scales and a stored integer. The product has at most 24
+// significant bits, so float32 represents it exactly. In types with a minimum (an offset), the minimum is
+// then added, and the sum is rounded once.
 #pragma once
 #include <type_traits>
 
@@ -22,19 +22,19 @@ constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 struct Half {};    // float16
 struct Cached {};  // quantised weights that have been converted to float32, in a buffer that fits the cache
 
-// Whether weights of type W are always multiplied straight from memory. If there are many rows, weights of
-// other (quantised) types are first converted to float32, in a small buffer, so that all rows share the
-// conversion.
+// Whether a matmul always reads weights of type W straight from memory. The other types are quantised. With
+// many rows, quantised weights are first converted to float32 in a small buffer, so that the conversion is
+// done once for all rows.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
                         std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads weights of type W from a panel, which has kPanel columns of a weight matrix. A unit is kUnit
-// successive indices along K (steps) and is divided into kRuns runs of kRunSteps steps each. Call `open` with
-// the first step of a unit, a multiple of kUnit. Then, for each run, call `turn_to` and read the weights of
-// the run's steps.
+// Reads weights of type W from a panel (kPanel columns of a weight matrix). The K dimension is divided into
+// units of kUnit indices, called steps, and each unit into kRuns runs of kRunSteps steps. To use a Reader,
+// call `open` with the first step of a unit, a multiple of kUnit. Then, for each run of the unit, call
+// `turn_to` and read the weights of the run's steps.
 template <class W>
 class Reader;
 
@@ -110,9 +110,9 @@ struct Line {
   F32 scale, offset;
 };
 
-// Returns the factors and offsets that convert stored integers to weights, for unit number `unit` (32 steps
-// along K) of a quantisation block and for kLanes columns from `at` on. For types whose scales cover only 16
-// steps, `half` (0 or 1) selects the half of the unit.
+// Returns the factors and offsets that convert stored integers to weights, for kLanes columns from column
+// `at` on. `unit` selects 32 steps along K within a quantisation block. For types with a scale per 16 steps,
+// `half` (0 or 1) selects one half of these 32 steps.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -138,6 +138,11 @@ MK_INLINE Line line_of(const SuperScale& s, int unit, int half, int at) {
   return {load_half(s.scale + at) * load(s.eight[2 * unit + half] + at), F32{}};
 }
 
+MK_INLINE Line line_of(const Exponent& s, int /*unit*/, int /*half*/, int at) {
+  const U32 exponent = load_bytes(s.exponent + at);
+  return {(F32)(((exponent - 1) << 23) & (U32)(exponent > 1)), F32{}};  // half of the scale, unless subnormal
+}
+
 // Returns the stored integers of steps 4j to 4j + 3 of a unit (32 steps along K) for kLanes columns from `at`
 // on: in each 32-bit lane, four bytes of one column.
 template <int kBits>
@@ -153,6 +158,13 @@ MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
       return low | (load_words(values.high[j % kAbove] + at) >> (j / kAbove * kAbove) & kMask) << 4;
     }
   }
+}
+
+// As above, for a type that is packed as P, with 4-bit floats as integers.
+template <class P>
+MK_INLINE U32 codes(const Values<P::kValueBits>& values, int j, int at) {
+  const U32 words = code_words(values, j, at);
+  return P::kFloats ? doubled_floats(words) : words;
 }
 
 template <class S, int kBits, int kCount>
@@ -181,11 +193,11 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE F32 weight(int s, int v) const {
     const Line& line = lines_[v];
     const Values<kBits>& values = block_->values[unit_];
-    if constexpr (kBits == 4) {
+    if constexpr (kBits == 4 && !P::kFloats) {
       const U32 value = load_words(values.low[run_] + v * kLanes) >> (s % 4 * 8 + s / 4 * 4) & 15;
       return __builtin_convertvector((I32)value, F32) * line.scale + line.offset;
     } else {
-      const U32 word = code_words(values, 2 * run_ + s / 4, v * kLanes);
+      const U32 word = codes<P>(values, 2 * run_ + s / 4, v * kLanes);
       const int above = 24 - s % 4 * 8;  // bits of the 32-bit word that are above the byte of step s
       if constexpr (kBits == 8) return __builtin_convertvector((I32)(word << above) >> 24, F32) * line.scale;
       const U32 value = above == 0 ? word >> 24 : word >> (24 - above) & 0xFF;
@@ -197,8 +209,9 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void set_lines(int half) {
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
-      // Symmetric types store each integer plus kZero, which this offset subtracts again. The offset is exact
-      // because kZero is a power of two, and the product of a scale and a value is exact too.
+      // Symmetric types store each integer plus kZero, and this offset subtracts kZero again. No rounding
+      // occurs: kZero is a power of two, so scale * kZero is exact, and the product of a scale and a value is
+      // exact too.
       if (P::kZero != 0) line.offset = line.scale * -float{P::kZero};
     }
   }

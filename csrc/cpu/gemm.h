@@ -1,9 +1,9 @@
 // Computes tiles of C = A W^T from packed weights (packed.h), accumulated in float32.
 //
-// Every output has one accumulator, to which its products are added in ascending order of k, each with one
-// fused multiply-add if the processor has this instruction. The order does not depend on the number of rows,
-// the tile or the register block, so none of these changes the bits of a row's result. Quantised weights are
-// converted to float32 before they are multiplied, or multiplied in integers (integers.h).
+// Matrix multiplication. A row's result has the same bits however many rows are computed together and however
+// the work is divided into tiles: each output has one accumulator, and its products are added in ascending
+// order of k, each with one fused multiply-add if the processor has this instruction. Quantised weights are
+// either converted to float32 first, or multiplied in integers (integers.h).
 #pragma once
 #include <initializer_list>
 
@@ -13,10 +13,10 @@
 
 namespace mk::MK_SIMD {
 
-// A register block is a part of C that is accumulated in registers. kMicroRows: its maximum number of rows.
-// kAccumulators: how many vectors of accumulators fit in registers beside the weights. kWithScales: how many
-// vectors of accumulators and scales fit while quantised weights are converted to float32 in registers. A
-// test disassembles every block to check that its registers are not spilled.
+// The matmul C = A W^T accumulates a small block of C in registers. kMicroRows: maximum rows of the block.
+// kAccumulators: how many SIMD vectors of accumulators fit in registers, beside the weights. kWithScales: how
+// many vectors of accumulators and scales fit if quantised weights are also converted to float32 in
+// registers. A test disassembles the code of every block to check that no register is spilled.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -46,8 +46,8 @@ static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 template <class W>
 constexpr int kDirectRows = kPlain<W> ? kMicroRows : 1;
 
-// How many steps along K a 32-bit word of A contains. A pair of bfloat16 values is two steps, with the first
-// step in the upper half of the word; a float32 value is one step.
+// How many indices along K one 32-bit word of the inputs A covers. A word is either one float32 value, or a
+// pair of bfloat16 values with the first one in the upper half.
 template <class W>
 constexpr int kWordSteps = kInPairs<W> ? 2 : 1;
 
@@ -66,10 +66,11 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// Computes C = A W^T for R rows and P panels of weights (kPanel columns each), over the indices (steps)
-// [begin, begin + steps) along K. Both limits are multiples of kUnit. With `resume`, adds the products to C
-// instead. A is stored in chunks of kChunk steps, which are chunk_stride floats apart; within a chunk, rows
-// are kChunkStride floats apart. If the range of steps begins inside a chunk, it also ends in that chunk.
+// The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights (kPanel columns each).
+// Uses only the indices [begin, begin + steps) along K, both multiples of kUnit. With `resume`, adds to C
+// instead of replacing C. A is stored in chunks of kChunk indices along K. Chunks are chunk_stride floats
+// apart, and rows in a chunk are kChunkStride floats apart. The range may begin inside a chunk only if it
+// also ends in that chunk.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -145,9 +146,8 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Rows of A that are multiplied with panels of weights, block_rows rows at a time. `x` contains the rows, in
-// chunks of kChunk steps along K as `micro` needs them. The results go to `c`, whose rows are ldc floats
-// apart.
+// The rows of A that a matmul multiplies with panels of weights, block_rows rows at a time. `x` has the rows,
+// divided into chunks of kChunk indices along K. The results go to `c`, whose rows are ldc floats apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -164,9 +164,9 @@ struct RowBlocks {
   }
 };
 
-// Computes c = x W^T, or adds to c with `resume`, for 1 << log2 panels of one type, over the steps
-// [begin, begin + steps) along K. For one row, quantised weights are converted to float32 in registers. For
-// more rows, they are converted once, into the buffer `wide`.
+// Computes c = x W^T for 1 << log2 panels (groups of columns) of one weight type, over [begin, begin + steps)
+// along K. With `resume`, adds to c instead. For one row, quantised weights are converted to float32 in
+// registers. For more rows, they are converted once and stored in the buffer `wide`.
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
@@ -184,8 +184,8 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
   }
 }
 
-// Maps row i of a matmul to a row of the buffer that it reads or writes: to rows[i] if there is a list, such
-// as the rows of one expert, and otherwise to row i itself.
+// Lists the rows of a buffer that a matmul reads or writes, for example the rows that use one expert. Row i
+// of the matmul is row rows[i] of the buffer or, if `rows` is null, row i.
 struct RowList {
   const int32_t* rows = nullptr;
   MK_INLINE int operator[](int i) const { return rows == nullptr ? i : rows[i]; }
@@ -211,9 +211,9 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Converts the chunk [begin, begin + kChunk) along K of the selected rows to float32, or to pairs of
-  // bfloat16 values. Rows of `out` are kChunkStride floats apart. If the last unit of kUnit steps is
-  // incomplete, it is padded with zeros.
+  // Prepares inputs for a matmul: converts kChunk elements from index `begin` on, of each selected row, to
+  // float32 or (`pairs`) to pairs of bfloat16 values. Rows of `out` are kChunkStride floats apart. If the row
+  // ends inside a unit of kUnit elements, the unit is padded with zeros.
   void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -258,18 +258,18 @@ class Inputs {
 // may change t.
 using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
 
-// Computes t = inputs weights^T + bias for one tile of a matmul's output, and passes every output to `take`
-// once. `weights` lists the panels (kPanel columns each) of all columns. If the matmul has several matrices,
-// such as gate and up, their panels alternate. A call of `take` then receives the columns of one panel of the
-// first matrix, and the results of each further matrix follow kPanel floats later. `from` maps the tile's
-// rows to rows of the inputs, and `to` maps them to the rows that `take` receives.
+// Runs a matmul for one tile of its output: computes t = inputs weights^T + bias, and passes each part of t
+// to the callback `take`. `weights` lists the panels (kPanel columns each) of all columns. If the matmul has
+// several matrices, such as gate and up, their panels alternate. A call of `take` then receives the results
+// of one panel of each matrix, one matrix after the other, kPanel floats apart. `from` says which input row
+// each row of the tile reads, and `to` says which output row is passed to `take`. `bias` is null, or has the
+// biases of the matrices, one matrix after another.
 template <class T>
-void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult take, RowList from = {},
-          RowList to = {}) {
+void gemm(const Call& call, const Tile& tile, const Panel* weights, const float* bias, TakeResult take,
+          RowList from = {}, RowList to = {}) {
   const Phase& phase = *call.phase;
   const int k = phase.inner, whole_units = ceil_div(k, kUnit) * kUnit, matrices = phase.matrices;
   constexpr int64_t ldc = kTilePanels * kPanel;
-  const float* const bias = call.bias();
   float* const c = call.scratch->tile;
   float* const x = call.scratch->activations;
   const int row_end = tile.row + tile.rows, col_end = tile.col + tile.cols;
@@ -287,8 +287,8 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult t
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
-    // If there are few rows, their inputs fit in the cache for all of K. Each weight is then read only once,
-    // and the accumulators stay in registers from the first step to the last.
+    // With few rows, the inputs fit in the cache over the whole of K. Each weight is then read only once, and
+    // the accumulators stay in registers from the first k to the last.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // the form of the inputs in `x`
@@ -362,11 +362,11 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, TakeResult t
   }
 }
 
-// Computes a tile of a matmul with all weights of the phase and consecutive rows, and passes every output to
-// `take`.
+// Computes a tile of a matmul with all weights and the bias of the phase and consecutive rows, and passes
+// every output to `take`.
 template <class T>
 void gemm(const Call& call, const Tile& tile, TakeResult take) {
-  gemm<T>(call, tile, call.weights<Panel>(), take);
+  gemm<T>(call, tile, call.weights<Panel>(), call.bias(), take);
 }
 
 }  // namespace mk::MK_SIMD

@@ -1,10 +1,11 @@
 // Multiplies quantised weights with activations that have been rounded to 8-bit integers.
 // megakernel/isa/integers.py defines this arithmetic, under the name `q8`.
 //
-// A row of activations is rounded to 8-bit integers, 32 at a time, with one scale. The integer sum of the
-// products of a group (32 steps along K, or 16 if the weights have scales for 16) is exact, so neither the
-// order of the additions nor the SIMD width can change it. The sums are then multiplied by both scales and
-// added to the output's accumulator in ascending order of K, each with one fused multiply-add.
+// Multiplies quantised weights in integers. Each group of 32 activations of a row is rounded to 8-bit
+// integers with one scale. For each group along K (16 long if the weights have scales for 16), the sum of the
+// integer products is exact, so it does not depend on the order of additions or on the SIMD width. The sum is
+// then multiplied by the scales of the weights and the activations, and added to the output's accumulator.
+// Groups are added in ascending order of K, each with one fused multiply-add.
 #pragma once
 #include <array>
 #include <utility>
@@ -65,8 +66,8 @@ inline void round_row(float* x, int units) {
   }
 }
 
-// The properties of a quantised type that decide how its weights are multiplied in integers. Types that
-// differ only in the layout of their scales have the same properties, and so share code.
+// The properties of a quantised type that the integer multiplication depends on. Types that differ only in
+// how their scales are stored have equal properties, so they share the same compiled code.
 template <int kValueBits, int kGroupCount, bool kHasOffset>
 struct Kind {
   static constexpr int kBits = kValueBits, kGroups = kGroupCount;
@@ -74,7 +75,7 @@ struct Kind {
   static constexpr int kZero = zero_code(kBits, kOffset);
 };
 template <class P>
-using KindOf = Kind<P::kValueBits, P::kGroups, P::kOffset>;
+using KindOf = Kind<P::kCodeBits, P::kGroups, P::kOffset>;
 
 // Reads a unit of packed weights (32 steps along K of a panel) straight from memory.
 template <class P>
@@ -91,7 +92,7 @@ class PackedUnit {
       MK_UNROLL for (int line = 0; line < int{sizeof block_->scales}; line += 64) prefetch(scales + line);
     }
   }
-  MK_INLINE U32 words(int j, int v) const { return code_words(block_->values[unit_], j, v * kLanes); }
+  MK_INLINE U32 words(int j, int v) const { return codes<P>(block_->values[unit_], j, v * kLanes); }
   MK_INLINE Line line(int group, int v) const { return line_of(block_->scales, unit_, group, v * kLanes); }
 
  private:
@@ -145,9 +146,9 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
   }
 }
 
-// Computes C = A W^T for R rows and P panels of weights (kPanel columns each), over the indices [begin, begin
-// + steps) along K. The panels are every `apart`-th one from panels[0] on. The other arguments are those of
-// `micro` in gemm.h, except that `a` has been rounded to 8-bit integers.
+// Computes C = A W^T in integers, for R rows of activations `a` that have been rounded to 8-bit integers and
+// P panels of weights (kPanel columns each), over [begin, begin + steps) along K. The panels used are
+// panels[0], panels[apart], panels[2 * apart] and so on. The other arguments are those of `micro` in gemm.h.
 template <int R, int P, class Unit>
 void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, int apart, int begin,
                     int steps, float* c, int64_t ldc, bool resume) {
@@ -213,14 +214,14 @@ constexpr std::array<MultiplyUnits, kIntegerRows> multiply_units_of(std::integer
 template <class K>
 constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows>{});
 
-// The number of weight panels that a single row is multiplied with at once. A core reads memory faster as a
-// few streams at distant addresses than as one stream: on a Zen 3, products with 4-bit weights that were not
-// in caches took a quarter less time. Portable code is too slow to gain from it, and takes long to compile.
+// How many weight panels a single row is multiplied with at once. A core reads memory faster as a few streams
+// at distant addresses than as one stream: on a Zen 3, this saved a quarter of the time for 4-bit weights
+// that were not in caches. Portable code gains nothing, because it is too slow.
 constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
-// Computes c = x W^T, or adds to c with `resume`, for `rows` rounded rows and `count` panels, over the steps
-// [begin, begin + steps) along K. For one row, weights are unpacked in registers. More rows need count = 1;
-// the panel's weights are then unpacked once, into the buffer `unpacked`, a chunk at a time.
+// Computes c = x W^T for `rows` rows that have been rounded to 8-bit integers and `count` panels of weights,
+// over [begin, begin + steps) along K. With `resume`, adds to c instead. For one row, weights are unpacked in
+// registers. For more rows, `count` must be 1, and the panel is unpacked once into the buffer `unpacked`.
 template <class P>
 void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Panel* panels, int count,
                       int begin, int steps, void* unpacked, float* c, int64_t ldc, bool resume) {

@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kPrefetchLimit = 256 << 10;  // maximum bytes of weights to prefetch into a core's L2 cache
 constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes to prefetch before the waits are checked again
 
-// Before it yields, a waiting thread spins for longer than most waits of a step last, because a busy system
-// may give the core to another process as soon as the thread yields.
+// A thread that waits spins first and yields later. It spins for longer than most waits take, because on a
+// busy system a thread that yields may lose its core to another process.
 constexpr int kSpins = 4000, kYields = 200;
 // If there are more threads than cores, a waiting thread spins only briefly, because the thread that it waits
 // for may need its core.
@@ -155,8 +155,8 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   pool_.start([this](int thread) { serve(thread); }, [this] { finish(); });
 }
 
-// Assigns the streams to the threads in turn. A stream is the list of instructions of one worker. If there
-// are at least as many threads as ranks, each thread has streams of only one rank.
+// Assigns the instruction streams (one per worker) to the threads in turn. If there are at least as many
+// threads as ranks, all streams of a thread belong to the same rank.
 void Interpreter::deal_streams() {
   const int threads = pool_.size(), workers = program_->workers;
   dealt_.assign(threads, {});
@@ -173,9 +173,9 @@ void Interpreter::deal_streams() {
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
-// Returns the maximum number of intervals (entries of a trace) that a stream can record: a wait, a load, a
-// computation and a store for each instruction and each attention work item. All instructions in the queues
-// of the stream's rank are included, because one worker may claim all of them.
+// Returns how many trace entries (intervals) one instruction stream can record at most. Each instruction, and
+// each work item of attention, has four: wait, load, compute and store. The result includes all instructions
+// in the shared queues of the stream's rank, because one worker may claim all of them.
 int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
   const auto add = [&](int list, int first, int end) {
@@ -331,9 +331,9 @@ bool Interpreter::fetch_weights(Cursor& c) {
   return fetched;
 }
 
-// Moves the cursor to the stream's next record (an instruction) and fetches it. At the end of a layer, or of
-// a segment (prologue, layers, epilogue), the cursor moves on to the next one. Returns false if the stream
-// has ended.
+// Moves the cursor `c` to the next instruction record of its stream, and fetches the record. The stream has
+// three segments: the prologue, the body, which is repeated for each layer, and the epilogue. Returns false
+// at the end of the stream.
 bool Interpreter::settle(Cursor& c) {
   const int stream = program_->stream(c.rank, c.worker);
   while (c.segment < kSegments && c.next == program_->end(c.segment, stream)) {
@@ -363,8 +363,9 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// A drain instruction executes records of a queue that all workers of its rank share. Claims the next of the
-// queue's first `end` records for this worker. Returns false if all of these have been claimed.
+// Claims the next record of a queue for this worker. All workers of a rank share the queue; a drain
+// instruction (the cursor's current record) makes them execute the queue's first op.end records. Returns
+// false if all of these records have been claimed.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -413,9 +414,10 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Returns whether all counters that the current attention item (a unit of work) waits for have reached their
-// totals. They belong to a grid of counters, [row block][group of KV heads]. `word`, a wait of the record,
-// names the first counter of the grid.
+// Returns whether the inputs of the current attention item (some rows and KV heads of one sequence) are
+// complete. Each row block (group of rows) has one counter per group of KV heads. The function tests the
+// counters of all blocks and groups that the item reads. `word`, a wait of the record, names the first
+// counter of this grid.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -431,9 +433,10 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// The final norm reads only the rows that need logits, which differ from step to step. Returns whether all of
-// these rows that this rank normalises are complete. Each row block has one counter, and `word`, a wait of
-// the record, names the counter of row block 0.
+// Returns whether the inputs of the final norm are complete. The final norm reads only the rows that need
+// logits, and these differ from step to step. Each row block (group of rows) has one counter. The function
+// tests the counters of the rows that this rank normalises. `word`, a wait of the record, names the counter
+// of row block 0.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);
@@ -445,9 +448,9 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Executes the current record. For attention, runs work items until one is not ready. For a drain, which
-// executes records of a queue, claims one of them, and the next call executes it. Returns false if the launch
-// is aborted during the call.
+// Makes progress with the current record (instruction). Attention: runs its work items until one is not
+// ready. Drain: claims a record of a shared queue, and the next call executes it. Any other instruction: runs
+// it. Returns false if the launch is aborted during the call.
 template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
   IntervalKind kind = IntervalKind::COMPUTE;
@@ -502,8 +505,9 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// Runs an attention item. If the KV blocks of its rows are divided among several items, the last of these to
-// finish also merges their partial results. Returns whether the output of the rows is now final.
+// Runs one work item of attention (some rows and KV heads of a sequence). If several items divide the KV
+// blocks of these rows among them, the item that finishes last also merges the partial results of all.
+// Returns whether the output of the rows is now final.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];

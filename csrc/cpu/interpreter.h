@@ -1,12 +1,12 @@
-// Runs programs on a pool of CPU threads. A program has one stream of instructions for each worker (an SM, in
-// a program for GPUs) of each rank. A launch is one execution of a program.
+// Runs programs on a pool of CPU threads. A program has a stream of instructions for each worker of each
+// rank. A worker stands for one SM if the program was made for GPUs. A launch is one execution of the
+// program.
 //
-// Each thread is assigned some of the streams. The thread looks through its streams for a next instruction
-// whose waits are satisfied and executes it, so a program for 8 ranks of 132 workers runs even on two cores.
-// A thread that has nothing to do continues streams of other threads, which the system may have descheduled.
-// The instructions of one stream are executed in order. A signal has release semantics, and a satisfied wait
-// has acquire semantics. When a stream passes from one thread to another, the first thread releases it and
-// the second acquires it.
+// Each thread is assigned some streams. It looks for a stream whose next instruction has all its waits
+// satisfied, and executes that instruction. So a program for 8 ranks of 132 workers runs even on two cores. A
+// thread without work takes over streams of threads that the operating system has descheduled. The
+// instructions of a stream always run in order. Memory order: a signal releases and a satisfied wait
+// acquires. When a stream moves between threads, the old thread releases it and the new one acquires it.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -53,9 +53,9 @@ class Interpreter {
   void reset(Program& program);
   const std::string& error() const { return error_; }
 
-  // Runs one instruction of rank `dims.rank` on the calling thread, without its waits and signals. `phases`
-  // are the phases of that rank's program. For attention, runs all the work items that the
-  // step table assigns to the instruction.
+  // Runs one instruction of rank `dims.rank` on the calling thread, and ignores its waits and signals.
+  // `phases` is the rank's table of model operations. For attention, runs all work items that the step's
+  // tables assign to the instruction.
   void execute(const Dims& dims, const Phase* phases, const int32_t* step_words, const int32_t* record,
                int layer);
 
@@ -71,8 +71,8 @@ class Interpreter {
   int threads() const { return pool_.size(); }
 
  private:
-  // Whether a stream is reserved. Only the thread that changed kFree to kHeld may use the stream, until it
-  // sets kFree again. kEnded means that the stream has no instructions left.
+  // Whether a thread has reserved an instruction stream. The thread that changes kFree to kHeld has the
+  // stream to itself until it sets kFree again. kEnded: the stream has no instructions left.
   enum class Hold : int32_t { kFree, kHeld, kEnded };
   // The result of a thread's attempt to continue a stream. kMoved: the thread executed an instruction.
   // kBlocked: a wait is not satisfied. kHeld: another thread has reserved the stream.
@@ -88,8 +88,9 @@ class Interpreter {
     int segment = 0, layer = 0;
     // Index of the stream's next record (instruction) in the list of the segment.
     int32_t next = 0;
-    // The current record: record number `next` of the segment, or, if that is a DRAIN instruction, a
-    // record that it has claimed from a queue. Null if the current record has not been fetched yet.
+    // The instruction record that is being executed, or null if none has been fetched yet. It is record
+    // number `next` of the segment. If that record is a DRAIN instruction, it may instead be a record that
+    // DRAIN has claimed from a shared queue.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;    // the phase of `record`
     int32_t number = 0;              // the number by which a trace identifies `record`

@@ -44,10 +44,10 @@ double read(const void* data, int64_t bytes) {
 
 template <class M>
 double multiply_add(int64_t rounds, double* flops) {
-  // Each accumulator is a chain of dependent FMAs. To keep the FMA units busy, the number of chains is at
-  // least the FMA latency in cycles times the number of FMA ports, for every known processor. 12 accumulators
-  // still fit in 16 vector registers. The instruction that multiplies pairs of bfloat16 values takes twice as
-  // long, so the loop uses more chains for it.
+  // Measures peak arithmetic speed. Each accumulator is a chain of dependent FMAs, so the loop needs many of
+  // them: at least the FMA latency in cycles times the number of FMA ports. 12 are enough for every known
+  // processor, and fit in 16 vector registers. The instruction for pairs of bfloat16 values has twice the
+  // latency, so it gets more chains.
   constexpr int kChains = kInPairs<M> ? 16 : 12;
   F32 acc[kChains];
   MK_UNROLL for (int j = 0; j < kChains; ++j) acc[j] = splat(static_cast<float>(j));
@@ -89,9 +89,9 @@ void run(const Call& call, const int32_t* record) {
 }
 
 #if MK_LANES == 16
-// Tests whether this processor's instruction for pairs of bfloat16 values (vdpbf16ps) adds the two products
-// in the order, and with the roundings, that `add_products` relies on. The manuals describe this behaviour,
-// but nothing else guarantees it.
+// Tests this processor's instruction for pairs of bfloat16 values (vdpbf16ps). `add_products` relies on the
+// order in which the instruction adds its two products, and on how it rounds. The manuals describe both, but
+// a processor or emulator may differ.
 bool adds_in_order() {
   const FlushSubnormals flush;
   for (uint32_t round = 0; round < 4096; ++round) {

@@ -15,9 +15,8 @@ struct Bf16 {
 // A bfloat16 that matmuls multiply in pairs: one instruction adds the products of two steps along K.
 struct Bf16Pairs : Bf16 {};
 
-// Maximum block sizes of matmuls (gemm.h) and attention (attention.h). They determine the size of the scratch
-// memory. A panel is 16 columns of weights (packed.h). A register block is the part of the output that is
-// accumulated in registers.
+// Maximum block sizes of matmuls (gemm.h) and attention (attention.h). They determine how much scratch memory
+// a thread needs.
 constexpr int kTileRows = 96;      // token rows that share one pass over the weights
 constexpr int kTilePanels = 32;    // weight panels (16 columns each) that share one pass over K
 constexpr int kMaxMicroRows = 12;  // maximum number of token rows whose results are in registers together
@@ -34,10 +33,9 @@ constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass o
 // cache sets.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
-// The working memory of a thread, allocated when the engine is created. The comments state the arrays'
-// shapes. `pairs` is the number of (token row, query head) pairs that attention computes together. Softmax
-// state consists of the maximum score m, the sum l of exponentials and the weighted sum o of values
-// (attention.h).
+// The working memory of a thread, allocated when the engine is created. The comments give the shapes of the
+// arrays. `pairs` is the number of (token row, query head) pairs that attention computes together. The
+// softmax state of a pair is its maximum score m, its sum of exponentials l and its weighted sum of values o.
 struct Scratch {
   float* activations;  // inputs of a matmul: [chunk of kChunk steps along K][token row][kChunkStride]
   float* tile;         // accumulators of a matmul: [kTileRows][kTilePanels * kPanel]
@@ -149,8 +147,9 @@ const Kernels* avx512_kernels(Dtype dtype);
 const Kernels* avx512bf16_kernels(Dtype dtype);
 const Kernels* null_kernels();
 
-// Returns the table of the SIMD path named `simd`, or of the widest path that this processor supports if
-// `simd` is empty. Throws std::runtime_error if there is no such path or this processor lacks it.
+// Returns the kernels compiled for the instruction set named `simd`, such as avx2. If `simd` is empty,
+// chooses the widest instruction set that this processor supports. Throws std::runtime_error if the name is
+// unknown or the processor lacks the instruction set.
 const Kernels& choose_kernels(const char* simd, Dtype dtype);
 
 }  // namespace mk

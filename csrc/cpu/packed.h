@@ -1,17 +1,18 @@
 // Weight matrices in memory, repacked for the kernels.
 //
-// A matrix [N, K] is divided into panels of kPanel = 16 rows. A panel is stored transposed, so each row of
-// the matrix is a column of its panel. The last panel is padded with zeros. If a matmul has several matrices,
-// their panels alternate: panel 0 of each matrix, then panel 1 of each, and so on. Each panel has its own
-// type, so the rows of a matrix may have different types. A step is one index along K.
+// How weights are stored in memory. A matrix [N, K] is divided into panels of kPanel = 16 rows, and the last
+// panel is padded with zeros. A panel is stored transposed, so a row of the matrix is called a column of the
+// panel. Each panel has its own data type. If a matmul has several matrices, such as gate and up, their
+// panels alternate: panel 0 of each, then panel 1 of each, and so on. A step is one index along K.
 //
-// float32 and float16 panels are stored as [K][16]. bfloat16 panels are stored as [K / 2][16] 32-bit words,
-// each of which contains two successive steps (indices along K) of a column, the first one in the upper half.
-// In a quantised panel, quantisation blocks of the 16 columns that begin at the same step are stored
-// together: first the scales of all these blocks, then their values, 32 steps at a time. K is padded with
-// zeros to a multiple of 32 and of the length of a block.
+// float32 and float16 panels are stored as [K][16]. bfloat16 panels are stored as [K / 2][16] 32-bit words. A
+// word has two successive steps of a column, the first one in the upper half. A quantised panel is stored
+// block by block along K. For each block: first the scales of all 16 columns, then their values, 32 steps at
+// a time. K is padded with zeros to a multiple of 32 and of the block length.
 #pragma once
 #include <stdint.h>
+
+#include <type_traits>
 
 #include "../common/isa.h"
 
@@ -31,11 +32,11 @@ struct Panel {
 // Returns the number of panels that contain any of the columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// The integers of one unit of a quantised panel: 32 indices along K (steps) of 16 columns. Kernels expand
-// them to code words of 32 bits: word [j][c] has one byte for each of the steps 4j to 4j + 3 of column c. In
-// memory, word [j][c] of `low` contains the lowest four bits of all bytes of the code words [2j][c] and [2j +
-// 1][c]. `high` contains the remaining bits: if it has n rows of words, its word [j][c] contains those of the
-// code words [j][c], [j + n][c], [j + 2n][c] and so on.
+// The packed integers of 32 steps along K of 16 columns. Kernels expand them to bytes: 32-bit word [j][c]
+// then has the bytes of steps 4j to 4j + 3 of column c. In memory, the bits of each byte are divided. Word
+// [j][c] of `low` has the lowest four bits of all bytes of the expanded words [2j][c] and [2j + 1][c]. `high`
+// has the other bits: if it has n rows, its word [j][c] has those of the expanded words [j][c], [j + n][c],
+// [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
   uint32_t low[4][kPanel];
@@ -65,9 +66,9 @@ struct ScaleAndMinimum {
 
   uint16_t scale[kPanel], minimum[kPanel];
 };
-// The scales of Q4_K or Q5_K. A block consists of eight groups of 32 steps. A weight is
-// scale * s * value - minimum * m, where each group has its own 6-bit integers s and m. `six` contains the 12
-// bytes into which GGML packs the eight s and eight m of a block.
+// The scales of a Q4_K or Q5_K block, which has eight groups of 32 values. A weight is scale * s * value -
+// minimum * m, where s and m are 6-bit integers of the group. `six` has the 12 bytes into which GGML packs
+// the s and m of all eight groups.
 struct SuperScaleAndMinimum {
   static constexpr bool kOffset = true;
   static constexpr int kGroups = 1;
@@ -85,8 +86,18 @@ struct SuperScale {
   int8_t eight[16][kPanel];
 };
 
-// Returns the stored integer that stands for a weight of 0 in symmetric types. Integers of 8 bits have signs,
-// so it is 0 for them. Types whose weights have an offset have no such integer, so the result is also 0.
+// The scales of MXFP4: a weight is 2^(exponent - 127) times a 4-bit float, which is read as the integer that
+// is twice its value.
+struct Exponent {
+  static constexpr bool kOffset = false;
+  static constexpr int kGroups = 1;
+
+  uint8_t exponent[kPanel];
+};
+
+// Returns which stored integer stands for a weight of 0. Symmetric types of fewer than 8 bits store unsigned
+// integers, so zero is in the middle of their range. 8-bit integers are signed, so it is 0. For types with an
+// offset, no integer stands for 0, and the result is 0 as well.
 constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
 
 // The quantisation blocks of a panel's 16 columns that begin at the same step along K.
@@ -96,7 +107,9 @@ struct PackedBlock {
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
   static constexpr int kGroups = S::kGroups;   // groups of steps in a unit, each with its own scales
-  static constexpr int kZero = zero_code(kBits, kOffset);
+  static constexpr bool kFloats = std::is_same_v<S, Exponent>;  // whether values are 4-bit floats
+  static constexpr int kCodeBits = kFloats ? 5 : kBits;         // of values as integers
+  static constexpr int kZero = zero_code(kCodeBits, kOffset);
 
   Scales scales;
   Values<kBits> values[kCount];
@@ -110,6 +123,7 @@ using PackedQ5_1 = PackedBlock<ScaleAndMinimum, 5, 1>;
 using PackedQ4_K = PackedBlock<SuperScaleAndMinimum, 4, 8>;
 using PackedQ5_K = PackedBlock<SuperScaleAndMinimum, 5, 8>;
 using PackedQ6_K = PackedBlock<SuperScale, 6, 8>;
+using PackedMXFP4 = PackedBlock<Exponent, 4, 1>;
 
 // If `type` is quantised, calls f.template operator()<P>(), where P is the packed form of the type
 // (PackedQ8_0 for Q8_0), and returns the result of the call. Otherwise returns `none`.
@@ -132,6 +146,8 @@ R with_packed(Dtype type, R none, const F& f) {
       return f.template operator()<PackedQ5_K>();
     case Dtype::Q6_K:
       return f.template operator()<PackedQ6_K>();
+    case Dtype::MXFP4:
+      return f.template operator()<PackedMXFP4>();
     case Dtype::F32:
     case Dtype::BF16:
     case Dtype::F16:

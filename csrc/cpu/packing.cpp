@@ -21,8 +21,8 @@ struct Columns {
   int64_t count, k;
 };
 
-// Packs weights that are not quantised. kPair successive elements of a column are stored side by side in
-// reverse order: the first of two bfloat16 elements then is the upper half of a 32-bit word.
+// Packs weights that are not quantised. kPair successive elements of a column are stored side by side, in
+// reverse order. So the first of two bfloat16 elements becomes the upper half of a 32-bit word.
 template <class T, int kPair>
 void pack_plain(const Columns& columns, char* packed) {
   const int64_t k = columns.k;
@@ -166,6 +166,14 @@ struct RowBlock<PackedQ6_K> {
       }
     }
   }
+};
+
+template <>
+struct RowBlock<PackedMXFP4> {
+  uint8_t exponent, nibbles[16];
+
+  void scales(Exponent& out, int c) const { out.exponent[c] = exponent; }
+  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
 };
 
 // Stores 32 successive values of one row in column c of a unit (32 steps along K) of a panel.

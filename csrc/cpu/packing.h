@@ -14,9 +14,9 @@ struct Part {
   const void* data;
 };
 
-// The weights of a matmul: `matrices` matrices [rows, k], such as gate and up, whose panels alternate after
-// packing. With experts, there are `stacked` such sets, one for each expert, packed one after another.
-// `parts` contains the rows of all matrices in order. A panel never contains rows of two parts.
+// The weights of a matmul before packing: `matrices` matrices of shape [rows, k], such as gate and up. With
+// experts, there are `stacked` such sets, one per expert. `parts` contains the rows of all matrices in order.
+// Packing divides rows into panels of kPanel rows, and never puts rows of two parts into one panel.
 struct Matrix {
   int64_t stacked, matrices, rows, k, part_count;
   const Part* parts;

@@ -16,18 +16,18 @@ class Placement {
   void job_starts();
   // Thread `self` calls this before its part of a job.
   void part_starts(int self);
-  // Thread `self` calls this when thread `other` has work but does not run. The operating system may have
-  // queued both threads on the same core although another core is idle, and would correct this only
-  // milliseconds later. This call therefore restricts `other`, until the next job, to cores on which no other
-  // thread of the pool was seen.
+  // Thread `self` calls this when it sees that thread `other` has work but does not run. The operating system
+  // may have put both threads on the same core although another core is idle, and would take milliseconds to
+  // correct this. The call therefore restricts `other` to cores on which no other thread of the pool was
+  // seen, until the next job.
   void separate(int self, int other);
 
  private:
   struct Place;
   std::vector<Place> places_;
-  // Limits how often `separate` moves a thread to another core: each job adds 1 to the credit, up to
-  // kMostCredit, and a move costs kMoveCost. The limit is needed because moves do not help if the other cores
-  // are busy with other work, and then threads wait in every job.
+  // Limits how often `separate` moves a thread to another core. Each job adds 1 to the credit, up to
+  // kMostCredit, and each move costs kMoveCost. Without this limit, threads would be moved in every job, to
+  // no use, on a machine whose other cores are busy with other work.
   static constexpr int kMoveCost = 4, kMostCredit = 16;
   std::atomic<int> credit_{kMostCredit};
 };

@@ -10,9 +10,9 @@ namespace mk {
 // memory. Repeats the measurement for about `seconds` seconds and returns the best result.
 double probe_read(const Kernels& kernels, int threads, int64_t bytes, double seconds);
 
-// Returns the operations per second that `kernel`, one of the functions of Kernels that multiply and add,
-// does on `threads` threads together. Repeats the measurement for about `seconds` seconds and returns the
-// best result.
+// Measures arithmetic speed. Runs `kernel`, a loop of multiply-adds, on `threads` threads at once, and
+// returns the operations per second of all threads together. Repeats this for about `seconds` seconds and
+// returns the best result.
 double probe_multiply_add(double (*kernel)(int64_t, double*), int threads, double seconds);
 
 }  // namespace mk

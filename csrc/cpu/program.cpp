@@ -7,9 +7,9 @@ namespace {
 
 constexpr const char* kListNames[] = {"the prologue", "the body", "the epilogue", "the queues"};
 
-// A record list contains the instruction records of all streams or queues, one after another, and `offsets`
-// says where each begins. Throws unless the offsets ascend from 0 to the number of records, on which all
-// later code relies.
+// Checks one list of instruction records. The list has the records of all streams (or queues), one stream
+// after another; `offsets` says where each stream begins. Throws unless the offsets ascend from 0 to the
+// number of records, because later code relies on this.
 void check_offsets(const ProgramSource& source, int list, int64_t streams) {
   const int32_t* offsets = source.offsets[list];
   bool good = offsets[0] == 0 && offsets[streams] == source.lengths[list];

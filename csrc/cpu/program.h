@@ -1,6 +1,6 @@
-// A program as the interpreter executes it: instruction records in streams and queues, the counters that
-// order the instructions, and the total that each counter reaches. megakernel/program/program.py describes
-// the format.
+// A program in the form that the interpreter executes: instruction records in streams (one per worker) and in
+// shared queues, the counters that order the instructions, and the total that each counter must reach.
+// megakernel/program/program.py describes the format.
 #pragma once
 #include <atomic>
 #include <string>
@@ -34,9 +34,9 @@ struct ProgramSource {
   // Where each stream or queue begins in its list, followed by the end of the last one:
   // [ranks * workers + 1] for a segment, [ranks * queues + 1] for the queues.
   const int32_t* offsets[kRecordLists];
-  // Arrivals per launch at each counter, [ranks][counters]. Each layer has a block of counters, and the
-  // epilogue has another. The three arrays are for the first block, for each middle block and for the last
-  // block.
+  // How many signals each counter receives per launch, as arrays [ranks][counters]. Every layer has its own
+  // set ("block") of counters, and the epilogue after the layers has one more. totals[0] is for the first
+  // block, totals[1] for every block in the middle, and totals[2] for the last block.
   const int32_t* totals[3];
 };
 
@@ -68,8 +68,9 @@ class Program {
   int queue(int rank, int index) const { return rank * queues_ + index; }
   int queues() const { return queues_; }
 
-  // Returns the block of counters that a record in `segment` uses. Each layer has a block. The prologue
-  // shares the first layer's block, and the epilogue uses the one after the last layer's.
+  // Every layer has its own set ("block") of counters. Returns which block the instructions of a segment use:
+  // the prologue uses that of layer 0, the body that of `layer`, and the epilogue has one more after the last
+  // layer's.
   int32_t block(int segment, int32_t layer) const {
     return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }

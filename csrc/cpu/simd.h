@@ -1,6 +1,6 @@
-// Vectors of MK_LANES floats, written with the compiler's vector extension so that one source serves every
-// processor. Everything is in namespace MK_SIMD, so that the linker does not merge functions that were
-// compiled for different processors.
+// SIMD vectors of MK_LANES floats, written with the compiler's vector extension so that one source serves
+// every processor. This file is compiled once per instruction set. The namespace MK_SIMD differs each time,
+// so that the linker does not merge the resulting functions.
 #pragma once
 #include <string.h>
 
@@ -43,9 +43,9 @@ MK_INLINE F32 load(const float* p) {
   return v;
 }
 
-// Uses intrinsics because GCC compiles __builtin_convertvector to several instructions here, although AVX has
-// a single one. The AVX-512 intrinsic is the masked one because GCC warns about the header of the unmasked
-// one.
+// Widens 16-bit lanes to 32 bits. Intrinsics are used because GCC compiles __builtin_convertvector to several
+// instructions here instead of the single one that AVX has. The AVX-512 intrinsic is the masked form, because
+// GCC warns about the unmasked one's header.
 MK_INLINE U32 widen(U16 v) {
 #if defined(__AVX512F__)
   return (U32)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)v);
@@ -72,6 +72,20 @@ MK_INLINE F32 load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(__m128i{(long long)v, 0}));
 #else
   return __builtin_convertvector(__builtin_convertvector(v, I32), F32);
+#endif
+}
+
+// Loads unsigned bytes.
+MK_INLINE U32 load_bytes(const uint8_t* p) {
+  typedef uint8_t U8 __attribute__((vector_size(MK_LANES)));
+  U8 v;
+  memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+  return (U32)_mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)v);
+#elif defined(__AVX2__)
+  return (U32)_mm256_cvtepu8_epi32(__m128i{(long long)v, 0});
+#else
+  return __builtin_convertvector(v, U32);
 #endif
 }
 
@@ -140,9 +154,9 @@ MK_INLINE Part<T> part(const T* p, int n) {
   return to;
 }
 
-// Loads or stores the first n lanes. A load sets the other lanes to zero; a store leaves their memory
-// unchanged. With these functions, the last, partial vector of a row is computed by the same code as the
-// others, so a value's bits do not depend on where a tile ends.
+// Loads or stores only the first n lanes, for the last, incomplete vector of a row. A load sets the other
+// lanes to zero; a store leaves their memory unchanged. All other code then treats this vector like a full
+// one, so a value's bits do not depend on where a tile ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
   return n >= kLanes ? load(p) : load(part(p, n).lanes);
@@ -266,8 +280,27 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
 #endif
 }
 
-// Integer dot products of weights and activations, one in each lane. A 32-bit word contains four successive
-// weights, or four activations, as bytes. Weights have kBits bits and are unsigned, or signed if kBits is 8.
+// Turns bytes with 4-bit floats (a sign, two bits of exponent, one of mantissa) into twice their values,
+// plus 16.
+MK_INLINE U32 doubled_floats(U32 v) {
+#if defined(__AVX2__)
+  const __m128i table = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
+#endif
+#if defined(__AVX512F__)
+  return (U32)_mm512_maskz_shuffle_epi8(~0ull, _mm512_maskz_broadcast_i32x4(0xFFFF, table), (__m512i)v);
+#elif defined(__AVX2__)
+  return (U32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)v);
+#else
+  constexpr uint32_t kOnes = 0x01010101;
+  const U32 low = v & 7 * kOnes,
+            more = low & (v >> 2 & kOnes) * 3;  // 0, or the low two bits of codes from 4 on
+  const U32 size = low + more + (more & more >> 1 & kOnes) * 2;
+  return 16 * kOnes + size - (size * 2 & (v >> 3 & kOnes) * 255);
+#endif
+}
+
+// Integer dot products of weights and activations, one in each lane. Each 32-bit word has four bytes, for
+// four successive elements. Weights have kBits bits; they are unsigned, except that 8-bit weights are signed.
 // Activations are signed and at least -127.
 template <int kBits>
 class ByteSums {
@@ -307,8 +340,8 @@ class ByteSums {
     (void)j;
 #endif
   }
-  // Returns the sums of (weight - zero) * activation over all calls of add(). `total` is the sum of the
-  // activations. There must have been 4 or 8 calls, a multiple of the number that fits in a 16-bit lane.
+  // Returns, in each lane, the sum of (weight - zero) * activation over all earlier calls of add(), of which
+  // there must have been 4 or 8. `total` is the sum of the activations.
   MK_INLINE I32 value(int zero, int32_t total) const {
 #if defined(__AVX512VNNI__)
     if (kBits == 8) zero += 128;
@@ -324,10 +357,10 @@ class ByteSums {
   I32 wide_{};
 };
 
-// Computes e^x. Writes x as n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction), computes
-// e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), and adds n to the exponent field of the
-// result. Three cases are special: the result is zero for x below -87.3, so that no subnormal numbers occur;
-// it is 2.2e38 for x above 88.3; and it is NaN for NaN.
+// Computes e^x. Splits x into n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction),
+// computes e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), and adds n to the exponent of
+// the result. The result is 0 for x below -87.3 (no subnormal numbers), 2.2e38 for x above 88.3, and NaN for
+// NaN.
 MK_INLINE F32 exp(F32 x) {
   constexpr float kMagic =
       12582912.0f;  // 1.5 * 2^23: adding it to x rounds x to an integer, in the low mantissa bits of the sum

@@ -1,6 +1,6 @@
-// The CPU backend computes without subnormal numbers: every SIMD path treats subnormal float32 operands and
-// results as zero. The instruction that multiplies pairs of bfloat16 values always does so, and all SIMD
-// paths must produce the same bits.
+// The CPU backend treats subnormal float32 operands and results as zero. The reason is that all SIMD paths
+// must produce the same bits, and the instruction that multiplies pairs of bfloat16 values always treats
+// subnormals as zero.
 #pragma once
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
-// To time loads and arithmetic separately, a benchmark builds the kernel with -DMK_ABLATION set to a value of
-// Ablation (params.h), which omits either the copies or the arithmetic. The results of such a build are
-// meaningless, so its instructions do not wait for each other.
+// For benchmarks that time loads and arithmetic separately. Building the kernel with -DMK_ABLATION set to a
+// value of Ablation (params.h) leaves out either the copies or the arithmetic. The results of such a build
+// are meaningless, so instructions also do not wait for each other's results.
 #pragma once
 #include "plan.h"
 
@@ -12,8 +12,8 @@ constexpr Ablation kAblation = static_cast<Ablation>(MK_ABLATION);
 constexpr Ablation kAblation = Ablation::kNone;
 #endif
 
-// Takes the place of an instruction's arithmetic in a build that omits arithmetic: waits for each
-// shared-memory page that the instruction uses and releases it, so that the other warps proceed as usual.
+// Replaces an instruction's arithmetic in a build that leaves arithmetic out: waits for each shared-memory
+// page that the instruction loads and releases it at once, so that the loader and storer warps work as usual.
 template <class Pages>
 MK_FN void pass_pages(const Call& c, Pages& pages) {
   int page = 0;

@@ -10,27 +10,27 @@
 // Which pages an instruction uses, and in which order, depends on the instruction alone (plan.h). Every role
 // (loader, consumer, storer) can therefore list the same pages without communicating.
 //
-// One warp loads weights, another inputs. A wait on a barrier knows only the parity of a phase, so it could
-// confuse phases that are two apart. Both loaders therefore wait until a page is empty and then arrive at its
-// `full` barrier, although only one of them fills the page. So neither loader is ever more than kPages pages
-// (the whole ring) ahead of the other loader or of the consumers. No barrier is ever re-initialised.
+// One warp loads weights and another loads inputs. Both wait until a page is empty and both arrive at its
+// `full` barrier, although only one of them fills the page. So neither loader gets more than kPages pages
+// (the whole ring) ahead of the other, or of the consumer warps. This matters because a wait on an mbarrier
+// tests only the parity of a phase, and would confuse phases that are two apart. No barrier is ever
+// re-initialised.
 //
-// Up to kSlots instructions are in progress in a block. Instruction j uses instruction slot j % kSlots, whose
-// barriers complete one phase per instruction:
-//   fetched  the controller warp has written the slot's task
+// A block works on up to kSlots instructions at once. Instruction j uses the shared-memory slot j % kSlots,
+// with its description (the task) and these barriers, which complete one phase per instruction:
+//   fetched  the controller warp has written the task
 //   inputs   the input loader has seen that the instruction's inputs are written
 //   loaded   both loaders have requested all of the instruction's loads
 //   outputs  the consumer warps have issued and fenced all of their stores
-//   retired  both loaders, the storer and the consumer warps no longer need the slot
+//   retired  no warp needs the slot any longer (loaders, storer and consumer warps)
 //
-// A worker may be two SMs with a block each. The two blocks run the same instructions: each block processes
-// its part of an instruction's rows, or every second attention item. Page n serves the same purpose in both
-// blocks. Both blocks need the same pages of weights. Only one of the two loads such a page, and it writes
-// the page to both rings. So a ring's slot is refilled only when the consumer warps of both blocks have
-// released it, and neither block gets more than kPages pages ahead of the other. The controller of SM 0
-// serves both blocks: each block has its own `fetched` barriers, but only SM 0 has `loaded` and `retired`, at
-// which the roles of both blocks arrive. No block ends before both have finished, because each may access the
-// memory of the other until then.
+// A worker, which executes one instruction stream, may be two SMs with a block each. Both blocks run the same
+// instructions: each block processes a part of an instruction's rows, or every second attention work item.
+// Both need the same pages of weights, so one of the two blocks loads such a page and writes it to the rings
+// of both. A slot of the ring is therefore refilled only when the consumer warps of both blocks have released
+// it. The controller of SM 0 serves both blocks. Each block has its own `fetched` barriers, but `loaded` and
+// `retired` are only in SM 0, and the warps of both blocks arrive there. No block ends before both have
+// finished, because each may access the other's shared memory until then.
 //
 // A wait that lasts a millisecond is recorded in `late` (watchdog.h). A wait that exceeds the timeout aborts
 // the launch.
@@ -65,8 +65,9 @@ struct BlockMemory {
   Barrier parted;            // completes once all loader warps of the worker have finished
   uint32_t passed[kSms][2];  // [SM][loader]: number of pages that the loader had processed when it ended
 
-  // If a worker has two SMs, one of them loads each page of weights for both. For the latest page in each
-  // slot of the ring: the bytes of weights; negative if the other SM's loader requests them.
+  // For workers of two SMs, where one SM loads each page of weights for both. Entry s is for the newest page
+  // in slot s of the ring: the size of its weights in bytes, negative if the other SM loads them, or 0 if the
+  // page has no weights.
   int32_t shared[kSharedPages];
   Late late[kWarps];
   Sizes dims;
@@ -94,8 +95,8 @@ MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 // Where a page lies in the ring.
 struct Page {
   int slot;
-  // Parity of the phase that the slot's barriers complete for this page. The loaders may fill the page only
-  // after the preceding phase of the barrier `empty`, which has the other parity.
+  // The parity of the barrier phase that belongs to this page; the parity alternates each time the slot is
+  // reused. Before a loader fills the page, it waits for the phase before this one at barrier `empty`.
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }

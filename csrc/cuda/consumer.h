@@ -1,6 +1,6 @@
-// The consumer warps: eight warps that together do the work of an instruction. `Bodies::run(p, call, pages)`
-// is the work itself; `Bodies::prepare(p, call)` does what is possible before the instruction's inputs are
-// written.
+// The consumer warps are the eight warps of a block that together compute each instruction. `Bodies::run(p,
+// call, pages)` computes the instruction. `Bodies::prepare(p, call)` runs before it, and does what is
+// possible before the instruction's inputs are written.
 #pragma once
 #include "pages.h"
 

@@ -1,5 +1,5 @@
-// The controller is the warp that reads its worker's instruction stream, claims instructions from queues that
-// workers share, and hands one instruction after another to the other warps on all SMs of the worker.
+// The controller warp reads its worker's stream of instructions and hands each one to the other warps, on
+// both SMs if the worker has two. It also claims instructions from queues that all workers of a rank share.
 #pragma once
 #include "plan.h"
 
@@ -44,11 +44,10 @@ class Controller {
     return true;
   }
 
-  // Runs a drain instruction: claims instructions from a queue and hands them to the other warps, until
-  // workers have claimed all of the queue's first `op.end` instructions. Each claim is made as late as
-  // possible, so that a free worker gets the work and the claimed instruction runs soon. At a claim, at most
-  // one earlier instruction is unfinished. All its loads have been requested, so the counters for which it
-  // waits have reached their totals.
+  // Runs a drain instruction: claims instructions from a queue that workers share, and hands each to the
+  // other warps, until all of the queue's first op.end instructions have been claimed. A worker claims as
+  // late as possible, so that work goes to whichever worker is free. At a claim, the worker's previous
+  // instruction has requested all its loads, and the instructions before that one are finished.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -132,8 +131,9 @@ class Controller {
     ++published_;
   }
 
-  // Two SMs of a worker divide the rows of an instruction. Returns word i of the record for SM `sm`. It
-  // differs from `record` only in the two operands that name the first row and the number of rows.
+  // Returns word i of an instruction record, as SM `sm` of the worker gets it. If a worker has two SMs, they
+  // divide the instruction's rows. So the operands "first row" and "number of rows" differ between the SMs,
+  // and all other words are those of `record`.
   MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
     if constexpr (kSms == 1) return record[i];
     const bool rows = operation != Operation::kAttention && operation != Operation::kJoin;
@@ -148,9 +148,9 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // The rank's phases (isa.h), divided among the registers of the lanes, so that they take no shared memory.
-  // A worker of two SMs has no registers for them, so its lanes load a phase from memory, word by word. This
-  // costs relatively little, because instructions take longer on two SMs.
+  // A copy of the rank's phases (the model's operations, isa.h) in registers, divided among the lanes, so
+  // that they need no shared memory. With two SMs per worker, registers are short, so lanes load a phase from
+  // memory, word by word. This costs relatively little, because instructions take longer on two SMs.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

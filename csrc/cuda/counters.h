@@ -1,22 +1,22 @@
-// Instructions are synchronised by counters in global memory. A record has words that name the counters for
-// which its instruction waits, and words that name those to which it adds (signals). megakernel/isa/record.py
-// defines the words. If a word has the INDEXED bit, the counters depend on the requests in the step.
+// Instructions are ordered by counters in global memory. An instruction record has wait words, which name the
+// counters to wait for, and signal words, which name the counters to add to (megakernel/isa/record.py). If a
+// word has the INDEXED bit, its counters depend on the requests in the step.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
 
 namespace mk {
 
-// Returns the scope of all accesses to counters: the GPU if this GPU runs all ranks, otherwise the system.
-// All warps that add to a counter or wait for it must use the same scope, because the memory model treats
-// accesses with different scopes as a race.
+// Returns the memory scope of accesses to counters: the GPU if all ranks run on this GPU, otherwise the
+// system. All warps that access a counter must use the same scope, because the memory model treats accesses
+// with different scopes as a race.
 MK_FN Scope scope_of(const Params& params, const Sizes& d) {
   return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
 
-// Returns the address of a counter and the value that the counter must reach in this launch. Counters are not
-// reset between launches, and each SM of a worker signals separately. The value is therefore the number of
-// launches so far, times kSms, times the total that the program adds to the counter in one launch.
+// Returns the address of a counter, and the value that it must reach in this launch. Counters are not reset
+// between launches. So the value is the counter's total for one launch, times the number of launches so far,
+// times kSms, because each SM of a worker signals separately.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
@@ -24,9 +24,9 @@ MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int
               static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
-// Waits for the counters that a record's wait words name directly, without the INDEXED bit. This function,
-// wait_item and wait_rows return true once all counters have reached their values, and false if the launch
-// was aborted.
+// Waits for the counters that an instruction record's wait words name directly (without the INDEXED bit).
+// Like wait_item and wait_rows, returns true once all counters have reached their values, or false if the
+// launch was aborted.
 template <class P>
 MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& task) {
   if (!params.synchronise) return true;
@@ -36,9 +36,10 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Waits for the inputs of an attention item, a unit of attention work. These inputs have a grid of counters,
-// [row block][KV-head group], and wait word 0 of the record names the first of them. The function waits for
-// the counters of the row blocks and groups that the item reads.
+// Waits until the inputs of one attention work item (some rows and KV heads of a sequence) are written. Each
+// row block (group of rows) has one counter per group of KV heads. The function waits for the counters of all
+// blocks and groups that the item reads. Wait word 0 of the record names the first of these counters in
+// memory.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -53,9 +54,9 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Waits for the inputs of the final norm, which reads only the rows for which logits are needed. Each row
-// block has a counter, and wait word 0 of the record names the first of them. The function waits for the row
-// blocks of all logit rows that this rank normalises.
+// Waits until the inputs of the final norm are written. The final norm reads only the rows whose logits are
+// needed. Each row block (group of rows) has one counter. The function waits for the counters of all rows
+// that this rank normalises. Wait word 0 of the record names the counter of row block 0.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];
@@ -79,9 +80,9 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                scope_of(params, d));
 }
 
-// Adds to the counters that a record's signal words name directly, without the INDEXED bit. The lanes divide
-// the words, and the ranks of each word, among themselves. The constructor already loads the addresses of the
-// counters, so that `send` does not have to wait for them.
+// Signals the end of an instruction: adds to the counters that its record's signal words name directly
+// (without the INDEXED bit). The lanes divide the counters and the ranks among themselves. The constructor
+// loads the addresses of the counters early, so that `send` does not have to wait for them.
 template <class P>
 class Signals {
  public:
@@ -121,8 +122,9 @@ class Signals {
   Told told_[kWords];
 };
 
-// Signals that an attention item's output rows are final, by adding to the counter of their row block. Each
-// row block has a counter, and signal word 0 of the record names the first of them.
+// Signals that the output rows of an attention work item are final. Each row block (group of rows) has one
+// counter, and the function adds to that of the item's rows. Signal word 0 of the record names the first
+// counter.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                        int32_t item) {

@@ -131,8 +131,8 @@ class Device {
           : "memory");
   }
 
-  // Makes the copy engine see the current contents of a tensor map. The copy engine keeps maps in a cache
-  // beyond the end of a launch, and the host may write a map between launches.
+  // Makes the copy engine (TMA) see the current contents of a tensor map. This is needed because the host may
+  // write a map between launches, while the copy engine may still have the old one in its cache.
   MK_DEVICE void acquire_map(const TensorMap& map) {
     if (lane_ == 0)
       asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(&map) : "memory");
@@ -151,8 +151,8 @@ class Device {
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b)), "h"(static_cast<uint16_t>((1 << kSms) - 1))
         : "memory");
   }
-  // Each weight is read once per launch. Its lines in the L2 cache are therefore the first to be evicted, so
-  // that the machine code, the tables and the activations, which are few, stay there.
+  // Loads weights with the L2 policy "evict first". Each weight is read once per launch, so it need not stay
+  // in the L2 cache, which is better used for machine code, tables and activations.
   MK_DEVICE void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z,
                               Barrier& barrier) {
     asm volatile(
@@ -213,9 +213,9 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-  // Each poll is an acquire load, because after relaxed polls, acquiring would take a second access to the
-  // cache. __all_sync does not order memory, so __syncwarp follows it. After __syncwarp, the lane that starts
-  // loads of data sees the writes that the other lanes have acquired.
+  // Each lane polls with acquire loads; a relaxed poll would need a second access at the end, to acquire.
+  // __all_sync does not order memory, so a __syncwarp follows it. After that, the lane that starts the loads
+  // sees the writes that the other lanes have acquired.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -354,10 +354,10 @@ class Device {
     return static_cast<uint32_t>(here(static_cast<int32_t>(params_.timeout_ns >> kTick)));
   }
 
-  // Called again and again during a wait; `since` is 0 at first. Returns false if the launch was aborted. It
-  // reads the abort flag only once the wait has lasted a tick, so that all waiting warps of the GPU do not
-  // read the same word of memory all the time. All waiting lanes of a warp write the same record; only the
-  // addresses of counters may differ, and any of them will do.
+  // Called repeatedly while a warp waits. `since` is 0 at the first call. Returns false if the launch was
+  // aborted. Reads the abort flag, a word in memory, only once the wait has lasted a tick, to keep traffic
+  // low. From then on, it also records what the warp waits for. All lanes write the same record, except that
+  // each may wait for another counter; any of these will do.
   MK_DEVICE bool still_wait(uint32_t& since, const void* what, uint32_t parity, const Where& where) {
     const uint32_t ticks = waited(since);
     if (ticks == 0) return true;
@@ -366,8 +366,8 @@ class Device {
     if (ticks > limit()) abort();
     return true;
   }
-  // Clears the warp's record of a late wait, if there is one. Called when a wait has ended. If another lane
-  // is still waiting, that lane will record its own wait again.
+  // Called when a wait has ended. If the wait was long enough to be recorded as late, clears the warp's
+  // record. If another lane of the warp is still waiting, that lane writes the record again.
   MK_DEVICE void forget_late() {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }

@@ -1,16 +1,17 @@
 // Computes matmuls with few rows on the CUDA cores. Each output is a dot product, and each weight is loaded
 // into a shared-memory page once.
 //
-// A page contains kPieces pieces of rows; a piece is up to kPiece consecutive elements. The output columns
-// are computed in groups of 16, called units (8 columns of each matrix if there are two). A unit takes two
-// weight pages for each kPiece elements of the inner length. Consumer warp w processes piece w of both pages,
-// and so computes two outputs: columns 2w and 2w + 1 of the unit, or, with two matrices, column w of each.
-// Input rows stay in the ring until the end of their lap, a group of pages that are in the ring together.
-// Rows that the block has normalised itself are stored outside the ring. dot_pages (plan.h) lists the pages.
+// Matmuls for few rows, as dot products on the CUDA cores. Weights and inputs arrive in pages, each with
+// kPieces pieces (up to kPiece successive elements of a row). Output columns are computed in units of 16 (8
+// columns of each matrix if there are two). For each kPiece elements of the inner dimension, a unit needs a
+// pair of weight pages. Consumer warp w takes piece w of both pages, so it computes two outputs: columns 2w
+// and 2w + 1 of the unit, or column w of each matrix. Input rows stay in the ring of pages while several
+// weight pages pass. Rows that the block has normalised itself are in shared memory outside the ring.
+// dot_pages (plan.h) lists the pages.
 //
-// The order in which an output's products are added depends only on the inner length: a lane adds its
-// products in ascending order, then a tree adds the lanes' sums. For a normalised head, a warp adds the
-// squares of its columns in ascending order, then the warps' sums are added in order.
+// The order of additions is fixed, so results do not depend on the other rows: a lane adds its products in
+// ascending order, then a tree adds the sums of the lanes. For a normalised head, each warp adds the squares
+// of its columns in ascending order, then the sums of the warps are added in order.
 #pragma once
 #include "ops/memory.h"
 #include "plan.h"
@@ -22,9 +23,9 @@ constexpr int kDotRows = kDotInputPages * kPieces;  // maximum rows, if each fit
 static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// The addresses of one piece of each input row, in bytes from `base`. The piece of row 0 is at `first`, and
-// the piece of each further row is `stride` bytes after that of the previous row. An address that reaches
-// `end` wraps around to the start of the ring.
+// Where to find the same piece (range of elements) of each input row in the ring buffer, in bytes from
+// `base`. Row 0's is at `first`, and each further row's is `stride` bytes after the previous one. Addresses
+// from `end` on wrap around to the start of the ring.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -75,9 +76,9 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // Adds up the partial sums of several rows in steps. In every step, the lanes form two halves, and each
-  // lane gives the sums of half of its rows to its partner in the other half. For a single row, reduce() adds
-  // the sums in the same order.
+  // Adds up, for each row, the partial sums of all lanes. In each step, lanes work in pairs: each lane keeps
+  // half of its rows, and gives its sums of the other half to its partner. In the end, each lane has the
+  // total of one row. For a single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {
@@ -122,13 +123,14 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
   }
 }
 
-// Stores results that are Q, K or V heads. To normalise a head, the squares of all its columns are needed, so
-// a warp keeps its results until it has computed the last of its columns of the head.
+// Stores the results of a QKV projection. A head is normalised by the sum of the squares of all its columns,
+// so a warp keeps its results in registers until it has computed all its columns of the head.
 template <class P>
 class DotHeads {
  public:
-  // Stores the two columns of each row that this warp has computed in the unit of 16 columns that starts at
-  // column `unit` of the tile. For a normalised head, they are kept until the head's last unit.
+  // Takes the warp's results for one unit of 16 columns, which starts at column `unit` of the tile. The warp
+  // has computed two of these columns, for every row. Results are stored at once, unless the head must be
+  // normalised. In that case they are kept, and the call for the head's last unit stores the whole head.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     const bool normed = to.normed(m.tile.col + unit);
@@ -173,10 +175,10 @@ class DotHeads {
     }
   }
 
-  // Computes the scale of each row of a head from the warps' sums of squares. The rows are processed in
-  // parts, with two arrays in turn, so that one barrier per part is enough: before a warp writes an array
-  // again, it passes the barrier of the part in between, which every warp reaches only after it has read the
-  // array.
+  // Computes the factor that normalises each row of a head, from the sums of squares of all warps. The warps
+  // exchange their sums through shared memory, some rows at a time. Two arrays are used in turn, so one
+  // barrier per exchange is enough: before a warp overwrites an array, it has passed the barrier of the
+  // exchange in between, and so every warp has read the array.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {

@@ -35,8 +35,9 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
 // unrolled over all blocks, their code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// Calls each(block, h, e) for all pairs of neighbouring results in the first `blocks` accumulator blocks, but
-// in kTurn blocks at most. The pair is in row acc.row(h) of the tile, at column acc.col(e) of the block.
+// Calls each(block, h, e) for every pair of adjacent results that this lane holds, in the first `blocks`
+// blocks (8 columns each) of the accumulators, but at most kTurn blocks. acc.row(h) is the pair's row in the
+// tile, and acc.col(e) its column in the block.
 template <class Accumulators, class Each>
 MK_FN void for_pairs(int blocks, const Each& each) {
   MK_UNROLL for (int i = 0; i < kTurn; ++i) {
@@ -47,11 +48,11 @@ MK_FN void for_pairs(int blocks, const Each& each) {
   }
 }
 
-// Writes `blocks` blocks of results to output pages, starting with number `page`. A result has kElement
-// bytes, so a page has kTileRowBytes / kElement columns. `take(first)` returns the values of the kTurn blocks
-// that start with block `first`. `put(taken, first, i, h, e, at)` receives these values as `taken`; it stores
-// the pair of block first + i that `h` and `e` select (as in for_pairs) at address `at`. Returns the number
-// of the page after the last one.
+// Writes results to output pages in shared memory, from page number `page` on: `blocks` accumulator blocks of
+// 8 columns each. Returns the number of the page after the last one. A result has kElement bytes, so a page
+// has kTileRowBytes / kElement columns. The caller supplies two functions. `take(first)` returns the values
+// of kTurn blocks from block `first` on. `put(taken, first, i, h, e, at)` receives them as `taken`, and
+// stores the pair in block first + i that `h` and `e` select (see for_pairs) at address `at`.
 //
 // Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
 // host function.
@@ -114,9 +115,9 @@ MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumula
   }
 }
 
-// Passes results to ToHeads::store like store_results, but passes a normalised head twice: first to sum the
-// squares of its columns, then to store it. A lane adds the squares of its columns in ascending order, and
-// then the sums of the lanes that share a row are added.
+// Stores the results of a QKV projection. A head that must be normalised is passed to ToHeads::store twice:
+// first to add up the squares of its columns, then to store it. A lane adds the squares of its columns in
+// ascending order, then the sums of the lanes that share a row are added.
 template <class Accumulators>
 MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
   OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);

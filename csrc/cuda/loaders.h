@@ -1,24 +1,24 @@
-// The two loaders, which load pages into shared memory. The weight loader never waits for data of this
-// launch. It therefore runs ahead, beyond the current instruction, as far as there are empty pages. The input
-// loader waits for each instruction's counters before it loads the inputs.
+// The two loader warps, which copy data to pages in shared memory. The weight loader runs ahead to later
+// instructions as long as pages are free, because weights do not depend on other instructions. The input
+// loader first waits for each instruction's counters, because other instructions write its inputs.
 #pragma once
 #include "ablation.h"
 #include "counters.h"
 
 namespace mk {
 
-// Notes how many bytes of weights for both SMs of the worker are loaded into a slot of the ring; negative if
-// the other SM loads them. Only the weight loader calls this.
+// For workers of two SMs, where one SM loads each page of weights for both. The weight loader notes what is
+// loaded into slot `slot` of the ring: `bytes` bytes of weights, negative if the other SM loads them, or 0 if
+// the page has no weights.
 template <class P>
 MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;
 }
 
-// Starts the loads of a page, as one copy or as several copies that the lanes divide among themselves. `rows`
-// is the address that `pieces_of` returned. The two SMs of a worker take turns: one loads a page of weights
-// for both. If a single copy loads a page of weights for dot products, the function also prefetches a later
-// page, which does not fit into the ring yet, into the L2 cache. So memory stays busy while workers wait for
-// one another.
+// Starts the load of a page into slot `slot` of the ring. If the worker has two SMs, they take turns: one SM
+// loads a page of weights for both. `rows` is the result of `pieces_of`. For weights of dot products, also
+// prefetches a later page, for which the ring has no room yet, into the L2 cache. Memory then stays busy
+// while workers wait for one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -43,9 +43,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   if (use.whole) {
     if (p.lane() == 0) {
       if (uses_dots(block.dims) && use.pieces) {
-        // Two pages form a pair (members 0 and 1) and are loaded for the same range of columns. If there are
-        // two matrices, each page has this range of one matrix. If there is one matrix, each page has every
-        // second column of the range.
+        // Weight pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two
+        // matrices, the pages have the same columns of one matrix each. With one matrix, page 0 has the even
+        // columns of the pair and page 1 the odd ones.
         const bool two = use.step == 1;
         const int32_t piece = use.x / kPieceInner;
         p.load_columns(page, map, piece, two ? use.y : use.member, two ? use.member : use.y / 2, use.z, full);
@@ -68,9 +68,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   p.sync_warp();
 }
 
-// For a matmul that is computed as dot products: returns the address of the matrix whose rows a loader
-// copies, in pieces of at most kPiece elements. The address is the start of a buffer or of the instruction's
-// layer in that buffer. Returns null if the loader copies no such pieces.
+// For a matmul that is computed as dot products, returns the address from which a loader copies pieces of
+// rows: the inputs if `inputs` is set, otherwise the weights of the current layer. Returns null if the loader
+// copies no pieces for this task.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
@@ -80,12 +80,11 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Called at the end of the stream by loader 0 (weights) or 1 (inputs), which has arrived at the `full`
-// barriers of `page` pages. After an abort, loads may still be in flight, and a block must not end before
-// they have completed. This function therefore waits for the `full` barriers of all pages in the ring.
-// Before that, a loader that has processed fewer pages than another loader arrives at the barriers of the
-// missing pages, because otherwise these barriers would never complete. The wait skips a page if the other SM
-// should have requested the page's weights but has not.
+// Called by a loader (0 weights, 1 inputs) when its stream ends, after it has processed `page` pages. After
+// an abort, loads may still be in flight, and a block must not end before they complete. So this function
+// waits for the `full` barriers of all pages in the ring. Both loaders must arrive at these barriers. A
+// loader that has processed fewer pages than another first arrives for the pages that it has missed. A page
+// is skipped if the other SM should have loaded it for both but has not.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
@@ -119,9 +118,9 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   }
 }
 
-// Runs the weight loader or the input loader. Both process the same list of pages. Each loader fills the
-// pages of its own kind (weights or inputs), and for every other page only arrives at the page's `full`
-// barrier.
+// Runs the weight loader or the input loader. Both go through the same list of pages. The weight loader fills
+// pages of weights, and the input loader pages of inputs. For all other pages, a loader only arrives at the
+// page's `full` barrier, which needs both loaders.
 template <class P>
 MK_FN void load(P& p, Block<P>& block, const Params& params) {
   const bool inputs = p.warp() == kInputWarp;
@@ -132,10 +131,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // For dot products, the ring is filled with weight pages and then with pages of input rows. The input
-    // loader arrives at the barriers of the weight pages too, and must first wait until their slots are
-    // empty. It waits for these slots before it waits for the counters, because the slots, which earlier
-    // instructions may still use, become free first.
+    // For dot products, pages of weights come before pages of inputs. For these weight pages, the input
+    // loader must also wait until their slots are empty, and arrive at their barriers. It does so before it
+    // waits for the counters of the inputs, because the slots become free earlier.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;

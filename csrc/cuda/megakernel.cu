@@ -1,7 +1,7 @@
-// The megakernel: one block per SM, which runs the stream of its worker from the first instruction to the
-// last. This file is the device's only translation unit. Compile it for sm_90a. -DMK_TRACE=1 makes the kernel
-// record intervals for a trace. -DMK_UNITS and -DMK_SMS are the Dims.units and Dims.sms of the programs that
-// the build can run. For -DMK_ABLATION see ablation.h.
+// The megakernel: each SM runs one block, which executes its worker's instruction stream from the first to
+// the last instruction. Compile this file, the only one with device code, for sm_90a. -DMK_TRACE=1 makes the
+// kernel record a trace. -DMK_UNITS and -DMK_SMS must equal Dims.units and Dims.sms of the programs to run.
+// For -DMK_ABLATION see ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -23,9 +23,9 @@ struct Shared {
 static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must not exceed kSharedBytes");
 constexpr int kAlignment = 1024;
 
-// Registers per thread after setmaxnreg has moved some from the warps that move data (service warps) to those
-// that compute. If the warps together request more than the block was launched with, one of them waits
-// forever.
+// Registers per thread, after setmaxnreg has moved some from the warps that move data (service warps) to the
+// warps that compute (consumers). The total must not exceed what the block was launched with: otherwise a
+// warp would wait for registers forever.
 #define MK_SERVICE_REGISTERS 56
 #define MK_CONSUMER_REGISTERS 224
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -34,8 +34,8 @@ static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kCo
               "the warps must not request more registers than the launch provides");
 
 #if MK_TRACE
-// Reads the SM's clock and the wall clock at one moment, to convert a trace's SM times to wall times. The
-// wall clock advances in steps, so the function waits for the next one.
+// Reads the SM's clock and the wall clock at the same moment, so that times in a trace can be converted to
+// wall time. The wall clock advances in steps, so the function first waits for its next step.
 MK_DEVICE void stamp(Device& p, uint64_t* to) {
   const uint64_t before = wall_ns();
   uint64_t wall = before;

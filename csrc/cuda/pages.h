@@ -31,10 +31,10 @@ class Pages {
     p_.wait(block_.full[page.slot], page.parity, task_.where);
     return block_.pages[page.slot];
   }
-  // Releases page i and the n - 1 pages after it, for this warp. Every consumer warp must release every page
-  // that is not an output page. Pages are filled through the asynchronous proxy. Tensor cores also read
-  // through it, but ordinary reads go through the generic proxy, so a fence must order them before the next
-  // fill.
+  // Tells the loaders that this warp no longer needs page i and the n - 1 pages after it. Every consumer warp
+  // must release every page, except output pages. The next load of a page goes through the async proxy. If
+  // the warp has read the page through the generic proxy (ordinary reads), a fence must first order these
+  // reads before the load. Tensor cores read through the async proxy and need no fence.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
     for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);
@@ -59,8 +59,8 @@ class Pages {
     }
   }
 
-  // Called in attention by every consumer warp when it has stored and fenced its part of an attention item.
-  // Once all consumer warps have called it, the item's rows are complete, and their counters are signalled.
+  // Attention only: every consumer warp calls this once it has stored and fenced its part of a work item.
+  // When all have called it, the output rows of the item are complete, and one warp signals their counter.
   MK_FN void done(int item) {
     p_.consumer_sync();
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);

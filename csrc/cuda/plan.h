@@ -1,11 +1,11 @@
-// Lists the shared-memory pages that an instruction uses. The list depends only on the instruction's record,
-// the sizes and the step table, so every role (loaders, consumers, storer) can call `for_pages` and get the
-// same pages in the same order. The callback `each` contains a role's code and is inlined. To avoid several
-// copies of this code, the function for each kind of instruction calls `each` in a single place.
+// Lists the shared-memory pages that an instruction uses, in order. The list depends only on the
+// instruction's record, the sizes and the step table. So every role (loaders, consumers, storer) calls
+// `for_pages` and gets the same list, without communicating. The callback `each` is a role's code for one
+// page. It is inlined, so each kind of instruction calls it in only one place.
 //
-// There are two page formats. A page of tiles holds boxes, which are rectangles of kBoxRows rows x 128 bytes.
-// A page of pieces holds up to kPieces pieces, each of which is up to kPiece successive elements of a row. If
-// PageUse::whole is set, a single bulk copy loads the page. Otherwise there is one copy per box or piece.
+// A page has one of two formats. A page of tiles has boxes of kBoxRows rows x 128 bytes. A page of pieces has
+// up to kPieces pieces, each with up to kPiece successive elements of a row. If PageUse::whole is set, one
+// bulk copy loads the page; otherwise each box or piece has its own copy.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -118,9 +118,8 @@ MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   return layered ? weight_layer(task.phase, d, task.where.layer) * matrices : 0;
 }
 
-// A matmul on tensor cores divides its output columns into chunks. Returns the number of columns per chunk.
-// A chunk first uses its operand pages, step by step along the inner dimension (kTileInner elements per
-// step), and then its output pages.
+// Returns how many output columns a matmul on tensor cores computes at a time (a chunk). The chunk's pages
+// are its operands, kTileInner elements of the inner dimension per step, and then its results.
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
 // Whether the results are written to output pages, which the storer copies to global memory.
 MK_FN bool by_pages(Result result) {
@@ -200,13 +199,14 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   return true;
 }
 
-// For dot products, the weight columns are divided into units of 16 (8 of each matrix if there are two), and
-// the inner dimension into pieces of kPiece elements. For each piece, a unit uses a pair of weight pages.
-// With one matrix, the first page of the pair holds the even columns and the second page the odd columns.
-// With two matrices, each page holds the columns of one matrix.
+// Pages of a matmul that is computed as dot products. The output columns are divided into units of 16 (8 of
+// each matrix if there are two), and the inner dimension into pieces of kPiece elements. A unit needs a pair
+// of weight pages for each piece. With one matrix, one page of the pair has the even columns and the other
+// page the odd ones. With two matrices, each page has the columns of one matrix.
 //
-// The ring of pages is filled once per lap. Each lap loads weight pages and then all input rows, so inputs
-// are loaded again in every lap. Piece p of input row r has number p * rows + r.
+// The ring of pages is too small for all weights, so it is filled several times, in "laps". Each lap loads
+// weight pages and then all input rows, so the inputs are loaded again in every lap. Piece p of input row r
+// has number p * rows + r.
 //
 // Returns the output columns per unit.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
@@ -219,13 +219,14 @@ MK_FN int32_t dot_pieces(const Matmul& m) {
   return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
-// dot_weight_pages() returns the number of weight pages of the whole instruction, and lap_weights() that of a
-// full lap. The latter is even, so that both pages of a pair are in the same lap.
+// dot_weight_pages() returns how many weight pages a dot-product matmul uses in all. lap_weights() returns
+// how many fit in the ring at once, beside the inputs. That number is even, because weight pages come in
+// pairs.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
-// Returns a table of 4-bit entries. Entry n is the number of units (groups of columns) whose weight pages fit
-// into kAheadPages if the inner dimension has n pieces. The kernel looks this number up, because an integer
-// division would take as long as the work on a page.
+// Returns a table with one 4-bit entry per number of pieces (parts of the inner dimension). Entry n is how
+// many units (groups of columns) have weight pages that fit into kAheadPages if a row has n pieces. The
+// kernel uses a table because an integer division would take as long as the work on a page.
 MK_DIMS_FN constexpr uint32_t ahead_units() {
   uint32_t bits = 0;
   for (int pieces = 1; pieces < 8; ++pieces)
@@ -303,8 +304,8 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// first_item() returns the first attention item that this SM executes for the task. end_item() returns the
-// index after the task's last item. With two SMs per worker, each SM executes every second item.
+// The attention work items of a task are [first_item(), end_item()). If a worker has two SMs, each SM
+// executes every second item, and first_item() is the first one of this SM.
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
 }
@@ -319,24 +320,25 @@ struct KvBlocks {
   int32_t begin, end;
 };
 
-// Returns the KV blocks that an attention item reads in a layer whose rows attend to the last `span` tokens:
-// blocks before the first token that the item's first row sees are left out.
+// Returns which KV blocks an attention work item reads. In a layer with a sliding window, rows attend only to
+// the last `span` tokens, so blocks before the window of the item's first row are left out.
 MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
   const int32_t first = first_visible(span, s.positions[s.item_row[item]]) / kKvBlock;
   return {lower_of(higher_of(begin, first), end), end};
 }
 
-// Lists the pages of an attention item. attention.h explains its units (tiles of query rows with one KV
-// head). In a pass, each consumer warp processes one unit. A pass goes through the KV blocks and, for each
-// block, through the pass's KV heads. For each head, the pages of keys come before those of values. Keys
-// [element][token] are split into halves of 64 tokens, and values [token][element] into halves of 64
-// elements. A half has a page of its own. But heads of at most kTileInner elements have only one page of
-// keys, with both halves, and one page of values.
+// Lists the pages of one attention work item. Its query rows are divided into tiles, and in each pass every
+// consumer warp processes one tile (attention.h). A pass goes through the KV blocks and, in each block,
+// through the KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token]
+// are split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is a
+// page, but for heads of at most kTileInner elements, one page has both halves of the keys and one page has
+// all values.
 //
-// A padding item has one empty page, which counts as loaded once the item's counters are complete. So has an
-// item of a split whose KV blocks all come before the window of the layer. With two SMs per worker, the SM
-// whose items have fewer pages adds `task.empty` empty pages after them, so that both rings stay in step.
+// An item without KV blocks to read has one empty page, which becomes full once the item's counters are
+// complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.
+// With two SMs per worker, the SM that uses fewer pages adds `task.empty` empty ones, so both use equally
+// many.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);

@@ -90,10 +90,10 @@
 //                                            records an interval that ends now, if kTrace is not 0
 //   void stall(uint64_t ns)                  delays the warp by `ns` nanoseconds, if kTrace is not 0
 //
-// After an abort, waits for data return false at once. All warps still go through the instructions that the
-// controller has handed to them, but without loads, bulk stores or signals. The controller then hands over
-// the end of the stream. So all warps of a block still meet at the same barriers. If a warp does not arrive
-// at a barrier, or a load never ends, the other warps stop waiting after a time limit and exit.
+// How a block ends after an abort: waits for data return false at once. The warps still go through all
+// instructions that the controller has handed to them, but without loads, bulk stores or signals, and so they
+// still meet at the same barriers. The controller then hands over the end of the stream. If a warp or a load
+// never arrives at a barrier, the other warps give up after a time limit and exit.
 #pragma once
 #include "arithmetic.h"
 #include "params.h"

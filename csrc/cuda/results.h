@@ -1,5 +1,5 @@
-// The destinations of a matmul's results, with one class for each. So that `store` repeats no work, data that
-// depends only on the row or only on the column is computed first:
+// What a matmul does with its results, one class for each destination. To avoid repeated work, data that
+// depends on the row alone or on the column alone is computed first:
 //   row(r)     returns the data that `store` needs for output row r, such as addresses
 //   column(c)  returns the data that `store` needs for the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
@@ -13,12 +13,12 @@
 
 namespace mk {
 
-// The destination of a QKV projection: queries are stored to the phase's output, keys and values to the KV
-// cache. RoPE rotates queries and keys by the angles of the row's position. If the phase has a head norm,
-// queries and keys are normalised before the rotation, which needs two passes: all columns of a head are
-// passed to `store` twice. In the first pass `squares` is set, and `store` only adds their squares to
-// Row.norm. The caller then sums Row.norm over all lanes or warps that share the row, converts the sum with
-// `scale`, and puts the factor into Row.norm for the second pass.
+// Destination of a QKV projection: queries go to the phase's output, keys and values to the KV cache. Queries
+// and keys are rotated (RoPE) by the angles of the row's position. If the model normalises heads, this takes
+// two passes, and the caller passes all columns of a head to `store` twice. In the first pass, with `squares`
+// set, `store` only adds their squares to Row.norm. The caller then adds up Row.norm over the lanes or warps
+// that share the row, and replaces it by the factor `scale(sum)`. In the second pass, `store` stores the
+// results.
 class ToHeads {
  public:
   struct Row {
@@ -61,8 +61,9 @@ class ToHeads {
     return out;
   }
 
-  // A pair of adjacent columns. `to` is the buffer to which it is stored: Q, K_CACHE or V_CACHE. `element` is
-  // the first column's index in its head. `at` is the column's offset, in elements, from the address in Row.
+  // Data for two adjacent columns. `to`: the buffer for them (Q, K_CACHE or V_CACHE). `element`: the index of
+  // the first column in its head. `at`: the offset of the columns, in elements, from the row's address in
+  // Row.
   struct Column {
     Buffer to;
     int element;
@@ -143,8 +144,9 @@ class ToResidual : public To {
   }
 };
 
-// Stores this rank's partial sums in its own part of the output buffer, at the rank that owns the row's
-// residual, or at all ranks if the residual is replicated.
+// Destination of partial sums that a later all-reduce adds up. They go to the rank that owns the row's
+// residual, or to all ranks if the residual is replicated. In the output buffer, each sending rank has its
+// own part.
 class ToPartial : public To {
  public:
   using To::To;

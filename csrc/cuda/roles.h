@@ -9,8 +9,8 @@
 
 namespace mk {
 
-// Initialises the shared memory of block `index` of the grid. All warps of the block call it. `index` must be
-// below ranks * workers * kSms, so that the block has an instruction stream.
+// Initialises the shared memory of block number `index` of the grid. All warps of the block call it. The
+// block must have an instruction stream, so `index` must be below ranks * workers * kSms.
 template <class P>
 MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   if (p.warp() == kControllerWarp && p.lane() == 0) {

@@ -1,14 +1,14 @@
-// The storer is the warp that copies output pages from shared memory to the memory of any rank. It adds to an
-// instruction's counters once all of the instruction's stores are visible.
+// The storer warp copies output pages from shared memory to global memory, of this rank or of others. Once
+// all of an instruction's stores are visible, it signals the instruction's counters.
 #pragma once
 #include "counters.h"
 #include "plan.h"
 
 namespace mk {
 
-// Starts the bulk stores of an output page, which lies in slot `slot` of the ring. Results for the residual
-// are added to it in memory. Partial sums are stored at the rank that owns the rows' residual, or at all
-// ranks if the residual is replicated. All other results are stored at this rank.
+// Starts the bulk stores of the output page in slot `slot` of the ring. Where they go depends on the result:
+// results for the residual are added to it; partial sums go to the rank that owns the rows' residual, or to
+// all ranks if the residual is replicated; all other results are stored at this rank.
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,
                  int slot) {
@@ -55,9 +55,10 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                store(p, block, params, slot.task, use, at.slot);
                stored = true;
              }
-             // An output page is released once its store has read it. To let two stores overlap, the storer
-             // first starts the store of the next output page and then waits. After the last output page of a
-             // chunk (256 columns), the storer waits at once, because the next chunk's pages need the slot.
+             // An output page may be released when its bulk store has read it. So that two stores overlap,
+             // the storer starts the store of the next output page before it waits for this one. Only after
+             // the last output page of a chunk (256 columns) it waits at once, because the next chunk's pages
+             // need the slot.
              release(output ? 1 : 0);
              reading = output ? at.slot : -1;
              return true;

@@ -30,20 +30,18 @@ MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
 }
 constexpr uint64_t kDescriptorStep = 32 / 16;
 
-// These functions tell which elements of an mma.m16n8k16 fragment a lane holds. A lane has four float
-// accumulators of C: two adjacent columns in a row between 0 and 7, then the same columns in the row 8
-// further down (half = 1). wgmma accumulators have the same layout for a warp's 16 rows, repeated for every 8
-// columns.
+// Which elements of an mma.m16n8k16 fragment a lane holds. Of the result C, a lane has two adjacent columns
+// of row lane / 4 (half = 0) and the same columns of the row 8 below (half = 1). wgmma accumulators have the
+// same layout for the 16 rows of a warp, repeated for every 8 columns.
 MK_FN constexpr int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MK_FN constexpr int fragment_col(int lane) { return lane % 4 * 2; }
-// Matrix A has 16 rows and 16 columns along k. A lane holds four 32-bit words of it, each with two elements
-// that are adjacent along k. `a_k` gives the first k of a word; its row is that of
-// fragment_row(lane, word % 2).
+// Of matrix A (16 rows, 16 columns along k), a lane holds four 32-bit words, each with two elements adjacent
+// along k. `a_k` returns a word's first k. The word's row is fragment_row(lane, word % 2).
 MK_FN constexpr int a_k(int lane, int word) { return lane % 4 * 2 + word / 2 * 8; }
 
 // ldmatrix.x4 loads four 8 x 8 matrices of 16-bit elements. Each lane passes the address of one row of one
-// matrix; these functions return the numbers of this matrix and row. The lane receives one 32-bit word of
-// each matrix: two elements that are adjacent in a row or, with .trans, in a column.
+// matrix; the two functions return which matrix and which row. Each lane receives one 32-bit word per matrix:
+// two elements that are adjacent in a row or, with .trans, in a column.
 MK_FN constexpr int ldmatrix_matrix(int lane) { return lane / 8; }
 MK_FN constexpr int ldmatrix_row(int lane) { return lane % 8; }
 

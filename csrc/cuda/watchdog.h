@@ -1,13 +1,13 @@
 // Detects waits that last too long because of a bug in the program or in the interpreter.
 //
-// Most warps that wait forever wait for another warp that is stuck too, so no single warp can tell where the
-// fault is. Each wait is recorded after a millisecond, and the first wait that lasts Params.timeout_ns aborts
-// the launch. By then every stuck warp has a record, and the abort does not change these records.
-// megakernel/runtime/cuda/stall.py reads all records and finds the one wait that the others wait for.
+// Finds out why a launch hangs. Most stuck warps wait for another warp that is stuck too, so no single warp
+// can tell where the fault is. Therefore each wait is recorded after a millisecond, and a wait of
+// Params.timeout_ns aborts the launch. By then every stuck warp has a record, and the abort keeps the
+// records. megakernel/runtime/cuda/stall.py reads them and finds the one wait that all others depend on.
 //
-// The code that waits writes a short record to the block's array `late` in shared memory: the address of the
-// barrier or counter, and the current instruction. Before a warp ends, it translates its record and writes it
-// to Params.diagnoses.
+// A late wait is first recorded in the block's array `late` in shared memory, as the address of the barrier
+// or counter, and the current instruction. Before a warp ends, it translates its record and writes it to
+// Params.diagnoses.
 #pragma once
 #include "counters.h"
 

@@ -62,8 +62,9 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // The lane's results in kCount blocks of 8 columns. blocks(first) returns those from block `first` on, a
-  // multiple of kCount. Registers cannot be indexed at run time, so branches select them.
+  // A lane's results, in kCount blocks of 8 columns each. blocks(first) returns the results of the kCount
+  // blocks from block `first` on, a multiple of kCount. It selects them by branches, because registers cannot
+  // be indexed at run time.
   template <int kCount>
   struct Blocks {
     float v[4 * kCount];

@@ -1,5 +1,5 @@
-// Simulates the last-level cache of one rank (a GPU, or a group of CPU cores). Each entry of the cache is a
-// piece of data that instructions use as a whole, such as a weight tile.
+// Simulates the last-level cache of one rank (a GPU, or a group of CPU cores). An entry of the simulated
+// cache is not a cache line but a larger piece of data, such as a weight tile.
 #pragma once
 #include <stdint.h>
 
@@ -9,18 +9,17 @@
 
 namespace mk::simulate {
 
-// Approximates an LRU cache: an entry is evicted when, since its last use, more bytes than the cache's
-// capacity have entered the cache. In all methods, `filled` is the total number of bytes that have entered
-// the cache so far.
+// Approximates an LRU cache. An entry is evicted when, since its last use, more bytes than the capacity have
+// entered the cache. The parameter `filled` of all methods is the total of bytes that have entered so far.
 class Cache {
  public:
-  // `capacity` is in bytes, and `sizes` has the size in bytes of each of the `pieces` entries. Entries [0,
-  // layered), such as weights, have different contents in each layer of the model.
+  // `capacity`: size of the cache in bytes. `sizes`: size in bytes of each of the `pieces` entries. The first
+  // `layered` entries, such as weights, have different contents in each layer of the model.
   Cache(double capacity, const double* sizes, int32_t pieces, int32_t layered)
       : capacity_(capacity), sizes_(sizes), layered_(layered), entries_(pieces) {}
 
-  // Models a read of `bytes` bytes of entry `piece`, and returns how many of them were not in the cache, so
-  // that they come from memory. Afterwards, all of them are in the cache.
+  // Models a read of `bytes` bytes of entry number `piece`. Returns how many of these bytes come from memory,
+  // because they were not in the cache. Afterwards all of them are in the cache.
   double read(int32_t piece, int32_t layer, double bytes, double filled) {
     Entry& e = touch(piece, filled);
     if (piece < layered_ && e.layer != layer) {
@@ -40,8 +39,9 @@ class Cache {
     e.dirty = true;
   }
 
-  // Returns how many bytes were written back to memory since the last call, because entries that contain
-  // stored data were evicted. An eviction is noticed only at the next use of the entry.
+  // Returns how many bytes have been written back to memory since the last call of this function. Bytes are
+  // written back when an entry with stored data is evicted; the simulation notices this at the entry's next
+  // use.
   double take_written_back() { return std::exchange(written_back_, 0.0); }
 
  private:

@@ -26,9 +26,9 @@ inline bool is_sound(const Program& p, const Task& t) {
          is_range(t.first_signal, t.end_signal, p.signal_count);
 }
 
-// Returns whether an instruction record signals only counters that exist. Each layer has a block of counters.
-// Only records of the body and of the queues, which run once per layer, may signal counters of the next
-// layer.
+// Checks that an instruction record signals only counters that exist. Each layer has its own set of counters.
+// A signal may go to the next layer's set (`next`) only if the record runs once per layer, which is so for
+// the program's body and for queues.
 inline bool has_blocks(const Program& p, int list, const Record& r) {
   if (list == kBody || list == kQueues) return true;
   for (int32_t s = p.tasks[r.first_task].first_signal; s < p.tasks[r.end_task - 1].end_signal; ++s)

@@ -1,7 +1,7 @@
-// A discrete-event simulation of a program. Each worker (an SM) is modelled as a pipeline of the following
-// parts, which all process the worker's tasks in order. Loaded data goes into the worker's ring, a circular
-// buffer of pages in shared memory. The load of a task is divided into a head, which begins before the task's
-// waits are satisfied, and a body, which begins afterwards.
+// A discrete-event simulation of a program. Each worker (an SM) is a pipeline of the parts below; every part
+// processes the worker's tasks (an instruction, or a part of one) in order. Loaded data goes into the
+// worker's ring, a circular buffer in shared memory. Each load has two parts: the "head" begins before the
+// task's waits are satisfied, and the "body" afterwards.
 //   controller     sets up a task if fewer than `in_flight` tasks are between set-up and the end of their
 //                  store
 //   weight loader  loads the head: as many weights as the ring has room for, and inputs too if the waits are
@@ -110,8 +110,8 @@ class Engine {
     double fetched = 0.0;  // time at which the controller has set the task up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    // When the last part of the task's load begins. This part is as many bytes as the ring can hold at once,
-    // so the task has requested all its pages soon after this time.
+    // The time at which the last part of the task's load begins. The last part is as many bytes as the ring
+    // buffer holds at once, so soon after this time the task has requested all its data.
     double last_begin = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
@@ -129,9 +129,9 @@ class Engine {
     int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    // The head of the next task is the part of its load that begins before its waits are satisfied: when it
-    // began to wait for room in the ring, when it will begin to load, and which fraction of the whole load it
-    // is.
+    // The next task may begin to load before its waits are satisfied; this first part of its load is called
+    // the head. head_asked: when it began to wait for room in the ring buffer. head_due: when it will begin
+    // to load. head_part: which fraction of the whole load it is.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
     // numbers of loads in progress, for each part of a task's load, and of stores in progress
@@ -199,9 +199,9 @@ class Engine {
     return true;
   }
 
-  // Takes the worker's next task. A drain is a record that executes records of a queue, which the workers of
-  // a rank share. If the worker's record is a drain, the worker claims a record of the queue and takes the
-  // first task of that; when none is left, it takes the drain's own task.
+  // Takes the worker's next task. A drain is an instruction record that makes workers execute records of a
+  // shared queue. If the current record is a drain, the worker claims a record from the queue and takes its
+  // first task. If the queue is empty, it takes the drain's own task.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
@@ -223,16 +223,16 @@ class Engine {
   // Returns whether the worker's next task may have to be claimed from a queue.
   bool claims(Worker& w) const { return seek(w) && w.task == w.task_end && p_.records[w.record].queue >= 0; }
 
-  // Returns which fraction of a task's loaded bytes fits into the ring at once, beside the bytes that the
-  // task keeps there until it is computed and the bytes of its outputs.
+  // Returns which fraction of a task's loads fits into the ring buffer at once. Some of the ring is not
+  // available for loads: the bytes that stay there until the task is computed, and the bytes of its outputs.
   double kept(const Task& task) const {
     const double ring = c_.ring_bytes - task.held_bytes - task.output_bytes;
     return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
   }
 
-  // A worker claims from a queue only when the task before has requested all its loads. Returns that time, or
-  // kNever if it is not known yet. By then the waits of the task are satisfied, and its computation has
-  // released so many pages that the ring has room for its remaining loads.
+  // Returns when the worker's latest task has requested all its loads; kNever if this is not known yet. Only
+  // then does the worker claim another task from a queue. At this time the task's waits are satisfied, and
+  // the ring buffer has room for all loads that remain.
   double asked_for(Worker& w) const {
     const Run& run = w.run(w.fetched - 1);
     const double kept = this->kept(*run.task);
@@ -273,9 +273,9 @@ class Engine {
 
   // -- loaders
 
-  // Returns how many bytes of the ring task `n` can use. A task that is being computed releases its pages
-  // gradually. Once it has been loaded completely, its pages are included in the result, and `leaving` is set
-  // to their size in bytes; otherwise `leaving` is set to 0.
+  // Returns how many bytes of the ring buffer are free for task number `n`. A task that is being computed
+  // releases its part gradually. If that task has been loaded completely, its bytes count as free, and
+  // `leaving` is set to their number; otherwise `leaving` is 0.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -292,8 +292,8 @@ class Engine {
     return bytes;
   }
 
-  // Determines when the load of the next task begins: as soon as earlier tasks leave room in the ring. The
-  // part for which there is room then is the head of the load.
+  // Determines when the next task begins to load: as soon as earlier tasks leave room in the ring buffer.
+  // What fits at that time is loaded first, as the task's head.
   void load(Worker& w) {
     if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // earlier loads go first
     const Run& run = w.run(w.headed);
@@ -365,9 +365,9 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // Called when as many of a task's weights (its head) have been loaded as the ring has room for. Starts to
-  // prefetch some of its other weights into the L2 cache: for each page of the head, the page that is
-  // `ahead_bytes` further on, unless the ring has room for that page.
+  // Starts to prefetch some of a task's weights into the L2 cache. Called once the first weights (the head)
+  // have been loaded, as many as the ring buffer has room for. For each page of the head, the page that is
+  // `ahead_bytes` further on is prefetched, unless the ring has room for it.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;
@@ -402,8 +402,8 @@ class Engine {
   // satisfied.
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
 
-  // Checks the waits of the task that is being loaded, from number `w.wait` on. At the first wait that is not
-  // satisfied, adds the worker to the list of those to be woken by the counter.
+  // Checks the waits of the task that is being loaded, starting with wait number w.wait. Stops at the first
+  // wait that is not satisfied, and asks its counter to wake this worker when the counter is complete.
   void wait_on(Worker& w) {
     Run& run = w.run(w.loaded);
     for (; w.wait < run.task->end_wait; ++w.wait) {
@@ -422,9 +422,8 @@ class Engine {
     at(run.ready, &Engine::begin_body, w);
   }
 
-  // Once the waits of a task are satisfied, loads the part of its data that has not been loaded before the
-  // waits. If the ring cannot hold the task beside the previous one, this load begins when the previous task
-  // has been computed.
+  // Called once a task's waits are satisfied: loads the data that was not loaded before. If the ring buffer
+  // has no room beside the previous task, this load begins when the previous task has been computed.
   void begin_body(Worker& w) {
     if (!met(w)) return;
     Run& run = w.run(w.loaded);
@@ -442,8 +441,9 @@ class Engine {
       ++w.flows[kBodyPart];
     }
     add_reads(w);
-    // If the next task comes from a queue, it is claimed when this task has requested its last pages. To know
-    // that time, the simulator starts the last part of the load, as many bytes as the ring holds, separately.
+    // If the worker's next task comes from a queue, the worker claims it when the current task has requested
+    // its last data. To know that time, the simulator makes the last part of the load, as many bytes as the
+    // ring buffer holds, a load of its own.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -456,8 +456,9 @@ class Engine {
     if (run.body_end == now_) loaded(w);
   }
 
-  // Starts to load the fraction `share` of the bytes that a task still has to load. `part` says whether they
-  // belong to its head, loaded before its waits are satisfied, or its body, loaded after that.
+  // Starts to load the fraction `share` of the bytes that a task has still to load. `part` is kHead for bytes
+  // that are loaded before the task's waits are satisfied, and kBodyPart for bytes that are loaded
+  // afterwards.
   void load_rest(Worker& w, Run& run, int part, double share) {
     const double bytes = run.rest * share, missing = run.rest_missing * share;
     run.rest -= bytes;
@@ -469,8 +470,8 @@ class Engine {
     schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
              part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
   }
-  // A part of a load ends when all its bytes have been transferred and all its requests have been issued,
-  // which takes time too. These are the events for the second condition.
+  // A load has ended when two things have happened: all its bytes have arrived, and all its requests have
+  // been issued. These two functions handle the second event.
   void asked_head(Worker& w) { flow_ended(w, kHead); }
   void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 
@@ -645,8 +646,8 @@ class Engine {
     counter.waiter = nullptr;
   }
 
-  // Each layer has its own block of counters. Returns the block of the counters for which a task waits. The
-  // task signals counters of the same block or of the next one.
+  // Each layer has its own set ("block") of counters. Returns the number of the block in which a task waits
+  // for counters. The task signals counters of the same block or of the next one.
   int32_t block(const Run& run) const { return by_segment(run, 0, run.layer, p_.layers); }
   Counter& counter(int32_t rank, int32_t block, int32_t index) {
     return counters_[(static_cast<int64_t>(block) * p_.ranks + rank) * p_.counters + index];
@@ -694,9 +695,9 @@ class Engine {
 }  // namespace
 }  // namespace mk::simulate
 
-// Simulates a program and stores the predicted time and traffic in `result`. Unless `intervals` is null, it
-// receives up to `most` entries of a trace. Returns 0, or -1 if memory runs out, or -2 if an index in the
-// program is out of bounds.
+// Simulates a program and stores the predicted time and traffic in `result`. If `intervals` is not null, also
+// writes a trace there, at most `most` entries. Returns 0 on success, -1 if memory runs out, and -2 if an
+// index in the program is out of bounds.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
                            const mk::simulate::Stall* stall, mk::Interval* intervals, int64_t most,
                            mk::simulate::Result* result) {

@@ -1,6 +1,5 @@
-// Models bandwidth that several data transfers, called flows, share. Each flow proceeds at a continuous
-// speed, as a fluid would. All flows get equal shares, and bandwidth that one flow leaves unused goes to the
-// others.
+// Models how data transfers (flows) share bandwidth. Bytes flow continuously, like a fluid. All flows get
+// equal shares; if a flow cannot use its share, the others get the rest.
 #pragma once
 #include <stdint.h>
 
@@ -13,9 +12,9 @@ namespace mk::simulate {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Data transfers (flows) that always have equal speeds. One number therefore measures the progress of all of
-// them: `v_` is how many bytes a flow would have received if it had been present from the start. A flow of n
-// bytes ends when v_ has grown by n since the flow began.
+// A set of data transfers (flows) that always have equal speeds. One number measures the progress of all
+// flows: `v_` is how many bytes a flow has received if it was present from the start. A flow of n bytes that
+// begins at v_ = v ends at v_ = v + n.
 class Flows {
  public:
   bool empty() const { return heap_.empty(); }
@@ -97,9 +96,9 @@ class Shared {
   Flows flows_;
 };
 
-// Models ranks (GPUs) that one switch connects. A data transfer (flow) passes the output port of its sender,
-// the switch, and the input port of its receiver. The bandwidth of each is limited. Speeds are max-min fair:
-// no flow could become faster without slowing down another that is not faster than it.
+// Models GPUs (ranks) connected by a switch. Each data transfer (flow) uses the sender's output port, the
+// switch and the receiver's input port, which all have limited bandwidth. Bandwidth is shared max-min fairly:
+// a flow could become faster only if a flow that is no faster became slower.
 class Links {
  public:
   Links(int ranks, double port, double total, double cap)
@@ -151,9 +150,8 @@ class Links {
     stale_ = true;
   }
 
-  // Computes the speeds of all flows by water-filling: all flows speed up together until a port or the switch
-  // is full or the speed reaches the cap. Flows that pass a full port or switch stay at that speed, and the
-  // others continue to speed up.
+  // Computes the speeds of all flows by water-filling. All speeds rise together. When a port or the switch is
+  // full, the flows through it keep their speed, and the others rise further, up to the cap.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
     std::fill_n(room, switch_, port_);

@@ -1,7 +1,7 @@
 // The interface of the simulator, which predicts how long a program takes on another machine.
 // scheduler/simulate/native.py declares the same structs. Times are in seconds, sizes in bytes. A record is
-// an instruction. It consists of tasks, which each wait, load, compute and store as a unit: one task per work
-// item for attention, and a single task for other operations.
+// an instruction. It consists of tasks: an attention instruction has one task per work item, and other
+// instructions have a single task. Each task waits, loads, computes and stores as a whole.
 #pragma once
 #include <stdint.h>
 
@@ -33,8 +33,8 @@ struct Task {
   double weight_bytes;  // bytes that may be loaded before the task's waits are satisfied
   double read_bytes;    // bytes that may be loaded only after the task's waits are satisfied
 
-  // Bytes that the task's loads occupy in the ring, the worker's buffer in shared memory, until they are
-  // used. 0 means that the computing warps themselves load the data when they reach the task.
+  // Bytes that the task's loads occupy in the ring (the worker's buffer in shared memory) until they are
+  // used. 0 means that the task loads nothing ahead: the computing warps load the data themselves.
   double ring_bytes;
   double held_bytes;    // further bytes of the ring buffer that are occupied until the task is computed
   double output_bytes;  // bytes of the ring buffer that the output occupies until it is stored
@@ -44,9 +44,9 @@ struct Task {
   double tail_s;                            // compute time after the last bytes have arrived
   int32_t weight_key, read_key, write_key;  // indices of cache entries; -1: not cached
 
-  // A split is a set of attention tasks that divide the KV tokens of the same rows among them. It has the
-  // index `split` and consists of `parts` tasks. Only the one that ends last signals. A `split` of -1 means
-  // that the task belongs to no split.
+  // A long attention is split: several tasks divide the KV tokens of the same rows. `split` is the number of
+  // the split that this task belongs to (-1: none), and `parts` the number of its tasks. Only the task that
+  // ends last sends the signals.
   int32_t split, parts;
   int32_t first_wait, end_wait;
   int32_t first_signal, end_signal;
@@ -70,8 +70,8 @@ struct Program {
   int32_t record_count, task_count, wait_count, signal_count;
 };
 
-// Rates are those of one rank's whole device, with two exceptions: worker_bytes_per_s is the rate of one
-// worker, and switch_bytes_per_s is the rate of the switch, which all ranks share.
+// Rates are for one rank's whole device, with two exceptions: worker_bytes_per_s is for one worker (SM), and
+// switch_bytes_per_s is for the switch that all ranks share.
 struct Costs {
   double memory_bytes_per_s, cache_bytes_per_s, cache_bytes;
   double worker_bytes_per_s;  // maximum that one worker loads or stores per second

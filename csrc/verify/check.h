@@ -33,8 +33,8 @@ inline bool are_rows(const Graph& graph, int64_t n, const int32_t* rows) {
 }
 
 inline bool is_sound(const Graph& graph, const Step& step) {
-  // Returns the number of events in a segment: 0 prologue, 1 body, 2 epilogue. The body runs once per layer,
-  // each time with the same number of events, so run 1 represents all these runs.
+  // Returns the number of events (executions of instructions) in a segment: 0 prologue, 1 body, 2 epilogue.
+  // The body runs once per layer, always with the same number of events, so this counts one layer.
   const auto events = [&](int32_t segment) {
     const int32_t run = segment == 2 ? graph.runs - 1 : segment;
     return graph.first[run + 1] - graph.first[run];

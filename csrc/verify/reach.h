@@ -1,7 +1,6 @@
-// Decides which pairs of events of an acyclic graph are certain to happen one after the other. An event is
-// one execution of an instruction. It begins after the counters that it waits for are complete, and signals
-// counters at its end. Successive events of a stream begin in order and end in order, but the second may
-// begin before the first ends.
+// Decides for pairs of events whether the second can only begin after the first has ended. An event is one
+// execution of an instruction. It waits for counters before it begins, and signals counters at its end. The
+// events of a stream begin in order and end in order, but they may overlap. The graph must have no cycles.
 #pragma once
 #include <stdint.h>
 
@@ -44,9 +43,9 @@ struct Pair {
   int32_t earlier, later;
 };
 
-// Writes a topological order of the rows (nodes) of the graph into `order`, and returns how many rows it has.
-// Rows that are on a cycle, or follow one, are left out. The caller must set missing[row] to the number of
-// incoming edges of the row. The function counts it down, and adds the row to `order` when it reaches 0.
+// Writes a topological order of the graph's nodes (rows) into `order`, and returns how many nodes it has.
+// Nodes on or after a cycle are left out. On entry, missing[row] must be the number of incoming edges of node
+// `row`. The function counts it down, and appends the node when it reaches 0.
 inline int32_t topological_order(const Graph& graph, int32_t* missing, int32_t* order) {
   const Groups<int32_t> after(
       graph.rows, graph.edges, [&](int64_t e) { return graph.source[e]; },
@@ -80,10 +79,10 @@ class Reach {
     }
   }
 
-  // Returns, in ascending order, the indices of those pairs whose order the graph does not guarantee. It
-  // guarantees the order if a path leads from the earlier row to the later row. Hundreds of rows signal the
-  // same counter, so the search starts at such a counter first, which needs fewer searches than starting at
-  // each row. Only for pairs without such a path, it is repeated from the earlier row itself.
+  // Returns, in ascending order, the indices of the pairs whose order the graph does not guarantee: no path
+  // leads from the earlier node to the later one. Hundreds of nodes signal the same counter. To need fewer
+  // searches, the first search starts at such a counter instead of at each node. The second search covers
+  // only the pairs for which the first one found no path, and starts at the earlier node itself.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);
@@ -144,11 +143,12 @@ class Reach {
     return out;
   }
 
-  // Answers all questions in one pass over the graph, and adds to `missed` the indices of those whose answer
-  // is no. For each row and each source, the pass computes two bits: `ended` is set if the source has
-  // certainly ended when the row begins, and `begun` if the source is the row itself or an earlier event of
-  // the row's stream. Events of a stream end in order. So when a row signals a counter at its end, the
-  // sources whose `begun` bit is set have ended too, and this bit becomes the counter's `ended` bit.
+  // Answers all questions in one pass over the graph; a question asks whether a source event ends before a
+  // later row begins. Adds the indices of the questions with the answer "no" to `missed`. For each row and
+  // each source, the pass computes two bits. `ended`: the source has certainly ended when the row begins.
+  // `begun`: the row is the source itself, or follows it in the same stream. Events of a stream end in order.
+  // So when a row signals a counter, the sources whose `begun` bit is set have ended too, and become `ended`
+  // at the counter.
   void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
              std::vector<int64_t>& missed) const {
     const int32_t start = sources.front();

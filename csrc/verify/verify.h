@@ -19,9 +19,9 @@ struct Graph {
 
 enum class Kind : int32_t { read, write, host };  // host: the CPU reads the data after the launch
 
-// The phases of a step, in the order of a sequential execution, and the accesses (touches) of their events,
-// sorted by phase. An access is to a box, which is a range of rows and columns in a place. A place is one
-// rank's copy of a buffer; its number is buffer * ranks + rank.
+// The phases (model operations) of a step in sequential order, and all accesses to buffers, sorted by phase.
+// An access covers a box, which is a range of rows and columns of a buffer on one rank. The buffer's copy on
+// that rank is called a place, and has the number buffer * ranks + rank.
 struct Step {
   int32_t phases;
   int32_t buffers;
@@ -49,8 +49,8 @@ enum class What : int32_t {
 
   unordered,  // `later` must access the elements after `earlier`, but may begin before it ends
 
-  // The prologue writes the elements, and every layer reads them. `later` is the read in one layer and
-  // `earlier` the same read in the layer before, but `later` may begin before `earlier` ends.
+  // The fault found: the prologue writes some elements and every layer reads them, but the read in one layer
+  // (`later`) may begin before the same read in the layer before (`earlier`) has ended.
   not_onward,
 
   overtakes,  // `later`, a stream's last event, may begin before `earlier`, work of any rank, ends

@@ -1,6 +1,6 @@
-// Derives which pairs of events (executions of instructions) must happen one after the other: two events that
-// access the same element of a buffer, if at least one of them writes it. The order of the model's phases
-// determines which event must come first.
+// Derives which events (executions of instructions) must not overlap: any two that access the same element of
+// a buffer, if at least one of them writes it. The order of the model's phases determines which one must come
+// first.
 #pragma once
 #include <stdint.h>
 
@@ -13,10 +13,9 @@
 
 namespace mk::verify {
 
-// Replays the accesses to every place (a rank's copy of a buffer) in the order of a sequential execution.
-// Afterwards, `found` has the faults that are certain whatever the order of events, `pairs` has the pairs of
-// events that must happen one after the other, and about[i] is the fault to report if the program does not
-// guarantee this for pairs[i].
+// Replays all accesses to each buffer of each rank, in the order of a sequential execution. The results:
+// `found` has the faults that are certain in any order of events. `pairs` has the pairs of events whose order
+// the program must guarantee, and about[i] is the fault to report if it does not guarantee pairs[i].
 class Walk {
  public:
   Walk(const Graph& graph, const Step& step) : graph_(graph), step_(step), seen_(graph.rows, -1) {
@@ -133,10 +132,10 @@ class Walk {
     });
   }
 
-  // Notes that `later` must begin after `earlier` has ended. An order that must hold in every layer is tested
-  // in only one layer, the one with the fewest edges in the graph. Layer 0 and the prologue have all edges of
-  // a later layer and more. So layer 1 is tested for orders within a layer, and the last two layers are
-  // tested for orders between successive layers.
+  // Notes that event `later` must begin after event `earlier` has ended. If this is required in every layer,
+  // it is tested in one layer only, the one where it is hardest to satisfy: the graph has the fewest edges
+  // there. Orders within a layer are tested in layer 1, because layer 0 has all edges of later layers and
+  // more. Orders between two layers are tested in the last two.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;

@@ -58,6 +58,9 @@ class Buffer(IntEnum):
     SUBLAYER = 35
     POST_ATTN_NORM = 36
     POST_MLP_NORM = 37
+    QKV = 38
+    SINKS = 39
+    B_ROUTER = 40
 
 
 Part = Callable[[ModelSizes, Split], tuple[int, ...]]
@@ -134,17 +137,17 @@ _SPECS: tuple[BufferSpec, ...] = (
         True,
     ),
     _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
-    _weight(_B.W_QKV, None, lambda m, s: (s.qkv_cols, m.hidden), "QKV projection: q heads, k heads, v heads", True),
-    _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_cols,), "bias of W_QKV", True),
+    _weight(_B.W_QKV, None, lambda m, s: (s.qkv_rows, m.hidden), "QKV projection: q heads, k heads, v heads", True),
+    _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_rows,), "bias of W_QKV", True),
     _weight(_B.W_O, None, lambda m, s: (m.hidden, s.o_cols), "attention output projection", True),
     _weight(_B.B_O, _F, lambda m, s: (m.hidden,), "bias of W_O", True),
     _weight(_B.MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the MLP", True),
     _weight(
         _B.W_GATE_UP, None, lambda m, s: (2, s.rank_ffn, m.hidden), "gate projection, then up projection", True, True
     ),
-    _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True),
+    _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True, True),
     _weight(_B.W_DOWN, None, lambda m, s: (m.hidden, s.rank_ffn), "down projection", True, True),
-    _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True),
+    _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True, True),
     _weight(_B.FINAL_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the LM head"),
     _weight(_B.LM_HEAD, None, lambda m, s: (s.rank_vocab, m.hidden), "LM head; rows of EMBED if embeddings are tied"),
     # -- activations
@@ -199,7 +202,13 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
         "all ranks' partial sums of a projection, for the rows whose residual this rank keeps",
     ),
-    _weight(_B.QK_NORM, _F, lambda m, s: (2, m.head_dim), "RMS norm scales of q heads and k heads", True),
+    _weight(
+        _B.QK_NORM,
+        _F,
+        lambda m, s: (m.heads + m.kv_heads if m.whole_norms else 2, m.head_dim),
+        "RMS norm scales of q heads and k heads, of each head if norms span all heads",
+        True,
+    ),
     # -- experts
     _weight(_B.W_ROUTER, None, lambda m, s: (m.experts, m.hidden), "router: a row for each expert", True),
     _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
@@ -221,6 +230,11 @@ _SPECS: tuple[BufferSpec, ...] = (
     ),
     _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
     _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
+    # -- norms over all heads
+    _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
+    # -- attention sinks
+    _weight(_B.SINKS, _F, lambda m, s: (s.rank_heads,), "a score of each head that no token has", True),
+    _weight(_B.B_ROUTER, _F, lambda m, s: (m.experts,), "bias of W_ROUTER", True),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}

@@ -158,6 +158,12 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     return page, head, *np.divmod(at, d.bucket.kv_page if buffer is Buffer.K_CACHE else d.model.kv_row)
 
 
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    """The rows of `x`, divided by their root mean squares, times `weight`."""
+    scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x / scale * weight
+
+
 def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once, so that BLAS's order of additions changes hardly any number."""
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)

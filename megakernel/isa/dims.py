@@ -72,11 +72,13 @@ class ModelSizes:
     experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
     experts_per_token: int = 0
     normalised_routes: int = 0  # 1: the routing weights of a token's experts are divided by their sum
+    clipped_gates: int = 0  # 1: experts have the gate of gpt-oss (operations/experts.py)
     window: int = 0
     window_from: int = 0
     full_every: int = 1
     full_at: int = 1
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
+    whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -200,6 +202,11 @@ class Split:
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below are used in Python only, and are not translated to C++.
+
+    @property
+    def qkv_rows(self) -> int:
+        """The rows of W_QKV that the rank has: all, even those of other ranks' heads, if norms span all heads."""
+        return Split(self.model).qkv_cols if self.model.whole_norms and self.rank_heads else self.qkv_cols
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""

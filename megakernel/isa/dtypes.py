@@ -25,6 +25,7 @@ class Dtype(IntEnum):
     Q4_K = 9
     Q5_K = 10
     Q6_K = 11
+    MXFP4 = 12
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
@@ -57,7 +58,8 @@ class Block(NamedTuple):
     """The layout of a block of neighbouring weights that are quantised together. csrc/cpu/packed.h explains its bytes.
 
     `scales` has the byte offset of the block's float16 scale and, if the type has a float16 minimum, also the offset of
-    the minimum. All other bytes of a block are integers.
+    the minimum. All other bytes of a block are integers. A block of MXFP4 has an exponent, and then
+    floats of 4 bits.
     """
 
     weights: int
@@ -74,6 +76,7 @@ BLOCKS = {
     Dtype.Q4_K: Block(256, 144, (0, 2)),
     Dtype.Q5_K: Block(256, 176, (0, 2)),
     Dtype.Q6_K: Block(256, 210, (208,)),
+    Dtype.MXFP4: Block(32, 17, ()),
 }
 _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
@@ -87,6 +90,8 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
+        if dtype is Dtype.MXFP4:
+            return not (blocks[:, 0] > 252).any()  # 6 times a larger scale is infinite
         scales = (np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in BLOCKS[dtype].scales)
         return all(all_finite(scale, Dtype.F16) for scale in scales)
     signed, unsigned, most = np.dtype(f"i{a.itemsize}"), np.dtype(f"u{a.itemsize}"), _INFINITY[dtype]

@@ -126,6 +126,9 @@ def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple
     return values, scale * scales, minimum * -minima.astype(np.float32)
 
 
+# Twice the values of 4-bit floats.
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
 # For each type, a function that decodes blocks. Its arguments are blocks [n, bytes], their scales and, if the type has
 # them, their minima. Its results are the integer values, and the scale and the offset (or None) of each group.
 _DECODERS: dict[Dtype, Any] = {
@@ -139,6 +142,11 @@ _DECODERS: dict[Dtype, Any] = {
     Dtype.Q6_K: lambda b, s: (
         (_nibbles(b[:, :128], 64) | _bits(b[:, 128:192], 2, 32) << 4).astype(np.int8) - 32,
         s * b[:, 192:208].view(np.int8),
+        None,
+    ),
+    Dtype.MXFP4: lambda b: (
+        _DOUBLED[_nibbles(b[:, 1:], 16)],
+        np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128),
         None,
     ),
 }

@@ -81,7 +81,7 @@ class Rows(IntEnum):
 
 class Result(IntEnum):
     """What happens to the results of a matmul, after its bias has been added. COMBINE (the sum over a token's experts)
-    uses RESIDUAL and PARTIAL too. A REDUCE may have STORED, and a NORM may have RESIDUAL.
+    uses RESIDUAL and PARTIAL too. A REDUCE may have STORED, and a NORM may have RESIDUAL or HEADS.
 
     NONE      no matmul, or a matmul of EXPERTS that stores its products as they are
     HEADS     RoPE rotates q and k; q is stored in Q, k and v are stored in the KV cache

@@ -32,8 +32,9 @@ class Phase:
     """One operation with its parameters. The instructions of a phase differ only in their operands, such as rows and
     columns.
 
-    `weights`      the matrices of a matmul, the scales of a norm, or the table of a gather. For a phase that adds
-                   partial sums or outputs of experts: the matrices with which these were computed
+    `weights`      the matrices of a matmul, the scales of a norm or None, the table of a gather, or the sinks of
+                   attention or None. For a phase that adds partial sums or outputs of experts: the matrices with
+                   which these were computed
     `bias`         added to the results; None if the model has none
     `norm`         the scales of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
@@ -91,7 +92,8 @@ class Phase:
 
     def inner(self, split: Split) -> int:
         """Return the length of the dot products of a matmul, or of the rows of a norm."""
-        return self._shape(split)[-1]
+        unscaled = self.weights is None and self.operation is Operation.NORM
+        return split.model.hidden if unscaled else self._shape(split)[-1]
 
     def width(self, split: Split) -> int:
         """The number of output columns of a matmul or of EXPERTS; 0 if the rank's part of the weights is empty."""
@@ -204,9 +206,9 @@ class Forward:
     def by_name(self) -> dict[str, Phase]:
         return {phase.name: phase for phase in self.by_number.values()}
 
-    def numbers(self, operation: Operation, result: Result | None = None) -> list[int]:
-        """Return the numbers of the phases with this operation and, unless it is None, this result."""
-        return [p.number for p in self.by_number.values() if p.operation is operation and result in (None, p.result)]
+    def numbers(self, operation: Operation) -> list[int]:
+        """The numbers of the phases with this operation."""
+        return [p.number for p in self.by_number.values() if p.operation is operation]
 
     def __iter__(self) -> Iterator[Phase]:
         return iter(self.phases)

@@ -90,14 +90,18 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
             size = split.model.head_dim
+            if split.qkv_rows > split.qkv_cols:
+                split = Split(split.model)
             kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
             return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
             return [Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * (2 * max(split.model.experts, 1))
-        case Buffer.W_DOWN:
+        case Buffer.W_DOWN | Buffer.B_DOWN:
             return [_all(split.model.hidden)] * max(split.model.experts, 1)
-        case Buffer.W_ROUTER:
+        case Buffer.W_ROUTER | Buffer.B_ROUTER:
             return [_all(split.model.experts)]
+        case Buffer.SINKS:
+            return [Share(split.model.heads, split.first_head, split.rank_heads)]
         case Buffer.LM_HEAD:
             return [Share(split.model.vocab, split.first_vocab, split.rank_vocab)]
         case Buffer.EMBED:
@@ -105,7 +109,8 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
         case Buffer.INV_FREQ:
             return [_all(split.model.head_dim)]
         case Buffer.QK_NORM:
-            return [_all(split.model.head_dim)] * 2
+            heads = (split.model.heads, split.model.kv_heads) if split.model.whole_norms else (1, 1)
+            return [_all(count * split.model.head_dim) for count in heads]
     return [_all(split.model.hidden)]
 
 
@@ -160,8 +165,8 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) ->
     count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
     if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
         raise MegakernelError(
-            f"{checkpoint.name}: {buffer.name} of layer {layer} is not what the program needs: {count} rows of "
-            f"{inner} weights"
+            f"{checkpoint.name}: {buffer.name} of layer {layer} does not have the {count} rows of {inner} weights that "
+            "the program needs"
         )
     return rows
 

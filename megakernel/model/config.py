@@ -69,6 +69,8 @@ class ModelConfig:
     layers except `full_layers`, a token attends to the last `window` tokens, itself included; 0 means that no layer has
     a sliding window. In layers with a window, RoPE has the base `local_theta` and no scaling, unless `local_theta` is
     0. With `post_norms`, the outputs of attention and of the MLP are normalised before they are added to the residual.
+    With `whole_norms`, q and k are normalised, each over all heads. With `clipped_gates`, experts have the gate of
+    gpt-oss.
 
     Embeddings are multiplied by `embedding_multiplier` (rounded to the compute type with `rounds_embedding`), the
     outputs of attention and of the MLP by `residual_multiplier`, and attention scores by `attention_multiplier` (None:
@@ -95,11 +97,13 @@ class ModelConfig:
     experts: int = 0
     experts_per_token: int = 0
     normalised_routes: bool = False
+    clipped_gates: bool = False
     nope_layers: tuple[int, ...] = ()
     window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     post_norms: bool = False
+    whole_norms: bool = False
     rounds_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -112,12 +116,12 @@ class ModelConfig:
         """The model's sizes for the compute type `dtype`, optionally with a quantised KV cache or 8-bit activations."""
         names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
         own = {name: getattr(self, name) for name in names}
-        own["normalised_routes"] = int(self.normalised_routes)
+        own |= {"normalised_routes": int(self.normalised_routes), "clipped_gates": int(self.clipped_gates)}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         if self.rounds_embedding:
             own["embed_scale"] = float(to_f32(from_f32(np.array([own["embed_scale"]], np.float32), dtype), dtype)[0])
-        own["post_norms"] = int(self.post_norms)
+        own |= {"post_norms": int(self.post_norms), "whole_norms": int(self.whole_norms)}
         if 0 < self.window < self.max_context:
             own |= {"window": self.window} | self.full_places()
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))

@@ -140,9 +140,13 @@ class FileCheckpoint:
         None, the result is a view of the file. Raises MegakernelError if a weight is NaN or infinite: it would make
         every token meaningless, and later errors could not name it."""
         kind, end = self._tensors.dtype(name), share.first + share.size
+        length = 1 if BUFFERS[buffer].matrix else math.prod(self._tensors.shapes[name][1:])
 
         def part(start: int, stop: int) -> WeightRows:
-            rows = self._tensors.rows(name, start, stop)
+            # A row of a tensor of vectors, such as the biases of experts, has several elements.
+            rows = self._tensors.rows(name, start // length, -(-stop // length))
+            if length > 1:
+                rows = rows.reshape(-1, 1)[start % length :][: stop - start]
             if not all_finite(rows, kind):
                 raise MegakernelError(
                     f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"

@@ -276,6 +276,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     keys = Keys(metadata, source, prefix)
     count = keys.count
     rope = _rope(file, keys)
+    # The files do not say whether YaRN rounds the numbers of RoPE pairs.
+    rope = replace(rope, truncate=family.defaults.get("rope_scaling", {}).get("truncate", True))
     longest = rope.longest(count("context_length"))
     hidden, heads = count("embedding_length"), count("attention.head_count")
     head_dim = count("attention.key_length", hidden // heads if heads > 0 else 0)
@@ -343,7 +345,9 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
-        attention *= yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0))
+        full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0))
+        # Files of OLMo 3 have the whole factor.
+        attention = full if math.isclose(attention, full, rel_tol=1e-6) else attention * full
         ends = keys.number("attention.temperature_scale", 0.0) != 0
         return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention, ends=ends)
     linear = kind == "linear" and factor != 1.0

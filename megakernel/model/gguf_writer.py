@@ -49,7 +49,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     shapes = expected_shapes(config, naming)
     kinds = dict.fromkeys(shapes, kind)
     routers = [name for layer in range(config.layers if config.experts else 0) for name in naming.names(_ROUTER, layer)]
-    kinds |= dict.fromkeys([*(name for name in shapes if len(shapes[name]) == 1), *routers], Dtype.F32)
+    vectors = [name for name in shapes if len(shapes[name]) == 1 or name.endswith(".bias")]
+    kinds |= dict.fromkeys(vectors + routers, Dtype.F32)
     for name, shape in shapes.items():
         tensor_type = Type[kinds[name].name]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), _bytes(shape, tensor_type), tensor_type)

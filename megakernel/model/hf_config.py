@@ -176,7 +176,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """If layers with a sliding window have RoPE settings of their own, return `raw` with those of all other layers."""
     table = raw.get("rope_parameters")
-    if "rope_local_base_freq" in family.keys and isinstance(table, dict) and "full_attention" in table:
+    if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}
     return raw
 
@@ -189,7 +189,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
         raise MegakernelError(f"{source}: rope_parameters and rope_scaling are both given and differ")
     key = both[0] if both else "rope_scaling"
-    table = raw.get(key) or {}
+    table = raw.get(key) or family.defaults.get("rope_scaling", {})
     where = f"{source}: {key}"
     if not isinstance(table, dict):
         raise MegakernelError(f"{where} is {short(table)}, not an object")

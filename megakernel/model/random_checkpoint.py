@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 from ..isa import BUFFERS, Buffer, Dtype, Split
 from .checkpoint import Storage, WeightRows, column_share, converted, cut, row_shares, vector
 from .config import ModelConfig, Rope, RopeKind
-from .rope import rope_table
+from .rope import rope_table, yarn_attention
 
 
 def _llama3(
@@ -18,6 +20,14 @@ def _llama3(
 ) -> ModelConfig:
     rope = Rope(500000.0, RopeKind.LLAMA3, factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
     return ModelConfig(128256, hidden, ffn, layers, heads, kv_heads, head_dim, 131072, 1e-5, rope, tied)
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    yarn = Rope(150000.0, RopeKind.YARN, 32.0, 1.0, 32.0, 4096, truncate=False, attention=yarn_attention(32.0))
+    config = ModelConfig(201088, 2880, 2880, layers, 64, 8, 64, 131072, 1e-5, yarn, family="gpt_oss", experts=experts)
+    biases: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+    gates: dict[str, Any] = {"experts_per_token": 4, "normalised_routes": True, "clipped_gates": True}
+    return replace(config, window=128, full_layers=tuple(range(1, layers, 2)), **biases, **gates)
 
 
 # The configurations of public models, without end-of-text ids, because text from random weights has no meaningful end.
@@ -61,6 +71,8 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         experts_per_token=2,
         normalised_routes=True,
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen2.5-0.5b": ModelConfig(
         151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, Rope(1000000.0), True, "qwen2", qkv_bias=True
     ),

@@ -23,8 +23,10 @@ from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
 from .folder import INDICES
 from .hf_config import read_hf_config, read_json
+from .split_experts import split_experts
 
-_DTYPES = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
+_FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
+_DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # bytes have quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 # How other kinds of models name the tensors whose names usually begin with "model.": embedding models, which have no LM
@@ -64,7 +66,10 @@ class SafetensorsFiles:
         return self._tensors[name].path
 
     def dtype(self, name: str) -> Dtype:
-        return Dtype[self._tensors[name].dtype]
+        tensor = self._tensors[name]
+        if tensor.dtype not in _FLOATS:
+            raise _unsupported(tensor.path, name, tensor.dtype)
+        return Dtype[tensor.dtype]
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         tensor = self._tensors[name]
@@ -97,7 +102,8 @@ class SafetensorsFiles:
             dtypes.append(dtype)
         check_ranges(path, ranges, 8 + length, len(data))
         for (begin, end, name), dtype in zip(ranges, dtypes, strict=True):
-            self._tensors[name] = _Tensor(path, dtype, data[begin:end].reshape((*self.shapes[name], 1)[0], -1))
+            rows = math.prod(self.shapes[name][:-1] or self.shapes[name])
+            self._tensors[name] = _Tensor(path, dtype, data[begin:end].reshape(rows, -1))
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -127,9 +133,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
         raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} is malformed")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise MegakernelError(
-            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {', '.join(_DTYPES)}"
-        )
+        raise _unsupported(path, name, dtype)
     size = math.prod(shape) * _DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:
         raise MegakernelError(
@@ -137,6 +141,12 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
             f"but its data_offsets are {offsets}"
         )
     return shape, dtype, offsets
+
+
+def _unsupported(path: Path, name: str, dtype: Any) -> MegakernelError:
+    return MegakernelError(
+        f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {', '.join(_FLOATS)}"
+    )
 
 
 def open_folder(folder: Path, name: str) -> FileCheckpoint:
@@ -149,7 +159,7 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
             config = replace(config, tied=config.tied or _HEAD not in tensors.shapes)
             break
     _check_tied(config, tensors)
-    return FileCheckpoint(name or folder.name, config, tensors, safetensors_naming(config))
+    return FileCheckpoint(name or folder.name, config, split_experts(tensors), safetensors_naming(config))
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:

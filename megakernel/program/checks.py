@@ -148,7 +148,7 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
     known = d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units)
     flags = {d.split.replicated_o, d.split.replicated_residual}
-    known &= flags | {m.quantised_kv, m.q8_activations, m.normalised_routes} <= {0, 1}
+    known &= flags | {m.quantised_kv, m.q8_activations, m.normalised_routes, m.clipped_gates, m.whole_norms} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"
         yield f"dtype {d.model.dtype}, units {d.worker.units}, {ring} or a flag is out of range"

@@ -57,8 +57,9 @@ class Phases:
         # The buffers of the residual: the outputs of phases that look up embeddings or add to the residual. Unless
         # every rank keeps the whole residual, a rank has only its own row blocks (groups of rows) in them.
         writers = (Operation.GATHER, Operation.REDUCE)
+        own = [p for p in forward if p.rows is Rows.OWN]
         self.residual = {
-            p.output for p in forward if p.operation in writers or p.result in (Result.RESIDUAL, Result.STORED)
+            p.output for p in own if p.operation in writers or p.result in (Result.RESIDUAL, Result.STORED)
         }
         self.partial = {p.output for p in forward if p.result is Result.PARTIAL}
 
@@ -152,7 +153,7 @@ def _together(forward: Forward) -> Iterator[str]:
         yield "there is more than one attention phase"
     if len(forward.numbers(Operation.SAMPLE)) != 1:
         yield "there is not exactly one phase that samples"
-    heads = forward.numbers(Operation.MATMUL, Result.HEADS)
+    heads = [p.number for p in phases if p.result is Result.HEADS]
     if attention and heads and max(heads) > attention[0]:
         yield "keys and values are overwritten after the attention that reads them"
     for p in phases:

@@ -84,6 +84,18 @@ GEMMA3 |= {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "sl
 GEMMA3_READ = {"embedding_multiplier": 8.0, "rounds_embedding": True, "post_norms": True, "tied": True}
 GEMMA3_READ |= {"attention_multiplier": 1 / 16, "rope": Rope(1e6), "local_theta": 1e4}
 GEMMA3_READ |= {"window": 64, "full_layers": (1,)}
+OLMO3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "rope_theta": 5e5, "sliding_window": 64}
+OLMO3 |= {"rope_scaling": YARN | {"attention_factor": 1.2}}
+OLMO3_READ = {"post_norms": True, "whole_norms": True, "window": 64, "local_theta": 5e5}
+OLMO3_READ |= {"rope": Rope(5e5, RopeKind.YARN, 4.0, 1.0, 32.0, 128, attention=1.2)}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 16}
+GPT_OSS |= {"num_local_experts": 8, "num_experts_per_tok": 4, "experts_per_token": 4, "initial_context_length": 128}
+GPT_OSS |= {"swiglu_limit": 7.0, "router_aux_loss_coef": 0.9, "output_router_logits": False, "sliding_window": 64}
+GPT_OSS |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+GPT_OSS |= {"rope_theta": 150000, "rope_scaling": YARN | {"truncate": False}}
+GPT_OSS_READ = {"experts": 8, "experts_per_token": 4, "normalised_routes": True, "clipped_gates": True}
+GPT_OSS_READ |= {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "window": 64, "full_layers": (1,)}
+GPT_OSS_ROPE = Rope(150000.0, RopeKind.YARN, 4.0, 1.0, 32.0, 128, truncate=False, attention=SCALED)
 IMAGES = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {"a": 1}}
 IMAGES |= {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
 UNUSED = {"use_sliding_window": False, "layer_types": [FULL, FULL]}
@@ -199,6 +211,20 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {**MOE, "num_local_experts": 8, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 99},
             {"ffn": 24, "experts": 8, "experts_per_token": 3, "normalised_routes": True, "window": 99},
         ),
+        (OLMO3, OLMO3_READ),
+        (
+            {**OLMO3, "rope_scaling": None, "layer_types": [FULL, FULL]},
+            {"post_norms": True, "whole_norms": True, "rope": Rope(5e5)},
+        ),
+        (GPT_OSS, GPT_OSS_READ | {"rope": GPT_OSS_ROPE}),
+        # Without settings, YaRN of the published models, and a window of 128 tokens.
+        (
+            {name: value for name, value in GPT_OSS.items() if name not in ("rope_scaling", "sliding_window")}
+            | {"attention_bias": False},
+            GPT_OSS_READ
+            | {"rope": replace(GPT_OSS_ROPE, factor=32.0, original_context=4096, attention=0.1 * math.log(32.0) + 1)}
+            | {"window": 128, "qkv_bias": False, "o_bias": False, "max_context": 131072},
+        ),
         ({**SMOLLM3, "no_rope_layer_interval": 2}, {"nope_layers": (1,)}),
         ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
         ({**SMOLLM3, "max_window_layers": 28, "sliding_window": 7, "use_sliding_window": False}, {}),
@@ -272,6 +298,16 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("hidden_activation", {**GEMMA3, "hidden_activation": "gelu"}),
         ("hidden_act", {**GEMMA3, "hidden_act": "silu"}),
         ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}),
+        ("sliding_window is null", {**OLMO3, "sliding_window": None}),
+        (
+            "rope_type",
+            {**OLMO3, "rope_scaling": None, "rope_parameters": {FULL: {}, WINDOW: YARN | {"rope_type": "yarn"}}},
+        ),
+        ("swiglu_limit", {**GPT_OSS, "swiglu_limit": 5.0}),
+        ("swiglu_alpha", {**GPT_OSS, "swiglu_alpha": 2.0}),
+        ("quant_method", {**GPT_OSS, "quantization_config": {"quant_method": "awq"}}),
+        ("quant_method", {**GPT_OSS, "quantization_config": ["mxfp4"]}),
+        ("experts_per_token", {**GPT_OSS, "experts_per_token": 2}),
         ("query_pre_attn_scalar", {**GEMMA3, "query_pre_attn_scalar": -1}),
         ("sliding_attention: rope_type", {**GEMMA3, "rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear"}}}),
         ("use_bidirectional_attention", {**GEMMA3, "use_bidirectional_attention": True}),
@@ -337,8 +373,8 @@ def test_a_family_that_does_not_run_says_what_it_needs(tmp_path: Path) -> None:
         with pytest.raises(MegakernelError) as caught:
             parse(model_type=name, architectures=["AnyForCausalLM"])
         assert str(caught.value) == f"config.json: {name} models are not supported: they need {what}"
-    tiny_gguf(tmp_path / "m.gguf", "gpt-oss")
-    with pytest.raises(MegakernelError, match=r"m\.gguf: gpt-oss models are not supported: they need experts$"):
+    tiny_gguf(tmp_path / "m.gguf", "olmoe")
+    with pytest.raises(MegakernelError, match=r"m\.gguf: olmoe models are not supported: they need experts$"):
         load_config(str(tmp_path / "m.gguf"))
 
 

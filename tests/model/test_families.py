@@ -19,7 +19,7 @@ from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Pixtr
 from weights import loaded
 
 from megakernel.isa import Buffer, Dtype
-from megakernel.model import Checkpoint, ModelConfig, Rope, open_checkpoint
+from megakernel.model import Checkpoint, ModelConfig, Rope, RopeKind, open_checkpoint
 from megakernel.model.families import FAMILIES, weights
 
 TOLERANCE = 1e-4
@@ -33,12 +33,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"sliding_window": 9, "query_pre_attn_scalar": 24},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
     "glm4": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
+    "gpt_oss": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77, "sliding_window": 9}
+    | {"rope": Rope(150000.0, RopeKind.YARN, 32.0, 1.0, 32.0, original_context=64, truncate=False)},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77, "rope": Rope(1e6)},
     "ministral": {"sliding_window": 64, "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 45},
     "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117},
+    "olmo2": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77},
+    "olmo3": {"layers": 5, "heads": 4, "kv_heads": 4, "head_dim": 16, "hidden": 40, "ffn": 67, "sliding_window": 9}
+    | {"rope": Rope(5e5, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64)},  # in the fourth layer
     "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "sliding_window": 17}
     | {"rope": Rope(dims=18)},
     "qwen2": {"heads": 7, "kv_heads": 1, "head_dim": 24, "hidden": 40, "ffn": 91, "vocab": 203},
@@ -53,6 +58,7 @@ GGUF = [
     ("gemma", "gemma", False),
     ("gemma3_text", "gemma3", False),
     ("glm4", "glm4", False),
+    ("gpt_oss", "gpt-oss", False),
     ("granite", "granite", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),
@@ -60,6 +66,8 @@ GGUF = [
     ("ministral3", "mistral3", True),
     ("mistral", "mistral3", True),
     ("mixtral", "llama", True),
+    ("olmo2", "olmo2", False),
+    ("olmo3", "olmo2", False),
     ("phi3", "phi3", False),
     ("qwen2", "qwen2", False),
     ("qwen3", "qwen3", False),
@@ -67,6 +75,19 @@ GGUF = [
     ("seed_oss", "seed_oss", False),
     ("smollm3", "smollm3", True),
 ]
+# More shapes of families whose attention differs from Llama's.
+MORE: dict[str, list[dict[str, Any]]] = {
+    "gpt_oss": [
+        {"layers": 3, "num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 17},
+        {"heads": 7, "kv_heads": 1, "hidden": 72, "ffn": 35, "num_experts_per_tok": 1, "attention_bias": False},
+    ],
+    "olmo2": [{"kv_heads": 6, "head_dim": 40}, {"heads": 5, "kv_heads": 1, "hidden": 72, "attention_bias": True}],
+    "olmo3": [
+        {"layers": 4, "sliding_window": 30, "kv_heads": 2},
+        {"heads": 9, "kv_heads": 3, "head_dim": 8, "ffn": 99},
+    ],
+}
+SHAPED = [(family, more) for family in SHAPES for more in ({}, *MORE.get(family, []))]
 TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
 
@@ -103,9 +124,9 @@ def run(checkpoint: Checkpoint, tp: int, dtype: Dtype = Dtype.F32, **options: st
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("family", SHAPES)
-def test_tokens_and_logprobs_are_those_of_transformers(family: str, tp: int) -> None:
-    model, checkpoint = make_llama(3, family, **SHAPES[family])
+@pytest.mark.parametrize(("family", "more"), SHAPED)
+def test_tokens_and_logprobs_are_those_of_transformers(family: str, more: dict[str, Any], tp: int) -> None:
+    model, checkpoint = make_llama(3, family, **SHAPES[family] | more)
     tokens, logprobs, logits = run(checkpoint, tp)
     want = hf_logits(model, TOKENS)
     assert error(logits, want) < TOLERANCE
@@ -119,12 +140,15 @@ LONG: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma3_text": {"sliding_window": 90},
     "glm4": {},
+    "gpt_oss": {"sliding_window": 90},
     "mistral": {"sliding_window": 100},
     "ministral": {
         "layers": 3,
         "sliding_window": 20,
         "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")],
     },
+    "olmo2": {},
+    "olmo3": {"sliding_window": 90},
     "phi3": {"sliding_window": 1},
     "qwen2": {"layers": 3, "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1},
 }
@@ -143,9 +167,8 @@ def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, t
 
 SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
 # Families with the same phases as Llama are as exact as Llama with any number of ranks, so one rank is enough for them.
-CASES = [
-    (family, *split) for family in SHAPES for split in (SPLITS if family in ("glm4", "llama", "qwen3") else SPLITS[:1])
-]
+OTHERS = ("glm4", "gpt_oss", "llama", "olmo2", "qwen3")
+CASES = [(family, *split) for family in SHAPES for split in (SPLITS if family in OTHERS else SPLITS[:1])]
 
 
 @pytest.mark.parametrize(("family", "tp", "o"), CASES)

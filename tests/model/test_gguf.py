@@ -355,11 +355,15 @@ def test_scales_that_are_no_numbers_are_refused_by_name(path: Path, kind: Dtype)
     """An infinite scale is refused, and the error names the tensor. All other bytes of a block may be anything."""
     block, name = BLOCKS[kind], "blk.0.ffn_down.weight"
     rows = np.full((256, 512 // block.weights, block.bytes), 0xFF, np.uint8)
-    for at in block.scales:
-        rows[..., at : at + 2] = np.frombuffer(np.float16(-65504).tobytes(), np.uint8)
-    for at in (None, *block.scales):
+    good, bad = (np.frombuffer(np.float16(x).tobytes(), np.uint8) for x in (-65504, -np.inf))
+    scales = [(slice(at, at + 2), bad) for at in block.scales]
+    if kind is Dtype.MXFP4:  # 6 is the largest value, and 6 * 2^(253 - 127) is infinite
+        good, scales = np.uint8([252]), [(slice(0, 1), np.uint8([exponent])) for exponent in (253, 255)]
+    for at, _ in scales:
+        rows[..., at] = good
+    for at, value in ((None, bad), *scales):
         if at is not None:
-            rows[-1, -1, at : at + 2] = np.frombuffer(np.float16(-np.inf).tobytes(), np.uint8)
+            rows[-1, -1, at] = value
         tiny_gguf(path, raw={name: (rows.reshape(256, -1), Type[kind.name])})
         checkpoint = open_checkpoint(str(path))
         if at is None:
@@ -367,7 +371,7 @@ def test_scales_that_are_no_numbers_are_refused_by_name(path: Path, kind: Dtype)
             continue
         with pytest.raises(MegakernelError, match=rf"tensor {name} in .*m\.gguf contains a NaN or an infinity"):
             loaded(checkpoint, Buffer.W_DOWN)
-        rows[-1, -1, at : at + 2] = 0
+        rows[-1, -1, at] = 0
 
 
 def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

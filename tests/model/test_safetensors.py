@@ -15,6 +15,9 @@ import torch
 from model_helpers import tiny_llama
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from stored_checkpoints import logits
+from tiny_llama import TinyCheckpoint, make_llama
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from weights import loaded
 
 from megakernel.errors import MegakernelError
@@ -23,6 +26,8 @@ from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import weights
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.safetensors_checkpoint import safetensors_naming
+from megakernel.runtime.cpu.backend import CpuBackend
+from megakernel.runtime.reference import ReferenceBackend
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any) -> Checkpoint:
@@ -211,3 +216,62 @@ def test_an_embedding_model_needs_no_lm_head(tmp_path: Path, tied: bool) -> None
     assert inner.config.tied
     for buffer in set(weights(inner.config)) - {Buffer.LM_HEAD}:
         np.testing.assert_array_equal(loaded(inner, buffer), loaded(whole, buffer))
+
+
+# -- experts of gpt-oss
+
+
+def quantised_experts(folder: Path) -> TinyCheckpoint:
+    """Write a tiny gpt-oss model with experts in MXFP4, and return a checkpoint with the values that transformers gives
+    them."""
+    model, checkpoint = make_llama(7, "gpt_oss", hidden=64, ffn=96, num_local_experts=3)
+    generator, state = torch.Generator().manual_seed(1), dict(model.state_dict())
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        outputs, inputs = (192, 64) if "gate_up" in name else (64, 96)
+        blocks = torch.randint(0, 256, (3, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 124, (3, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        with torch.no_grad():
+            model.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del state[name]
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    save_file(state, folder / "model.safetensors")
+    return TinyCheckpoint(model, checkpoint.config)
+
+
+def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
+    expected, checkpoint = quantised_experts(tmp_path), open_checkpoint(str(tmp_path))
+    for buffer in (Buffer.W_GATE_UP, Buffer.W_DOWN):
+        assert {part.dtype for layer in checkpoint.storage[buffer].layers for part in layer} == {Dtype.MXFP4}
+    for buffer in weights(checkpoint.config):
+        for layer in (0, 1):
+            np.testing.assert_array_equal(loaded(checkpoint, buffer, layer), loaded(expected, buffer, layer))
+    checkpoint.dtype = Dtype.F32
+    got = [logits(CpuBackend, checkpoint, 20, tp) for tp in (1, 2)]
+    np.testing.assert_allclose(got, [logits(ReferenceBackend, expected, 20)] * 2, rtol=0, atol=2e-4)
+
+
+NAME = "model__layers__1__mlp__experts__"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up_proj_scales": torch.zeros(3, 192, 1, dtype=torch.uint8)}, "has not the type and shape of experts"),
+        ({"gate_up_proj_scales": torch.zeros(3, 192, 2)}, "has not the type and shape of experts"),
+        ({"gate_up_proj_scales": None}, "has not the type and shape of experts"),
+        ({"down_proj_blocks": torch.zeros(3, 64, 96)}, "has not the type and shape of experts"),
+        ({"down_proj_blocks": None}, r"has no tensor model\.layers\.1\.mlp\.experts\.down_proj"),
+        ({"down_proj_bias": torch.zeros(3, 64, dtype=torch.uint8)}, "has type U8, which is not supported"),
+        ({"gate_up_proj_bias": torch.zeros(576)}, "has not the type and shape of experts"),
+        ({"down_proj_scales": torch.full((3, 64, 3), 255, dtype=torch.uint8)}, "contains a NaN"),
+    ],
+)
+def test_damaged_experts(tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
+    quantised_experts(tmp_path)
+    rewrite(tmp_path, **{NAME + name: tensor for name, tensor in changes.items()})
+    with pytest.raises(MegakernelError, match=message):
+        checkpoint = open_checkpoint(str(tmp_path))
+        for buffer in weights(checkpoint.config):
+            loaded(checkpoint, buffer, 1)

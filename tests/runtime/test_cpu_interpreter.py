@@ -133,12 +133,13 @@ def test_a_launch_that_nobody_has_any_more_is_ended() -> None:
     assert not _threads() & started
 
 
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 _FORK = """
 import sys
-sys.path[:0] = {tests!r}
-from test_cpu_interpreter import *
+sys.path[:0] = [{support!r}]
 import os
+from cpu_support import DIMS, PAGES, RandomCheckpoint
+from megakernel.isa import Dtype
+from megakernel.runtime.cpu.backend import CpuBackend
 backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, dtype=Dtype.F32, threads=2)
 if os.fork():
     raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
@@ -148,7 +149,7 @@ raise SystemExit(3)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_fork_ends_without_the_threads_that_it_lacks() -> None:
-    script = _FORK.format(tests=PATHS)
+    script = _FORK.format(support=str(Path(__file__).parents[1] / "support"))
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3, "")
 

@@ -17,7 +17,7 @@ from tiny_llama import error, hf_logits, make_llama
 from twins import CpuTwins
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dims, Dtype, Forward, Kind, Operation, Split, accesses, cost, to_f32
+from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, accesses, cost, from_f32, to_f32
 from megakernel.isa.operations.route import chosen
 from megakernel.isa.record import WAIT_WORD, WAITS
 from megakernel.machine import host
@@ -38,19 +38,16 @@ EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
 FEW = {"tokens": 3, "logit_rows": 3}
 
 
-def forward_of(dims: Dims) -> Forward:
-    return passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split)
-
-
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
 def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dims]:
     use(monkeypatch, request.param[0])
     return EXPERTS.changed(dtype=int(request.param[1]))
 
 
-def routed(dims: Dims) -> CpuTwins:
+def routed(dims: Dims, *, biased: bool = False) -> CpuTwins:
     """Interpreters whose buffers have random contents, and in ROUTES different experts for each row."""
-    twins = CpuTwins(RandomCheckpoint(dims, biased=False), forward_of(dims), dims)
+    checkpoint = RandomCheckpoint(dims, biased=biased)
+    twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
     rng, count = np.random.default_rng(1), dims.model.experts_per_token
     twins.buffer(0, B.ROUTES)[:] = [rng.permutation(dims.model.experts)[:count] for _ in range(dims.bucket.tokens)]
     return twins
@@ -58,15 +55,18 @@ def routed(dims: Dims) -> CpuTwins:
 
 @pytest.mark.parametrize("normalised", [0, 1])
 def test_route(dims: Dims, normalised: int) -> None:
-    twins = routed(dims.changed(normalised_routes=normalised))
+    twins = routed(dims.changed(normalised_routes=normalised), biased=bool(normalised))
     twins.compare(record(twins.forward.by_name["route"], 3, 30), 1, make_table(twins.dims, {0: (0, 40)}))
     twins.backend.close()
 
 
+@pytest.mark.parametrize("clipped", [0, 1])
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_experts_and_their_sum(dims: Dims, tokens: int) -> None:
+def test_experts_and_their_sum(dims: Dims, tokens: int, clipped: int) -> None:
     """An instruction computes the j-th of each row's 3 experts if there are few rows, otherwise one of all 11."""
-    twins = routed(dims.changed(tokens=tokens, logit_rows=3))
+    twins = routed(dims.changed(tokens=tokens, logit_rows=3, clipped_gates=clipped), biased=bool(clipped))
+    h = twins.buffer(0, B.H)  # large enough that gates are limited
+    h[:] = from_f32(to_f32(h) * np.float32(1 + 4 * clipped), Dtype(dims.model.dtype))
     table, d = make_table(twins.dims, {0: (0, tokens)}), twins.dims
     assert d.places == (11 if tokens > 3 else 3)
     for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
@@ -114,6 +114,7 @@ def test_a_wrong_table_reads_nothing_outside(wrong: int) -> None:
 SHAPES = {
     "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77},
     "qwen3_moe": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "norm_topk_prob": False},
+    "gpt_oss": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77, "sliding_window": 9},
 }
 TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
 
@@ -140,7 +141,7 @@ SMALL = replace(
     KNOWN_SHAPES["qwen3-30b-a3b"], vocab=211, hidden=256, ffn=256, layers=2, heads=4, kv_heads=2, head_dim=32,
     max_context=512, experts=9, experts_per_token=2,
 )  # fmt: skip
-KINDS = ("q8_0", "q4_0", "q5_1", "q4_k", "q5_k", "q6_k", "f16")
+KINDS = ("q8_0", "q4_0", "q5_1", "q4_k", "q5_k", "q6_k", "mxfp4", "f16")
 
 
 @pytest.mark.parametrize("activations", ["float", "q8"])

@@ -29,6 +29,8 @@ def blocks(kind: Dtype, rows: int, inner: int = INNER) -> Array:
     out = rng.integers(0, 256, (rows * -(-inner // block.weights), block.bytes)).astype(np.uint8)
     for at in block.scales:
         out[:, at : at + 2] = rng.normal(0, 0.1, (len(out), 1)).astype(np.float16).view(np.uint8)
+    if kind is Dtype.MXFP4:
+        out[:, 0] = rng.integers(120, 128, len(out))
     return out.reshape(rows, -1)
 
 

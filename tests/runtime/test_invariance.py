@@ -14,11 +14,22 @@ from megakernel.isa import Dtype
 
 @pytest.fixture(
     scope="module",
-    params=["f32", "f32-window", "bf16", "bf16-ranks-window", "f32-experts", "bf16-experts-ranks"],
+    params=[
+        "f32",
+        "f32-window",
+        "bf16",
+        "bf16-ranks-window",
+        "f32-experts",
+        "bf16-experts-ranks",
+        "f32-sinks",
+        "bf16-sinks-ranks",
+    ],
 )
 def runner(request):
     kind, *more = request.param.split("-")
     family: dict[str, Any] = {"family": "qwen3_moe" if "experts" in more else "llama"}
+    if "sinks" in more:  # and biased experts; only layer 0 has windows
+        family = {"family": "gpt_oss", "sliding_window": 45}
     if "window" in more:  # in layer 1, so that the last row still depends on the first token
         family = {"family": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 45}
     shape = {"vocab": 211, "hidden": 96, "ffn": 168, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}

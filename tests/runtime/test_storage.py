@@ -185,7 +185,7 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "message", "known"),
-    [("weights", "cannot store weights in 'q4'", "f32, bf16, .*q6_k"), ("kv_cache_dtype", "K and V in 'q4'", "q8_0")],
+    [("weights", "cannot store weights in 'q4'", "f32, bf16, .*mxfp4"), ("kv_cache_dtype", "K and V in 'q4'", "q8_0")],
 )
 def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str], flag: str, message: str, known: str) -> None:
     with pytest.raises(MegakernelError, match=f"{message}: choose from auto, {known}$"):

@@ -131,8 +131,8 @@ def by_hand(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 
 
 def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
-    """Compile a program for the maximum numbers of token rows, logit rows and sequences, the context and the division
-    among ranks that `dims` has. The scheduler chooses row blocks and buffer capacities."""
+    """Compile a program whose maximum sizes and division among ranks are those of `dims`. The scheduler chooses row
+    blocks (rows that share a counter) and buffer capacities by itself, so they may differ from those of `dims`."""
     o, residual = (
         ("sharded", "dealt", "replicated")[i] for i in (2 * dims.split.replicated_o, 1 + dims.split.replicated_residual)
     )

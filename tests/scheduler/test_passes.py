@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 from compiled import LLAMA_70B as LLAMA
+from compiled import SMALL, compiled, small_machine
 from sizes import least_dims
 
-from megakernel.isa import Buffer, Dtype, Operation, Result
+from megakernel.isa import Buffer, Dtype, Operation, Result, Rows
 from megakernel.model.families import forward
-from megakernel.scheduler import passes
+from megakernel.scheduler import Options, passes
+from megakernel.scheduler.verify import verify
 
 DIMS = least_dims(LLAMA, Dtype.BF16)
 
@@ -52,4 +55,25 @@ def test_a_norm_of_what_a_layer_adds_follows_the_sum_of_the_ranks() -> None:
     assert [p.weights for p in inside.body if p.operation is Operation.NORM] == [
         Buffer.POST_ATTN_NORM,
         Buffer.POST_MLP_NORM,
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("norm", ["own", "next", "inside"])
+def test_norms_over_all_heads(norm: str, tp: int) -> None:
+    """Every rank computes q, k and v of all heads, and a residual that no norm follows is rounded by an instruction of
+    its own. Programs are proved, also for ranks without heads."""
+    config = replace(SMALL, family="olmo2", post_norms=True, whole_norms=True)
+    residual = "replicated" if norm == "inside" else "dealt"
+    program = compiled(config, small_machine(3), tokens=9, tp=tp, options=Options(norm=norm, residual=residual))
+    assert verify(program).ok
+    named = program.forward.by_name
+    raw, heads = named["qkv"], named["qk_norm_rope"]
+    assert (raw.rows, raw.result, heads.result) == (Rows.EVERY, Result.STORED, Result.HEADS)
+    assert {p.weights for p in program.forward.body if p.operation is Operation.NORM and p.result is Result.NONE} == {
+        None
+    }
+    width = (config.heads + 2 * config.kv_heads) * config.head_dim
+    assert [raw.width(d.split) for d in program.dims.ranks] == [
+        width if d.split.rank_heads else 0 for d in program.dims.ranks
     ]

@@ -241,11 +241,11 @@ def test_a_claim_waits_for_the_loads_of_the_instruction_before() -> None:
 
 
 def test_a_claim_comes_when_the_last_page_is_asked_for_where_loads_bind() -> None:
-    """If memory limits a job, its worker claims the next one when it requests the job's last bytes.
+    """If memory limits a job, the worker claims its next job when it requests the last bytes of this one.
 
-    The ring (on-chip memory) has room for 20 of the job's 100 bytes, so the worker requests the last 20 when the first
-    80 have arrived: after the set-up (0.5 s), 80 bytes at 10 bytes/s (8 s) and the latency (0.25 s). If the job's
-    output occupies half of the ring, 90 bytes must have arrived, which takes 9 s instead of 8 s."""
+    The ring of shared memory has room for 20 of the job's 100 bytes. So the worker can request the last 20 bytes when
+    80 have arrived: after the set-up (0.5 s), 80 bytes at 10 bytes/s (8 s) and the latency (0.25 s). If the output
+    occupies half of the ring, only the last 10 bytes fit beside it, so 90 bytes must have arrived (9 s)."""
     for output, claimed in ((0, 0.5 + 8 + 0.25), (10, 0.5 + 9 + 0.25)):
         work = hand_work([[Task(drain=2)]], queue=[Task(weights=100, compute=1, output=output)] * 2)
         _, rows = hand_run(work, memory_bytes_per_s=10, ring_bytes=20, dispatch_s=0.5, latency_s=0.25)

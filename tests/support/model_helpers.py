@@ -81,7 +81,9 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_attn_temperature_scale(rope.get("llama_4_scaling_beta", 0.0))
+        if architecture == "olmo2":
+            writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         writer.add_rope_dimension_count(int(c.head_dim * rope["partial_rotary_factor"]))
     if architecture == "granite":
@@ -90,6 +92,9 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
     state = published(model)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(c.intermediate_size)
+        _split_experts(writer, state)
     experts = getattr(c, "num_local_experts", 0)
     if experts:
         writer.add_expert_count(experts)
@@ -109,8 +114,20 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         if architecture.startswith("gemma") and "norm" in name:
             value = value + 1
         if name != "lm_head.weight" or not c.tie_word_embeddings:
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), value)
+            written = names.get_name(name, (".weight", ".bias"))
+            writer.add_tensor(written + ".weight" * name.endswith("sinks"), value)
     _finish(writer)
+
+
+def _split_experts(writer: gguf.GGUFWriter, state: dict[str, torch.Tensor]) -> None:
+    """Write the experts of gpt-oss, and remove them from `state`. Rows of gate and up alternate there, and matrices are
+    transposed."""
+    for name in [name for name in state if ".experts." in name]:
+        tensor, kind, layer = state.pop(name).detach().float(), name.rpartition(".")[2], name.split(".")[2]
+        rows, end = (tensor, "bias") if kind.endswith("_bias") else (tensor.transpose(1, 2), "weight")
+        parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if kind.startswith("gate_up") else {"down": rows}
+        for part, value in parts.items():
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{end}", value.contiguous().numpy())
 
 
 def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWriter:

@@ -17,5 +17,5 @@ def config_of(d: Dims, **more: Any) -> ModelConfig:
     sizes = (m.vocab, m.hidden, m.ffn, m.layers, m.heads, m.kv_heads, m.head_dim, d.bucket.max_context)
     if m.experts:
         more |= {"family": "mixtral", "experts": m.experts, "experts_per_token": m.experts_per_token}
-        more["normalised_routes"] = bool(m.normalised_routes)
+        more |= {"normalised_routes": bool(m.normalised_routes), "clipped_gates": bool(m.clipped_gates)}
     return ModelConfig(*sizes, **more)

@@ -20,6 +20,7 @@ from megakernel.model.families import FAMILIES
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import parse_hf_config
 from megakernel.model.safetensors_checkpoint import safetensors_naming
+from megakernel.model.split_experts import split_experts
 
 SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16}
 SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
@@ -27,6 +28,7 @@ SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
 OWN: dict[str, dict[str, Any]] = {
     "glm": {"eos_token_id": 0},
     "glm4": {"eos_token_id": 0},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "intermediate_size": 1},
     "ministral3": {"rope": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64, ends=True)},
@@ -43,8 +45,11 @@ ROPES = {
 
 
 def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a model's weights under the names in published files, where each expert has separate matrices."""
+    """Return a model's weights under the names in published files, where each expert has separate matrices, except in
+    gpt-oss."""
     out = {}
+    if model.config.model_type == "gpt_oss":
+        return dict(model.state_dict())
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in model.state_dict().items():
@@ -74,19 +79,20 @@ class _StateDict:
         return Dtype.F32
 
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        tensor = self._tensors[name][start:end]
-        return tensor.reshape(len(tensor), *tensor.shape[1:] or (1,))
+        tensor = self._tensors[name]
+        return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)[start:end]
 
 
 class TinyCheckpoint(FileCheckpoint):
     """A Checkpoint with the weights and the RoPE frequencies of a transformers model."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
-        super().__init__("tiny", config, _StateDict(model), safetensors_naming(config))
+        super().__init__("tiny", config, split_experts(_StateDict(model)), safetensors_naming(config))
         # Use the RoPE frequencies of transformers, with two exceptions. For LongRoPE, transformers changes the
-        # frequencies only when a text is long. And frequencies do not express layers without RoPE or multipliers of
-        # attention scores.
+        # frequencies only when a text is long. And frequencies do not express layers without RoPE or with another
+        # RoPE, or factors of attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
+        self._own = self._own or config.local_theta
         if self._own:
             return
         rotary = model.model.rotary_emb
@@ -121,7 +127,7 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
                 p.copy_(torch.sign(noise) * (0.5 + torch.rand(p.shape, generator=generator)))
             elif name.endswith("bias"):
                 p.copy_(0.5 * noise)
-            elif "embed" in name:
+            elif "embed" in name or name.endswith("sinks"):
                 p.copy_(noise)
             else:
                 # This gain on Q and K gives attention scores a standard deviation of 2, so that a few tokens get most
@@ -159,6 +165,8 @@ def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> 
         scaling |= {"long_factor": list(rope.factors), "short_factor": list(rope.short_factors)}
     if rope.kind in (RopeKind.YARN, RopeKind.LONGROPE):
         scaling["original_max_position_embeddings"] = rope.original_context
+    if not rope.truncate:
+        scaling["truncate"] = False
     if rope.dims:
         scaling["partial_rotary_factor"] = rope.dims / head_dim
     if rope.ends:
@@ -167,6 +175,9 @@ def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> 
         scaling["low_freq_factor"] = rope.low_freq_factor
         scaling["high_freq_factor"] = rope.high_freq_factor
         scaling["original_max_position_embeddings"] = rope.original_context
+    if kind is transformers.Olmo3Config:
+        tables = {"full_attention": scaling, "sliding_attention": {"rope_type": "default"}}
+        return {"rope_parameters": {name: table | {"rope_theta": rope.theta} for name, table in tables.items()}}
     if hasattr(kind(), "rope_parameters"):
         return {"rope_parameters": scaling | {"rope_theta": rope.theta}}
     return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind is RopeKind.DEFAULT else scaling}

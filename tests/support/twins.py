@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cpu_support import FORWARD, PAGES, Item, RandomCheckpoint, make_table, set_items
+from cpu_support import PAGES, Item, RandomCheckpoint, make_table, set_items
 from handmade import record, segment
 from launch_image import LaunchImage
 from numpy.typing import NDArray
@@ -280,7 +280,7 @@ def check_attention_splits(twins: CpuTwins) -> None:
         twins.fill_unused(table, 1, np.nan)
         twins.start_equal()
         for slot in range(4):
-            twins.backend.execute(record(FORWARD.by_name["attention"], slot, 1, 2), 1, table, FORWARD)
+            twins.backend.execute(record(twins.forward.by_name["attention"], slot, 1, 2), 1, table, twins.forward)
         found.append(twins.backend.buffer(Buffer.ATTN)[:14].copy())
     np.testing.assert_array_equal(*found)
     assert not twins.backend.buffer(Buffer.SPLITS).any()

@@ -1,15 +1,15 @@
 // Attention of one work item: query rows of one sequence, for some KV heads and some KV blocks.
 //
-// KV blocks start at multiples of kv_block tokens, wherever an item starts. For each (query row, head) pair,
-// each block is computed on its own. Its result is (m, l, o): m is the maximum score, l = sum e^(s - m), and
-// o = sum e^(s - m) v, over the scores s and values v of the block. The results of a pair's blocks are then
-// merged in ascending order. Up to kQueryRows pairs share one pass over the K and V of a block. If there are
-// at most kDirectPairs pairs, they read the KV cache directly. If there are more, they read a copy of the
-// block that is converted to float32 only once.
+// Attention of query rows to KV blocks, each of kv_block successive tokens. For each (query row, head) pair
+// and each block, the result is (m, l, o): the maximum score m, the sum l of e^(s - m) and the sum o of e^(s
+// - m) v, over the scores s and values v of the block. The results of a pair's blocks are then merged in
+// ascending order. Up to kQueryRows pairs share one pass over the K and V of a block. With at most
+// kDirectPairs pairs, the pass reads the KV cache directly. With more, it reads a float32 copy of the block,
+// so that the conversion is done only once.
 //
-// The bits of a pair's result do not depend on the other pairs that are computed with it, because every sum
-// has a fixed order. A score adds the elements of the head in order, l adds the vector lanes in a fixed tree,
-// and o adds the tokens in order up to the pair's position.
+// A pair's result has the same bits whichever other pairs are computed with it, because every sum has a fixed
+// order: scores are summed over the elements of the head in order, l over the vector lanes in a fixed tree,
+// and o over the tokens in order.
 #pragma once
 #include <math.h>
 
@@ -29,12 +29,13 @@ constexpr int kDenseRows = 6, kDenseVectors = 2;
 // faster.
 constexpr int kDirectPairs = 2 * kDenseRows;
 
-// Computes C = A B, or C += A B with `resume`, for R rows and V SIMD vectors of columns of C. The columns are
-// those of B from `column` on; only the first `last` lanes of the last vector are columns of B. The products
-// use the columns [k, end) of A, and so the same rows of B.
+// Computes R rows and V SIMD vectors of columns of C = A B. With `resume`, adds to C instead. Uses the
+// columns [k, end) of A and the same rows of B. The first column of C is `column`. Of the last vector, only
+// the first `last` lanes are used.
 //
-// B gives one strip for each vector of columns. A strip reaches only to the end of a run, a range of rows of
-// B that lie evenly in memory, for example the tokens of a KV page. The next run needs other strips.
+// B need not be one contiguous matrix: it may be the tokens of several KV pages. Its rows are therefore
+// divided into runs that are evenly spaced in memory, such as the tokens of one page. In each run, B gives a
+// strip (a pointer to walk down the rows) for each vector of columns.
 template <int R, int V, class B>
 void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int k, int end, float* c,
                  int64_t ldc, bool resume) {
@@ -72,9 +73,8 @@ inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int co
   if constexpr (R > 1) dense_rows<V, R - 1>(rows, a, lda, b, column, last, t, end, c, ldc, resume);
 }
 
-// Computes C = A B for any number of rows and columns. With `resume`, adds the products to C instead. The
-// number of rows and columns does not change the bits of an output. The rows of C must be padded to full SIMD
-// vectors.
+// Computes C = A B for any number of rows and columns. With `resume`, adds to C instead. An output has the
+// same bits whatever the number of rows and columns. The rows of C must be padded to full SIMD vectors.
 template <int V = kDenseVectors, class B>
 inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int k, float* c, int64_t ldc,
                   bool resume, int column = 0) {
@@ -90,9 +90,10 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, i
   if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, k, c, ldc, resume, column);
 }
 
-// Computes the scores of R queries, which are rounded to integers, and of the first n tokens of `keys`, at
-// most kLanes. Each query has `units` units. The integer sum of a unit is multiplied by the scales of the key
-// and the query, and added in ascending order of the units (megakernel/isa/integers.py).
+// Computes attention scores with quantised keys: of R queries, rounded to integers, with the first n (at most
+// kLanes) tokens of `keys`. The head's elements are divided into `units` quantisation blocks. For each one,
+// the integer sum of products is exact, and is multiplied by the scales of the key and the query. These
+// results are added in order (megakernel/isa/integers.py).
 template <int R>
 MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, const KeyWords& keys, int n,
                             float* scores) {
@@ -144,9 +145,9 @@ inline void score(const Dims& d, int rows, const Rounded* queries, const CachedB
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
 
-// Merges the softmax state (m, l, o) of one KV block into that of the blocks before it. The function is not
-// inlined, because attention must run the same machine instructions, and so produce the same bits, whether or
-// not its KV blocks are divided among several items.
+// Merges the softmax state (m, l, o) of one KV block into the state of all earlier blocks. Must not be
+// inlined: attention must give the same bits whether or not its KV blocks are divided among several work
+// items, so both cases must run the same machine code.
 __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, float block_m, float block_l,
                                                   const float* block_o, int head_dim) {
   const float top = block_m > m ? block_m : m;
@@ -157,6 +158,14 @@ __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, 
     const int n = head_dim - e;
     store(o + e, load(o + e, n) * keep + load(block_o + e, n) * add, n);
   }
+}
+
+// Adds a head's sink, if the phase has sinks, to its softmax state. A sink is a score without a value, so it
+// is merged as one more KV block, whose o is zero.
+inline void merge_sink(const Call& call, int head, float& m, float& l, float* o) {
+  static constexpr float kNothing[kMostHeadDim] = {};
+  if (call.phase->weights == Buffer::kNone) return;
+  merge_block(m, l, o, call.weights<float>()[head], 1.0f, kNothing, call.dims->head_dim);
 }
 
 // The query heads [first, end) of this rank that attend to one KV head.
@@ -183,9 +192,9 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
            heads.count() * d.head_dim);
 }
 
-// Turns the scores of one (row, head) pair into unnormalised softmax weights: each score, multiplied by
-// `scale`, is a value s, which becomes e^(s - m). Also computes the maximum m of the values s, and the sum l
-// of the weights. There are `tokens` scores; the rest of the last SIMD vector becomes zero.
+// Computes the softmax of one (row, head) pair over `tokens` scores, without the final division. Replaces
+// each score by its weight e^(s - m), where s is the score times `scale` and m is the maximum s. Also returns
+// m, and the sum l of the weights. The rest of the last SIMD vector becomes zero.
 inline void softmax_row(float* scores, int tokens, float scale, float& m, float& l) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
@@ -209,8 +218,9 @@ inline int first_token(const Dims& d, int span, int position, int block) {
   return higher_of(position + 1 - span - block * d.kv_block, 0);
 }
 
-// Computes the softmax state (m, l, o) of one KV block for query rows at ascending `positions`. Each row has
-// `group` query heads and attends to the last `span` tokens up to its own, at least one of them in the block.
+// Computes the softmax state (m, l, o) of several query rows over one KV block. `positions` are the positions
+// of the rows, in ascending order. Each row has `group` query heads, and sees the last `span` tokens up to
+// its own position. At least one of these tokens must be in the block.
 template <class T, class Kv, class Query>
 inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& kv, int block,
                          const int32_t* positions, int rows, int group, int span, const Query* queries,
@@ -227,8 +237,8 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
     for (int t = begin; t < first; ++t) own[t] = -INFINITY;
     softmax_row(own + begin, visible_tokens(d, positions[j / group], block) - begin, scale, m[j], l[j]);
   }
-  // The values of the tokens that all rows attend to are multiplied for all rows together. Then each row's
-  // remaining tokens are multiplied, row by row. They are few, because the rows have consecutive positions.
+  // First the tokens that every row sees: their values are multiplied for all rows together. Then the later
+  // tokens, row by row. These are few, because the rows have consecutive positions.
   const int common = visible_tokens(d, positions[0], block);
   dense(rows * group, d.head_dim, scores + oldest, d.kv_block, TokenValues<Kv>{kv, oldest}, common - oldest,
         out, padded, false);
@@ -326,14 +336,18 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   if (s.item_split[item] >= 0) return;
   T* out = reinterpret_cast<T*>(scratch.block_out);
   for (int i = 0; i < rows; ++i) {
-    for (int g = 0, j = i * group; g < group; ++g, ++j)
-      divide(out + g * d.head_dim, scratch.merged_out + int64_t{j} * padded, l[j], d.head_dim);
+    for (int g = 0, j = i * group; g < group; ++g, ++j) {
+      float* o = scratch.merged_out + int64_t{j} * padded;
+      merge_sink(call, heads.first + g, m[j], l[j], o);
+      divide(out + g * d.head_dim, o, l[j], d.head_dim);
+    }
     store_output(call, row + i, heads, out);
   }
 }
 
-// Computes the output of one work item, call.item. If several items divide the KV blocks of its rows, stores
-// the softmax state (m, l, o) of each block in PARTIALS instead, and attention_merge computes the output.
+// Runs attention for one work item (some rows and KV heads of a sequence), number call.item. Normally
+// computes the final output. But if several items divide the KV blocks of these rows, it only stores the
+// softmax state (m, l, o) of each block in the buffer PARTIALS. attention_merge then computes the output.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;
@@ -355,9 +369,9 @@ void attention(const Call& call, const Attention&) {
   }
 }
 
-// Computes the output of rows whose KV blocks were divided among several items, of which call.item is the
-// last to run. Merges the softmax states of all blocks, which the items have stored in PARTIALS, in ascending
-// order of the blocks.
+// Computes the final attention output if several work items have divided the KV blocks of the same rows. The
+// last of these items to finish, call.item, calls this. It merges the softmax states that all the items have
+// stored in PARTIALS, in ascending order of the KV blocks.
 template <class T>
 void attention_merge(const Call& call, const int32_t*) {
   const Dims& d = *call.dims;
@@ -379,6 +393,7 @@ void attention_merge(const Call& call, const int32_t*) {
           partial += int64_t{d.group_size()} * stride;
           merge_block(m, l, o, partial[0], partial[1], partial + 2, d.head_dim);
         }
+        merge_sink(call, heads.first + g, m, l, o);
         divide(out + g * d.head_dim, o, l, d.head_dim);
       }
       store_output(call, row, heads, out);

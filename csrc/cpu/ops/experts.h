@@ -1,5 +1,6 @@
-// Multiplies rows by the matrices of the experts that `route` has chosen for them, and adds the results.
-// Each row has as many rows of results as it has experts.
+// Mixture-of-experts layers. `experts` multiplies each row of activations by the weights of the experts that
+// the router (`route`) has chosen for the row. This gives one result row for every (row, expert) pair.
+// `combine` then adds up the results of each row, weighted by the router's weights.
 #pragma once
 #include "matmul.h"
 
@@ -12,22 +13,41 @@ inline void store_plain(const Call& call, int r, int first, int n, float* t) {
   for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
 }
 
+// Stores output[r] = gate * sigmoid(1.702 gate) * (up + 1), where gate is clipped to at most 7 and up to
+// [-7, 7]. Both are in `t`, kPanel floats apart.
+template <class T>
+inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
+  T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
+  const F32 most = splat(7.0f);
+  for (int i = 0; i < n; i += kLanes) {
+    F32 gate = load(t + i, n - i), up = load(t + kPanel + i, n - i);
+    gate = select(gate > most, most, gate);
+    up = select(up > most, most, select(up < -most, -most, up));
+    store(out + i, gate / (exp(gate * -1.702f) + 1.0f) * (up + 1.0f), n - i);
+  }
+}
+
 template <class T>
 void experts(const Call& call, const ExpertTile& op) {
   const Dims& d = *call.dims;
   const int count = d.experts_per_token;
   const int32_t* const routes = call.at<int32_t>(Buffer::ROUTES);
   const bool gated = call.phase->result == Result::kGated;
+  // The ranks' parts of a result that is not gated are added, so one rank adds the bias.
+  const float* const biases = gated || d.rank == 0 ? call.bias() : nullptr;
   const int64_t panels = int64_t{panel_count(0, call.phase->width)} * call.phase->matrices;
   int32_t tokens[kPassRows], results[kPassRows];  // the rows of inputs and of results to be multiplied next
   int rows = 0;
   const auto multiply = [&](int expert) {
     const Tile tile{0, rows, op.col, op.cols};
     const Panel* const weights = call.weights<Panel>() + expert * panels;
+    const float* const bias =
+        biases == nullptr ? nullptr : biases + int64_t{expert} * call.phase->matrices * call.phase->width;
     if (gated)
-      gemm<T>(call, tile, weights, store_gated<T, silu_exponent>, {tokens}, {results});
+      gemm<T>(call, tile, weights, bias, d.clipped_gates ? store_clipped<T> : store_gated<T, silu_exponent>,
+              {tokens}, {results});
     else
-      gemm<T>(call, tile, weights, store_plain<T>, {results}, {results});
+      gemm<T>(call, tile, weights, bias, store_plain<T>, {results}, {results});
     rows = 0;
   };
   const auto add = [&](int r, int j) {

@@ -16,8 +16,8 @@ void read_column(const Panel& panel, int column, int k, float scale, float* out)
   }
 }
 
-// Copies the embedding of each row's token: output[r] = weights[token(r)] * embed_scale. The table is packed
-// like any weight matrix (packed.h), so that a table that is also the LM head is stored only once.
+// Looks up embeddings: output[r] = weights[token of row r] * embed_scale. The table is packed like any weight
+// matrix (packed.h), so it is stored only once if the model also uses it as the LM head.
 inline void gather(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const int width = call.phase->inner;
@@ -34,9 +34,9 @@ inline void gather(const Call& call, const Run& op) {
   }
 }
 
-// Computes the cosine and sine of each of a row's angles, times a factor of the RoPE pair. An angle is the
-// row's position times the inverse frequency of the pair. The phase's weights are these frequencies, then the
-// factors. Cosines and sines alternate in output[r].
+// Computes the RoPE table. For row r and each RoPE pair, the angle is the row's position times the pair's
+// inverse frequency. Its cosine and sine, both times the pair's factor, are stored side by side in output[r].
+// The phase's weights are the inverse frequencies, followed by the factors.
 inline void rope(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const float* inv_freq = call.weights<float>();

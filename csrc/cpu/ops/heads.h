@@ -4,8 +4,9 @@
 
 namespace mk::MK_SIMD {
 
-// Permutes the lanes of a vector. `rotate` uses three permutations of each pair of lanes: the even lane's
-// value in both lanes, the odd lane's value in both lanes, and the two values swapped.
+// Permutes the lanes of a vector. `rotate` (RoPE) works on pairs of neighbouring lanes and needs three
+// permutations: the even lane's value in both lanes, the odd lane's value in both lanes, and both values
+// swapped.
 #if defined(__clang__)
 #define MK_SHUFFLE(v, mask) shuffle_lanes(v, mask)
 MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
@@ -47,8 +48,9 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
   }
 }
 
-// Stores the K or V of one token and one head as Q8_0, rounded as the gguf package does. `page` points to the
-// head's data in the token's KV page, which stores K as [word of four elements][token] and V as [token].
+// Stores the K or V of one token and one head in Q8_0 format, rounded as the gguf package rounds. `page`
+// points to the head's data in the token's KV page. In each quantisation block, K is stored as [word of four
+// elements][token], and V as [token][element].
 inline void quantise(const Dims& d, const float* x, char* page, int token, bool is_key) {
   for (int first = 0; first < d.head_dim; first += kKvUnit, page += kv_block_bytes(d)) {
     const int n = lower_of(d.head_dim - first, kKvUnit);
@@ -62,9 +64,9 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
     memcpy(page + token * kKvScale, &half, sizeof half);
     char* const values = page + kKvScale * d.kv_page;
     for (int i = 0; i < n; ++i) {
-      // Rounds to the nearest integer, and halves away from zero. Adding 0.5 to the product and truncating
-      // would not do, because the addition itself rounds. If the block contains NaN or infinity, its scale is
-      // NaN or infinity, and all its values are read as NaN.
+      // Rounds to the nearest integer; halves are rounded away from zero. Adding 0.5 and truncating would be
+      // wrong, because the addition itself rounds. NaN becomes 0 here. It is not lost, because the block's
+      // scale is then NaN or infinity, and so all values of the block are read as NaN.
       const float product = x[first + i] * inverse, a = product == product ? product : 0.0f;
       const float whole = static_cast<float>(static_cast<int32_t>(a));
       const float up = fabsf(a) >= fabsf(whole) + 0.5f ? 1.0f : 0.0f;
@@ -74,9 +76,9 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
   }
 }
 
-// Applies RoPE to q and k, and stores the columns [first, first + n) of row r's q, k and v: q in the output,
-// k and v in the KV cache. If heads are normalised or the KV cache is quantised, the range must consist of
-// whole heads. Otherwise it may begin and end inside heads.
+// Finishes a part of the QKV projection of row r, the columns [first, first + n). Applies RoPE to q and k,
+// then stores q in the output, and k and v in the KV cache. The range must consist of whole heads if heads
+// are normalised or the KV cache is quantised. Otherwise it may begin and end inside heads.
 template <class T>
 inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
@@ -119,8 +121,8 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// Computes a tile of the QKV projection. If heads are normalised or the KV cache is quantised, all columns of
-// a head must be available together, so the tile is divided into parts of as many whole heads as one pass of
+// Computes a tile of the QKV projection. Normalising a head, or quantising it for the KV cache, needs all its
+// columns at once. In these cases the tile is divided into parts of whole heads, as many as one call of
 // `gemm` can compute.
 template <class T>
 void heads(const Call& call, const Tile& tile) {

@@ -11,9 +11,9 @@ namespace mk::MK_SIMD {
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A column of SIMD vectors within a matrix, one vector per row. `now` is the address of the first vector, and
-// each further row is `stride` elements later. `next` is the address of a column that will be read soon;
-// `fetch` prefetches one of its vectors.
+// A pointer to a SIMD vector of a matrix that can move right or down, row by row. `now` is the address of the
+// vector in the first row; rows are `stride` elements apart. `next` is the same for data that will be needed
+// soon, and `fetch` prefetches it.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -24,8 +24,8 @@ struct Strip {
   MK_INLINE F32 row(int t, int64_t stride, int n) const { return load(now + t * stride, n); }
 };
 
-// Like Strip, a column of SIMD vectors, but it needs no prefetch because it is in the CPU's cache already.
-// `row` may always load a full vector: the rows are padded to full vectors, and no other thread writes them.
+// Like Strip, but for data that is in the CPU's cache already, so it prefetches nothing. `row` may always
+// load a full vector, because the rows are padded to full vectors and no other thread writes to them.
 struct NearStrip {
   const float* now;
 
@@ -35,9 +35,9 @@ struct NearStrip {
   MK_INLINE F32 row(int t, int64_t stride, int) const { return load(now + t * stride); }
 };
 
-// Quantised keys of kLanes tokens that lie in one KV page, from the page's token number `token` on. Units of
-// kKvUnit elements of a head share a float16 scale. In memory, the scales of a unit, one per token, precede
-// the unit's values, which are stored as [word][token]. A word has four elements.
+// Quantised keys of kLanes tokens in one KV page; the first is the page's token number `token`. Each unit of
+// kKvUnit elements has one float16 scale per token. In memory, a unit consists of the scales of all tokens,
+// followed by the values as [word of four elements][token].
 struct KeyWords {
   const Dims& d;
   const int8_t *now, *next;  // the head's part of the page, and of a page that will be read soon
@@ -56,9 +56,9 @@ struct KeyWords {
   }
 };
 
-// A column of SIMD vectors of quantised values. Each row of the matrix is a token of a KV page, and each
-// column is an element of a quantisation block of `width` elements. `scales` points to one float32 scale per
-// token.
+// A pointer to a SIMD vector of quantised values (V) that can move down, token by token. Each row is a token
+// of a KV page, and has the `width` elements of one quantisation block. `scales` points to the tokens'
+// float32 scales, one per token.
 struct ValueStrip {
   const int8_t *now, *next;
   const float* scales;
@@ -71,8 +71,9 @@ struct ValueStrip {
   MK_INLINE F32 row(int t, int64_t, int n) const { return load(now + t * width, n) * scales[t]; }
 };
 
-// The quantised values of a KV page, from the page's token number `token` on. `scales` points to that token's
-// scale in the array [quantisation block][token of the KV block] of float32 scales.
+// The quantised values (V) of a KV page, from the page's token number `token` on. `scales` points to the
+// scale of that token in quantisation block 0. The scales form an array [quantisation block][token of the KV
+// block], in float32.
 struct ValuePage {
   const Dims& d;
   const int8_t *now, *next;
@@ -126,9 +127,9 @@ struct Cache {
   const int32_t* after;
   float* scales;  // buffer for the scales of a KV block's values
 
-  // Presents the keys and values of the KV head `kv_head`. The work item covers several consecutive KV heads,
-  // of which the last is head_end - 1, and reads tokens [first, last) of each. `table` has the page numbers
-  // of the sequence. `room` is a buffer for scales.
+  // `table` lists the sequence's KV pages. `kv_head` is the KV head to read. The caller reads tokens [first,
+  // last) of several KV heads in turn, up to head_end - 1, so the data of the next head can be prefetched.
+  // `room` is memory for `scales`.
   Cache(const Call& call, const int32_t* table, int kv_head, int head_end, int first, int last, float* room)
       : d(*call.dims),
         keys(call.at<T>(Buffer::K_CACHE) + k_index(d, 0, kv_head, 0)),
@@ -141,9 +142,9 @@ struct Cache {
         scales(room) {}
 };
 
-// Reads one KV block directly from the KV cache. `run` is the number of tokens that lie together in memory:
-// those of a KV page. In a page, keys are stored as [element of the head][token], with a stride of
-// `key_stride`, and values as [token][element].
+// Reads a KV block (kv_block tokens, in one or more KV pages) directly from the KV cache. `run` is the number
+// of tokens that are contiguous in memory, those of one page. In a page, keys are stored as [element of the
+// head][token], with rows `key_stride` apart, and values as [token][element].
 template <class T>
 class CachedBlock {
  public:
@@ -185,8 +186,8 @@ class CachedBlock {
   }
 
  private:
-  // Returns the addresses of page i of this KV block and of the page to prefetch. The latter is page i of the
-  // next block or, after the last block, page i of the next KV head's first block.
+  // Returns the address of page i of this KV block, and an address to prefetch meanwhile. That is page i of
+  // the next KV block or, after the last block, page i of the first block of the next KV head.
   Strip<T> strip(const T* page_0, int i) const {
     const T* now = page_0 + pages_[i] * cache_.page;
     const int later = i * d_.kv_page + d_.kv_block;

@@ -1,13 +1,13 @@
-// RMS norms of rows. `norm` writes the results to the rank's own copy of the output. `send_norm` then copies
-// them to the other ranks that need them.
+// RMS norms of rows, or the rows themselves if a phase has no scales. `norm` writes the results to the rank's
+// own copy of the output. `send_norm` then copies them to the other ranks that need them.
 #pragma once
-#include "../rms_norm.h"
+#include "heads.h"
 #include "store.h"
 
 namespace mk::MK_SIMD {
 
-// Calls row(to, from) for each row that this rank normalises, where `to` is its index in the output and
-// `from` its index in the inputs. `from` is -1 if the output row is padding.
+// Calls row(to, from) for each row that this rank normalises. `from` is the row's index in the inputs, and
+// `to` its index in the output. If the output row is padding, `from` is negative.
 template <class F>
 inline void each_norm(const Call& call, const Run& op, const F& row) {
   const bool logit = call.phase->rows == Rows::kLogit;
@@ -31,23 +31,60 @@ inline void add_norm(const Call& call, const Run& op) {
   }
 }
 
+// Normalises q and k, each over all heads, and stores the heads that the rank has, as `heads` does.
+template <class T>
+inline void norm_qkv(const Call& call, const Run& op) {
+  const Dims& d = *call.dims;
+  const int q = d.heads * d.head_dim, k = d.kv_heads * d.head_dim;
+  const float* const weights = call.weights<float>();
+  const struct {
+    int at, col, cols;
+  } parts[] = {
+      {d.first_head() * d.head_dim, 0, d.q_cols()},
+      {q + d.first_kv_head() * d.head_dim, d.q_cols(), d.kv_cols()},
+      {q + k + d.first_kv_head() * d.head_dim, d.q_cols() + d.kv_cols(), d.kv_cols()},
+  };
+  for (int r = op.row; r < op.row + op.rows; ++r) {
+    const float* const row = call.inputs<float>() + int64_t{r} * (q + 2 * k);
+    const float scales[] = {rms_scale(row, q, d.rms_eps), rms_scale(row + q, k, d.rms_eps)};
+    for (int p = 0; p < 3; ++p) {
+      for (int i = 0; i < parts[p].cols; i += d.head_dim) {
+        const int at = parts[p].at + i;
+        float t[kMostHeadDim];
+        for (int e = 0; e < d.head_dim; e += kLanes) {
+          const int n = d.head_dim - e;
+          const float* x = row + at + e;
+          store(t + e, p == 2 ? load(x, n) : normalised(x, weights + at + e, scales[p], n), n);
+        }
+        store_heads<T>(call, r, parts[p].col + i, d.head_dim, t);
+      }
+    }
+  }
+}
+
 template <class T>
 void norm(const Call& call, const Run& op) {
   const int n = call.phase->inner;
   if (call.phase->result == Result::kResidual) return add_norm(call, op);
+  if (call.phase->result == Result::kHeads) return norm_qkv<T>(call, op);
   each_norm(call, op, [&](int64_t to, int64_t from) {
     T* out = call.output<T>() + to * n;
-    if (from < 0)
+    if (from < 0) {
       memset(out, 0, n * sizeof(T));
+      return;
+    }
+    const float* x = call.inputs<float>() + from * n;
+    if (call.phase->weights == Buffer::kNone)
+      for (int i = 0; i < n; i += kLanes) store(out + i, load(x + i, n - i), n - i);
     else
-      rms_norm(call.inputs<float>() + from * n, call.weights<float>(), n, call.dims->rms_eps, out);
+      rms_norm(x, call.weights<float>(), n, call.dims->rms_eps, out);
   });
 }
 
 template <class T>
 void send_norm(const Call& call, const Run& op) {
   const int n = call.phase->inner;
-  if (call.phase->result == Result::kResidual) return;  // it is added only to the rank's own residual
+  if (call.phase->result != Result::kNone) return;  // the results are only for the rank itself
   each_norm(call, op, [&](int64_t to, int64_t) {
     store_to(call, call.phase->output, norm_ranks(*call.dims), to * n, call.output<T>() + to * n, n);
   });

@@ -3,9 +3,9 @@
 
 namespace mk::MK_SIMD {
 
-// Adds the partial sums of all ranks, and the bias if there is one, to the residual, for the rows r of a
-// tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias. If the phase stores its results, they
-// replace the output instead.
+// The second half of an all-reduce. For each row r of a tile, adds the partial sums of all ranks and the
+// bias, if there is one, to the residual: output[r] += inputs[0][r] + inputs[1][r] + ... + bias. If the
+// phase's result is "stored", the sum replaces output[r] instead.
 template <class T>
 void reduce(const Call& call, const Tile& op) {
   const Dims& d = *call.dims;

@@ -6,9 +6,10 @@ namespace mk::MK_SIMD {
 
 static_assert(kMostExperts <= kTilePanels * kPanel, "a row's logits must come in one piece");
 
-// Chooses the experts of row r, whose n logits are in t: repeatedly the best expert that is left, of equally
-// good ones the first. A NaN counts as -infinity, so the experts are different ones in any case. Their
-// weights are the softmax of their logits, over the chosen experts or over all.
+// The router of a mixture of experts. `t` has the logits of row r for all n experts. Chooses the
+// experts_per_token experts with the largest logits; of equal logits, the lower expert number wins. NaN
+// counts as -infinity. An expert's weight is the softmax of its logit, either over the chosen experts or over
+// all experts.
 inline void choose(const Call& call, int r, int, int n, float* t) {
   const Dims& d = *call.dims;
   const int64_t at = int64_t{r} * d.experts_per_token;

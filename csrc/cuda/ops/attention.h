@@ -1,8 +1,8 @@
-// Attention, for the attention items (tiles of work) that the step table assigns to an instruction. Within an
-// item, the query rows that share a KV head are ordered by token row and then by query head, and divided into
-// tiles of 16. Each of the eight consumer warps processes one such tile (a unit) at a time, over all KV
-// blocks of the item. plan.h lists the order of the shared-memory pages. A warp skips pages of other KV
-// heads.
+// Attention. The step's tables assign work items (some rows, heads and KV blocks of one sequence) to each
+// attention instruction. The query rows of an item that share a KV head are divided into tiles of 16, and
+// each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. The keys and
+// values arrive in shared-memory pages (plan.h). A warp skips the pages of KV heads that its tile does not
+// use.
 #pragma once
 #include "../plan.h"
 #include "call.h"
@@ -90,8 +90,8 @@ class AttentionItem {
       }
       pages_.skip(before * head_pages());
       const unsigned char* keys = pages_.take();
-      // The queries can be read only now: the input loader fills the item's pages after it has waited for the
-      // item's counters, so a full page shows that the queries are written.
+      // The queries must not be read before this point. They are written by another instruction, and the
+      // input loader has filled this page only after it has waited for that instruction's counters.
       if (!started) start(tile, query_rows(own, first));
       started = true;
       tile.template scores<0>(keys);
@@ -132,8 +132,8 @@ class AttentionItem {
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
   }
 
-  // Called if the KV blocks are split among several items, when this item has stored its partial results.
-  // Returns true for the last of these items to do so, which can then read all results.
+  // For work items that divide the KV blocks of the same rows among them. Called when this item has stored
+  // its partial results. Returns true for the last of the items, which then merges the results of all.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {
@@ -214,9 +214,9 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // Returns the address of the partial result (m, l and o, softmax.h) of one row, query head and KV block.
-  // `row` and the KV head `head` are counted from the item's first; `group_head` is the number of the query
-  // head in its group.
+  // Returns the address of a partial result (m, l and o, softmax.h) of one row, query head and KV block.
+  // `row` and the KV head `head` count from the first of the work item. `group_head` selects one of the query
+  // heads that share the KV head.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
@@ -227,8 +227,9 @@ class AttentionItem {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
-  // Returns the ranks that get the item's output. All rows of an item lie in one row block, which one rank
-  // owns, so it is enough to look up the first row.
+  // Returns the ranks to which the output of this work item is sent: if `replicated_o` is set, the ranks that
+  // store the residual of its rows, otherwise this rank. All rows of an item have the same owner, so it is
+  // enough to look up the first row.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

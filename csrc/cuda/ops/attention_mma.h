@@ -1,6 +1,5 @@
 // One warp's attention arithmetic on the tensor cores: 16 query rows attend to a KV block. Keys are stored as
-// [element][token] and values as [token][element]. In either layout, the columns of the mma's B matrix are
-// contiguous, and ldmatrix.trans reads them.
+// [element][token] and values as [token][element], so ldmatrix.trans loads both as the B matrix of mma.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -17,9 +16,9 @@ __device__ __forceinline__ uint32_t own_matrix_row(const unsigned char* tile, in
          tile_offset(matrix % 2 * 8 + ldmatrix_row(lane), matrix / 2 * 16);
 }
 
-// Loads rows [row, row + 16) and columns [col, col + 16) of the tile. The swizzle repeats every eight rows,
-// and it permutes chunks of eight columns. The address of the rows and columns therefore follows from `own`,
-// the result of own_matrix_row, by an XOR and an addition.
+// Loads a 16 x 16 part of a swizzled tile, from row `row` and column `col` on, as the B operand of mma. `own`
+// is the lane's address for row 0 and column 0 (own_matrix_row). The swizzle repeats every eight rows and
+// permutes chunks of eight columns, so an XOR and an addition give the address of any other part.
 __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t own, int row, int col) {
   load_matrices(b, (own ^ col * 2) + row * kTileRowBytes);
 }
@@ -32,14 +31,14 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
   }
 }
 
-// A tile of 16 query rows and its attention results, in the registers of one warp. A lane holds parts of two
-// rows: row lane / 4 and the row 8 below it. head_dim is a multiple of 8, so eight columns lie either all
-// inside or all outside the head, and testing this costs no register.
+// 16 query rows and their attention results, in the registers of one warp. A lane holds parts of two rows:
+// row lane / 4 and row lane / 4 + 8. Groups of eight columns are never partly outside the head, because
+// head_dim is a multiple of 8.
 template <class P>
 class AttentionTile {
  public:
-  // head_dim is at most kMaxHeadDim and a multiple of 8. The constructor sets everything that start() sets.
-  // The compiler then need not keep the old values in registers while the warp runs other instructions.
+  // `head_dim` is at most kMaxHeadDim and a multiple of 8. The constructor sets every member that start()
+  // sets. This saves registers: the compiler need not keep the members of the previous tile alive.
   __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
@@ -85,8 +84,9 @@ class AttentionTile {
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
     }
-    // Eight elements of the head are left, half of a fragment. The other half of the query fragment is
-    // zero, because the rows of `keys` after these eight do not belong to this head.
+    // head_dim is an odd multiple of 8, so eight elements of the head remain, half of an mma fragment. The
+    // other half of the query fragment is zero, because the following rows of `keys` do not belong to this
+    // head.
     if (head_dim % 16 == 0) return;
     uint32_t query[4] = {};
     pick(query, query_, head_dim / 16);
@@ -98,9 +98,9 @@ class AttentionTile {
     }
   }
 
-  // Turns the scores of KV block number `block` into probabilities e^(score - m), rounded to bf16, where m is
-  // the row's maximum score in the block. A row sees the last `span` tokens up to its own, and the
-  // probability of other tokens is 0. Also computes l, the sum of a row's e^(score - m) before rounding.
+  // Computes the softmax of one KV block, number `block`: turns the scores into e^(score - m), rounded to
+  // bf16, where m is the row's maximum score in the block. A row sees the last `span` tokens up to its own;
+  // other tokens get 0. Also computes l, the row's sum of e^(score - m) before rounding.
   __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;
@@ -145,11 +145,10 @@ class AttentionTile {
     }
   }
 
-  // Computes o, the sum of the block's values weighted by the probabilities, for elements [64 * kHalf,
-  // 64 * kHalf + 64) of the rows that see the block; `values` is a tile [token][64 elements]. The block's o
-  // is merged into the o of earlier blocks. If `alone` is set, it instead replaces the o of earlier blocks,
-  // because the caller stores each block's result separately. Four accumulator fragments are processed at a
-  // time, because a warp has no registers for more.
+  // Computes o, the sum of the block's values weighted by the probabilities, for head elements [64 * kHalf,
+  // 64 * kHalf + 64). `values` is a tile [token][64 elements]. Normally merges o into the result of the
+  // earlier KV blocks. If `alone` is set, replaces that result, because the caller stores each block's o
+  // separately. Four accumulator fragments are processed at a time, because registers are short.
   template <int kHalf>
   __device__ void values(const unsigned char* values, bool alone) {
     const uint32_t own = own_matrix_row(values, here(lane_));

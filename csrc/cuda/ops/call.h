@@ -13,8 +13,8 @@ struct Task {
   int32_t record[kWords];
   Where where;
   Phase phase;
-  // For a worker of two SMs. sm: the SM that the record is for. empty: the number of unused pages that an
-  // attention instruction adds after the pages of its items, so that it uses equally many pages on both SMs.
+  // For a worker of two SMs. sm: which of the two SMs this record is for. empty: how many empty pages this SM
+  // adds at the end of an attention instruction, so that both SMs use the same number of pages.
   int32_t sm, empty;
 
   MK_FN bool is(Operation operation) const { return phase.operation == operation; }
@@ -105,9 +105,9 @@ class Team {
     p_.consumer_sync();
   }
 
-  // Returns the warps' values, in the order of the warps. The result is valid until the warp's next call.
-  // Successive calls use two arrays in turn, so that one barrier per call is enough: before a warp writes to
-  // an array again, it passes the next call's barrier, which every warp reaches only after reading the array.
+  // Exchanges one value per warp: returns an array of all eight values, which is valid until the warp's next
+  // call. Two arrays are used in turn, so that one barrier per call is enough: before a warp overwrites an
+  // array, it has passed the barrier of the call in between, and so every warp has read the array.
   MK_FN const uint64_t* gather(uint64_t mine) {
     uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;

@@ -1,7 +1,7 @@
-// RMS norms of rows. A norm phase stores the normalised rows in the memory of every rank that needs them; a
-// matmul with a norm keeps them in the shared memory of its block. All consumer warps work on the same row,
-// so that even a single row is fast. Each lane keeps its elements of the row in registers, and loads those of
-// the next row while the warps add up the sum of squares.
+// RMS norms of rows. A norm instruction stores the normalised rows on every rank that needs them. A matmul
+// that normalises its own inputs keeps them in shared memory instead. All consumer warps work on one row at a
+// time, so that even a single row is fast. Each lane has its elements of the row in registers, and loads
+// those of the next row while the warps add up the sum of squares.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -9,8 +9,9 @@
 
 namespace mk {
 
-// A lane keeps this many groups of eight columns in registers. With 256 lanes, that is enough for rows of
-// 8,192 columns. In longer rows, the other columns are read twice: for the sum of squares and for the result.
+// How many groups of eight columns a lane keeps in registers. With 256 lanes, this covers rows of 8,192
+// columns. The remaining columns of a longer row are read twice: first for the sum of squares, then for the
+// result.
 constexpr int kNormHeld = 4;
 
 // Returns the buffer with the norm's weights, for a norm phase or for a matmul that normalises its inputs.
@@ -35,14 +36,14 @@ class Norm {
         team_(p, call) {}
 
   // For each row i in [row, row + rows): normalises row source(i) of the inputs, multiplies it by the
-  // weights, and stores it as row i of the output on every rank that needs it. In a matmul with a norm, the
-  // result is instead stored as row i - row of Scratch, in the block's shared memory. If source(i) is kNone,
-  // zeros are stored; if it is kSkip, nothing is stored.
+  // weights, and stores it as row i of the output, on every rank that needs it. (A matmul that normalises its
+  // own inputs stores it in shared memory instead, as row i - row of Scratch.) If source(i) is kNone, zeros
+  // are stored; if it is kSkip, nothing is stored.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
-    // If a worker is two SMs, one of them may have no rows of the instruction. source(row) would then be a
-    // row of another instruction, or read beyond the step table.
+    // If a worker is two SMs, they divide the rows, and one SM may have none. It must not call source(row),
+    // which would be a row of another instruction, or read beyond a table.
     if (kSms > 1 && rows <= 0) return;
     NormPart next = fetch(source(row));
     for (int i = row; i < row + rows; ++i) {
@@ -116,8 +117,8 @@ class Norm {
     return y;
   }
 
-  // Normalises row x of the inputs and adds it to a row of the residual. It reads x from memory again:
-  // to use the columns that are in registers, it would need a second copy of the code in `rows`.
+  // Normalises `x`, a row of the inputs, and adds it to row `row` of the residual. Reads x from memory again,
+  // although part of it is in registers: using the registers would need a second copy of the code in `rows`.
   MK_FN void add(int row, const float* x, float scale) const {
     float* residual = call_.at<float>(call_.phase().output) + int64_t{row} * width_;
     MK_LOOP for (int k = first_; k < width_; k += kStep) {

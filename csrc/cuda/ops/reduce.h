@@ -5,9 +5,9 @@
 
 namespace mk {
 
-// For each row r of a tile: output[r] += (inputs[0][r] + inputs[1][r] + ...) + bias (if any). inputs[i] are
-// the partial sums of rank i. If the phase stores its results, they replace the output. The tile's first
-// column and width are multiples of eight.
+// The second half of an all-reduce. For each row r of a tile: output[r] += inputs[0][r] + inputs[1][r] + ...
+// + bias (if any), where inputs[i] are the partial sums of rank i. If the phase's result is "stored", the sum
+// replaces output[r] instead. The tile's first column and width are multiples of eight.
 template <class P>
 MK_FN void reduce(P& p, const Call& call, const Tile& op) {
   const Sizes& d = *call.dims;

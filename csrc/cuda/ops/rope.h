@@ -26,9 +26,10 @@ MK_FN CosSin cos_sin(float angle) {
   return {static_cast<float>((quadrant + 1) & 2 ? -c : c), static_cast<float>(quadrant & 2 ? -s : s)};
 }
 
-// Computes the RoPE table: row r of the output holds the cosines and sines of position(r) * inverse
-// frequencies, times the factor of each pair. The weights are the inverse frequencies, then the factors. Each
-// lane computes one pair of cosine and sine at a time.
+// Computes the RoPE table. For row r and each RoPE pair, the angle is the row's position times the pair's
+// inverse frequency. Its cosine and sine, both times the pair's factor, are stored in row r of the output.
+// The phase's weights are the inverse frequencies, followed by the factors. Each lane computes one pair at a
+// time.
 template <class P>
 MK_FN void rope(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

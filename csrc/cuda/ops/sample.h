@@ -35,8 +35,8 @@ MK_FN Peak as_peak(uint64_t key) {
   return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
 }
 
-// Returns the weight of a token in the draw as an integer, in units of 2^-44, so that the sum of 2^18 weights
-// fits 64 bits. `e` is e^(the token's logit - the largest logit). The weight is 0 for NaN.
+// Returns the weight of a token in the random draw, as an integer in units of 2^-44. The sum of 2^18 such
+// weights fits in 64 bits. `e` is e^(the token's logit - the largest logit); the weight of NaN is 0.
 MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
 constexpr float kWeightless = 32.0f;  // the weight of logits this far below the maximum is 0
 
@@ -104,8 +104,8 @@ class Sampler {
     return out;
   }
 
-  // Returns the largest logit, and sets log_sum to the log of the sum of e^logit over the row. While a thread
-  // adds kLoads logits, the loads of its next two batches of logits are in flight.
+  // Returns the largest logit of the row, and sets log_sum to the log of the sum of e^logit. To hide latency,
+  // two batches of kLoads logits are always being loaded while a thread adds up the batch before.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
     constexpr int kGroup = 4;  // number of logits for which the running sum is rescaled once
     float top = minus_infinity(), sum = 0.0f;
@@ -158,9 +158,9 @@ class Sampler {
     top_ = peak.value;
     min_p_ = s.min_p[i];
     cut_ = {minus_infinity(), vocab_};
-    // The first step is top-k, which counts tokens; the second is top-p, which adds their weights. Each step
-    // keeps fewer tokens. The last step draws one. The steps are a loop so that the compiled kernel contains
-    // their shared code only once.
+    // Up to three steps, each on the tokens that the previous one kept: top-k, which counts tokens; top-p,
+    // which adds up their weights; then the draw. They share most of their code, so a loop keeps the kernel
+    // small.
     MK_LOOP for (int step = s.top_k[i] > 0 ? kTopK : kTopP;; ++step) {
       const bool count = step == kTopK;
       const uint64_t all = total(count);
@@ -210,10 +210,10 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // Adds the weights of the kept tokens in ascending order of their ids, and returns the first id at which
-  // the sum exceeds `wanted`. With `equals`, it instead counts the kept tokens whose logit equals `bound`.
-  // This is a search in rounds: in each round, each of the eight warps adds up an eighth of the remaining
-  // ids.
+  // Finds a token by its cumulative weight: returns the first id, in ascending order, at which the sum of the
+  // weights of the kept tokens exceeds `wanted`. With `equals`, counts the kept tokens whose logit equals
+  // `bound` instead of adding weights. The search goes in rounds: in each, every one of the eight warps adds
+  // up an eighth of the ids that are left.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
@@ -234,16 +234,15 @@ class Sampler {
     return lower_of(begin, vocab_ - 1);
   }
 
-  // Finds the smallest set of the largest logits whose total is at least `wanted`. The total is the number of
-  // logits if `count` is set, and otherwise the sum of their weights. The set consists of all logits above
-  // `bound` and of some logits equal to `bound`. The function sets `bound` and returns the number of the
-  // equal logits in the set.
+  // Top-k and top-p: finds how many of the largest logits are needed to reach a total of `wanted`. The total
+  // is the number of logits if `count` is set, otherwise the sum of their weights. Sets `bound` to the
+  // smallest logit that is needed: all logits above `bound` are kept, and some of those equal to `bound`.
+  // Returns how many of the equal ones.
   //
-  // The search is a bisection between two order keys. The logits with keys above `low` have a total of at
-  // least `wanted`, and the logits with keys above `high` have a smaller total. Each round moves `low` to
-  // just below the key of a logit, or `high` to the key of a logit. The search ends when high is low + 1.
-  // After kRoundsBeforeList rounds, the remaining logits are copied to a list, and later rounds read only the
-  // list.
+  // The search is a bisection over order keys (logits mapped to integers in the same order). The logits with
+  // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings the two
+  // closer together, and the search ends when high is low + 1. After kRoundsBeforeList rounds, the logits
+  // between them are copied to a list, and later rounds read only this list.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);
@@ -315,9 +314,9 @@ class Sampler {
     p_.consumer_sync();
   }
 
-  // Applies the repetition penalty to every token of the history, then frequency and presence penalties to
-  // the tokens after the prompt. If a token occurs several times, the first thread to process it changes its
-  // logit.
+  // Applies the repetition penalty to every token of the history, then the frequency and presence penalties
+  // to the tokens after the prompt. If a token occurs several times, only the first thread that reaches it
+  // changes its logit, so that each penalty is applied once.
   MK_FN void penalise(int i) {
     const Sizes& d = *call_.dims;
     const StepView& s = *call_.step;

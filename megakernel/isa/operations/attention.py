@@ -154,6 +154,8 @@ def attend(c: Context, item: int) -> bool:
                 partials = [c.read(Buffer.PARTIALS, (line, slice(end - first))) for line in lines]
             else:
                 partials = [found[row, head, b] for b in blocks]
+            if c.phase.weights is not None:
+                partials.append(_sink(c, slice(first, end)))
             _store_heads(c, slice(row, row + 1), head, _merge(partials).reshape(-1))
     return True
 
@@ -190,6 +192,13 @@ def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -
     return np.concatenate([m, p.sum(axis=1, keepdims=True), product(p, values)], axis=1)
 
 
+def _sink(c: Context, heads: slice) -> F32:
+    """The sinks of some query heads, as partial results of one score and no value."""
+    sinks = c.weights(heads)[:, None]
+    nothing = np.zeros((len(sinks), c.dims.model.head_dim), np.float32)
+    return np.concatenate([sinks, np.ones_like(sinks), nothing], axis=1)
+
+
 def _partial_index(t: StepTable, item: int, row: int, head: int, block: int) -> int:
     line = (row - t.item_row[item]) * t.item_kv_heads[item] + head - t.item_kv_head[item]
     return int(t.item_partial[item] + line * t.item_span[item] + block)
@@ -210,12 +219,17 @@ ATTENTION = OperationSpec(
     " rows and KV heads of a sequence over some blocks of its KV tokens; with a sliding window, only over each row's "
     "last `window` tokens. Quantised K is multiplied with queries that are rounded to 8-bit integers. Each block gives "
     "a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending order; if "
-    "several items share a row, the last to finish merges. If every rank has all of W_O, the output is stored on each "
-    "rank that keeps the row's residual",
+    "several items share a row, the last to finish merges. If the phase has weights, each query head has a sink: a "
+    "score that takes part in the sums l and has no value, and is merged last. If every rank has all of W_O, the output"
+    " is stored on each rank that keeps the row's residual",
     Cut.SLOTS,
     _accesses,
     cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work
-    buffers=lambda p, d: {"inputs": contents(Buffer.Q, d), "output": contents(Buffer.ATTN, d)},
+    buffers=lambda p, d: {
+        **({} if p.weights is None else {"weights": contents(Buffer.SINKS, d)}),
+        "inputs": contents(Buffer.Q, d),
+        "output": contents(Buffer.ATTN, d),
+    },
     execute=_attention,
     paged=True,
 )

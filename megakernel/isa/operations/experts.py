@@ -18,13 +18,13 @@ import numpy as np
 
 from ..access import Access, Columns, Kind
 from ..buffers import Buffer, Space, given
-from ..context import Context
+from ..context import F32, Context
 from ..dims import Dims
 from ..opcodes import Result
 from ..phases import Phase
 from ..record import Column
 from .matmul import gated, weight_bytes
-from .spec import Contents, Cost, Cut, OperationSpec, activations, box, weight_rows, work
+from .spec import Contents, Cost, Cut, OperationSpec, activations, box, vector, weight_rows, work
 
 
 def share(d: Dims) -> float:
@@ -72,7 +72,16 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
         "weights": (Space.WEIGHT, None, (d.model.experts, *((2,) if _of_tokens(p) else ()), width, inner)),
         "inputs": activations(d.bucket.tokens if _of_tokens(p) else rows, inner),
         "output": activations(rows, width),
+        "bias": vector(d.model.experts, *((2,) if _of_tokens(p) else ()), width),
     }
+
+
+def clipped(gate: F32, up: F32) -> F32:
+    """gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7, and up lies between -7 and 7"""
+    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    with np.errstate(over="ignore"):  # as in `gated`
+        out: F32 = gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+    return out
 
 
 def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -> None:
@@ -89,14 +98,22 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
         mine = experts == expert
         a = c.read(c.inputs, token[mine] if _of_tokens(c.phase) else at[mine])
         t = [c.products(a, expert * matrices + m, col, cols) for m in range(matrices)]
-        c.write(c.output, (at[mine], slice(col, col + cols)), gated(t[0], t[1]) if _of_tokens(c.phase) else t[0])
+        columns = slice(col, col + cols)
+        if _of_tokens(c.phase):
+            gate, up = (c.biased(values, (expert, m, columns)) for m, values in enumerate(t))
+            out = clipped(gate, up) if d.model.clipped_gates else gated(gate, up)
+        else:  # the ranks' parts of a result are added, so one rank adds the bias
+            out = t[0] if d.split.rank else c.biased(t[0], (expert, columns))
+        c.write(c.output, (at[mine], columns), out)
 
 
 EXPERTS = OperationSpec(
-    "multiplies each row r by the matrices of its k experts: t = a weights[ROUTES[r][j]]^T for j < k. If the phase's "
-    "result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * (t of the second); otherwise a"
-    " = inputs[k r + j] and output[k r + j] = t. An instruction computes the pairs (r, j) with j = `place` or, in a "
-    "step with more pairs than experts, those whose expert is `place`",
+    "multiplies each row r by the matrices of its k experts: t = a weights[e]^T + bias[e] for j < k, where e = "
+    "ROUTES[r][j]. If the phase's result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * "
+    "(t of the second) or, with clipped_gates, gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up "
+    "between -7 and 7; otherwise a = inputs[k r + j] and output[k r + j] = t, to which only rank 0 adds the bias. An "
+    "instruction computes the pairs (r, j) with j = `place` or, in a step with more pairs than experts, those whose "
+    "expert is `place`",
     Cut.PLACES,
     _accesses,
     _cost,

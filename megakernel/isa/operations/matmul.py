@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from ..access import EVERY, Access, Columns, Kind
 from ..buffers import Buffer, given
-from ..context import F32, Context
+from ..context import F32, Context, rms_norm
 from ..dims import Dims
 from ..dtypes import Dtype, from_f32, to_f32
 from ..opcodes import Result, Rows
 from ..phases import Phase
 from ..record import Column
-from .norm import rms_norm
 from .spec import (
     Contents,
     Cost,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from ..access import EVERY, OWN, Access, Columns, Index, Kind
-from ..buffers import given
-from ..context import F32, Context
+from ..buffers import Buffer, given
+from ..context import F32, Context, rms_norm
 from ..dims import Dims
 from ..dtypes import Dtype
 from ..opcodes import Result, Rows
 from ..phases import Phase
-from .spec import Cut, OperationSpec, activations, box, vector, work
+from .matmul import RESULTS
+from .spec import Contents, Cut, OperationSpec, activations, box, contents, vector, work
 
 
 def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     inputs, output = given(p.inputs), given(p.output)
+    if p.result is Result.HEADS:
+        own = {**c, "col": np.zeros_like(c["row"]), "cols": np.full_like(c["row"], d.split.qkv_cols)}
+        return [box(inputs, Kind.READ, c, (0, d.split.qkv_rows)), *RESULTS[p.result].accesses(p, own, d)]
     if p.result is Result.RESIDUAL:
         whole = (0, d.model.hidden)
         return [box(inputs, Kind.READ, c, whole), box(output, Kind.UPDATE, c, whole)]
@@ -33,46 +37,69 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
     ]
 
 
-def rms_norm(x: F32, weight: F32, eps: float) -> F32:
-    scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
-    return x / scale * weight
-
-
 def _norm(c: Context, row: int, rows: int) -> None:
     d = c.dims
+
+    def normed(x: F32) -> F32:
+        return x if c.phase.weights is None else rms_norm(x, c.weights(), d.model.rms_eps)
+
+    r = slice(row, row + rows)
+    if c.phase.result is Result.HEADS:
+        _store_heads(c, row, c.read(c.inputs, r))
+        return
     if c.phase.result is Result.RESIDUAL:
-        r = slice(row, row + rows)
-        c.write(c.output, r, c.read(c.output, r) + rms_norm(c.read(c.inputs, r), c.weights(), d.model.rms_eps))
+        c.write(c.output, r, c.read(c.output, r) + normed(c.read(c.inputs, r)))
         return
     ranks = (d.split.rank,) if d.split.replicated_residual else range(d.split.tp)
     if c.phase.rows is not Rows.LOGIT:
-        r = slice(row, row + rows)
-        c.store(c.output, ranks, r, rms_norm(c.read(c.inputs, r), c.weights(), d.model.rms_eps))
+        c.store(c.output, ranks, r, normed(c.read(c.inputs, r)))
         return
     for i in range(row, row + rows):
         source = c.table.logit_rows[i]
         if d.split.rank in d.owners(max(source, 0)):
             x = c.read(c.inputs, source) if source >= 0 else np.zeros(c.phase.inner(d.split), np.float32)
-            c.store(c.output, ranks, i, rms_norm(x, c.weights(), d.model.rms_eps))
+            c.store(c.output, ranks, i, normed(x))
+
+
+def _store_heads(c: Context, row: int, qkv: F32) -> None:
+    """Normalise rows of q and of k, each over all heads, and store the heads that the rank has."""
+    split, size, scales = c.dims.split, c.dims.model.head_dim, c.weights()
+    heads, kv_heads = c.dims.model.heads, c.dims.model.kv_heads
+    q, k, v = np.split(qkv, [heads * size, (heads + kv_heads) * size], axis=1)
+    q, k = (rms_norm(x, w.ravel(), c.dims.model.rms_eps) for x, w in ((q, scales[:heads]), (k, scales[heads:])))
+    first, first_kv = split.first_head * size, split.first_kv_head * size
+    own = [q[:, first : first + split.q_cols], *(x[:, first_kv : first_kv + split.kv_cols] for x in (k, v))]
+    RESULTS[Result.HEADS].store(c, row, 0, np.concatenate(own, axis=1))
+
+
+def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
+    if p.result is Result.HEADS:
+        return {
+            "weights": vector(d.model.heads + d.model.kv_heads, d.model.head_dim),
+            "inputs": activations(d.bucket.tokens, d.split.qkv_rows, Dtype.F32),
+            "output": contents(Buffer.Q, d),
+        }
+    rows, inner = d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens, p.inner(d.split)
+    return {
+        **({} if p.weights is None else {"weights": vector(inner)}),
+        "inputs": activations(d.bucket.tokens, inner, Dtype.F32),
+        "output": activations(rows, inner, Dtype.F32 if p.result is Result.RESIDUAL else None),
+    }
 
 
 NORM = OperationSpec(
-    "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a"
-    " row's residual, it computes the norm and stores it on every rank. Before the LM head, only rows that get logits "
-    "are read. If the phase's result is RESIDUAL, the norm is not rounded, but added to output[r] on the same rank",
+    "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once; without weights, "
+    "output[r] = inputs[r], rounded. If only one rank keeps a row's residual, it computes the norm and stores it on "
+    "every rank. Before the LM head, only rows that get logits are read. If the phase's result is RESIDUAL, the norm "
+    "is not rounded, but added to output[r] on the same rank. If it is HEADS, inputs[r] are q, k and v of all heads; "
+    "q and k are normalised, each over all heads, and the rank stores its own heads as a matmul does",
     Cut.RUNS,
     _accesses,
-    cost=lambda p, c, d: work(c, vector=4.0 * c["rows"] * p.inner(d.split)),
-    buffers=lambda p, d: {
-        "weights": vector(p.inner(d.split)),
-        "inputs": activations(d.bucket.tokens, p.inner(d.split), Dtype.F32),
-        "output": activations(
-            d.bucket.logit_rows if p.rows is Rows.LOGIT else d.bucket.tokens,
-            p.inner(d.split),
-            Dtype.F32 if p.result is Result.RESIDUAL else None,
-        ),
-    },
+    cost=lambda p, c, d: work(
+        c, vector=4.0 * c["rows"] * (d.split.qkv_rows if p.result is Result.HEADS else p.inner(d.split))
+    ),
+    buffers=_buffers,
     execute=_norm,
     rows=lambda p: (Rows.OWN,) if p.result is Result.RESIDUAL else (Rows.EVERY, Rows.OWN, Rows.LOGIT),
-    results=(Result.NONE, Result.RESIDUAL),
+    results=(Result.NONE, Result.RESIDUAL, Result.HEADS),
 )

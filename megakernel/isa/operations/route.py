@@ -14,7 +14,7 @@ from ..buffers import Buffer, given
 from ..context import F32, Context
 from ..dims import Dims
 from ..phases import Phase
-from .spec import Cost, Cut, OperationSpec, activations, box, contents, weights, work
+from .spec import Cost, Cut, OperationSpec, activations, box, contents, vector, weights, work
 
 
 def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.intp], F32]:
@@ -32,7 +32,7 @@ def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.int
 
 def _route(c: Context, row: int, rows: int) -> None:
     model, r = c.dims.model, slice(row, row + rows)
-    logits = c.products(c.read(c.inputs, r), 0, 0, model.experts)
+    logits = c.biased(c.products(c.read(c.inputs, r), 0, 0, model.experts), ...)
     experts, shares = chosen(logits, model.experts_per_token, normalised=bool(model.normalised_routes))
     c.write(c.output, r, experts)
     c.write(Buffer.ROUTE_WEIGHTS, r, shares)
@@ -46,9 +46,9 @@ def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
 
 
 ROUTE = OperationSpec(
-    "chooses experts: t = inputs[r] weights^T; output[r] = the numbers of the experts with the largest t, best first; "
-    "of equal t, the lower number comes first. ROUTE_WEIGHTS[r] = the softmax of t at these experts; if the model says"
-    " so, it is divided by its sum over them",
+    "chooses experts: t = inputs[r] weights^T + bias; output[r] = the numbers of the experts with the largest t, best "
+    "first; of equal t, the lower number comes first. ROUTE_WEIGHTS[r] = the softmax of t at these experts; if the "
+    "model says so, it is divided by its sum over them",
     Cut.RUNS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, p.inner(d.split))),
@@ -58,6 +58,7 @@ ROUTE = OperationSpec(
     cost=_cost,
     buffers=lambda p, d: {
         "weights": weights(d.model.experts, p.inner(d.split)),
+        "bias": vector(d.model.experts),
         "inputs": activations(d.bucket.tokens, p.inner(d.split)),
         "output": contents(Buffer.ROUTES, d),
     },

@@ -9,11 +9,13 @@ from .family import Family
 from .gemma import GEMMA, GEMMA3
 from .glm import GLM
 from .glm4 import GLM4
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .lacking import LACKING
 from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
+from .olmo2 import OLMO2, OLMO3
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
@@ -23,8 +25,8 @@ from .smollm3 import SMOLLM3
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
-    ERNIE4_5, GEMMA, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3, QWEN2,
-    QWEN3, QWEN3_MOE, SEED_OSS, SMOLLM3,
+    ERNIE4_5, GEMMA, GEMMA3, GLM, GLM4, GPT_OSS, GRANITE, LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, OLMO2, OLMO3,
+    PHI3, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, SMOLLM3,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 

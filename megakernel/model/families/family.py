@@ -36,7 +36,8 @@ class Family:
     values of other config.json keys that are absent, where they are not those of Llama; the key `partial_rotary_factor`
     also says that the family supports it. `read_gguf` and `gguf_keys` are `read` and `keys` for GGUF files. If
     `read_gguf` returns no `window`, the window of a file limits the context. `activations` has the names of the MLP's
-    activation in config.json.
+    activation in config.json. With `two_ropes`, the key `rope_parameters` has one table for layers with sliding windows
+    and another one for all other layers.
     """
 
     name: str
@@ -51,3 +52,4 @@ class Family:
     read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
     gguf_keys: frozenset[str] = frozenset()
     activations: tuple[str, ...] = ("silu", "swish")
+    two_ropes: bool = False

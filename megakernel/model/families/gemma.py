@@ -15,7 +15,7 @@ from ...isa.record import MOST_LAYERS
 from ..config import Keys, ModelConfig
 from . import glm4, llama, qwen3
 from .family import Family, Weight
-from .windows import windows
+from .windows import windows_with_rope
 
 B = Buffer
 _GELU = "gelu_pytorch_tanh"
@@ -76,15 +76,8 @@ def read3(config: Keys) -> dict[str, Any]:
     scalar = config.number("query_pre_attn_scalar", 256)
     if scalar <= 0:
         raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
-    tables = config.get("rope_parameters")
-    local = tables.get("sliding_attention") if isinstance(tables, dict) else None
-    inside = Keys(local if isinstance(local, dict) else {}, f"{config.source}: rope_parameters.sliding_attention")
-    inside.only("rope_type", "default")
-    if config.raw.get("sliding_window", 4096) is None:
-        raise MegakernelError(f"{config.source}: sliding_window is null; it must be at least 1")
-    windowed = windows(config, _full(config.count("num_hidden_layers"), every))
-    if windowed:
-        windowed["local_theta"] = inside.number("rope_theta", config.number("rope_local_base_freq", 1e4))
+    full, theta = _full(config.count("num_hidden_layers"), every), config.number("rope_local_base_freq", 1e4)
+    windowed = windows_with_rope(config, full, theta)
     return read(config) | windowed | {"post_norms": True, "attention_multiplier": scalar**-0.5}
 
 
@@ -133,6 +126,7 @@ GEMMA3 = Family(
     interleaved=False,
     defaults={**GEMMA.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6},
     read_gguf=read_gguf3,
+    two_ropes=True,
     gguf_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
     activations=(_GELU,),
 )

@@ -18,12 +18,12 @@ _MODELS = {
     "linear attention": "bailing_hybrid minimax",
     "experts, and attention within chunks of a text": "llama4 llama4_text",
     "experts": """afmoe arctic bailing_moe bailingmoe bailingmoe2 dbrx deepseek dots1 ernie4_5-moe ernie4_5_moe
-        exaone-moe exaone_moe glm4_moe glm4moe gpt-oss gpt_oss granitemoe granitemoeshared grok grovemoe hunyuan-moe
+        exaone-moe exaone_moe glm4_moe glm4moe granitemoe granitemoeshared grok grovemoe hunyuan-moe
         hunyuan_v1_moe minimax-m2 minimax_m2 olmoe phimoe qwen2_moe qwen2moe qwen3_vl_moe
         qwen3vlmoe smallthinker""",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
     "attention scores capped by tanh": "gemma2",
-    "layers that do not normalise their inputs": "exaone4 olmo2 olmo3",
+    "layers that do not normalise their inputs, some of them without RoPE": "exaone4",
     "norms that subtract the mean": """bloom codeshell cohere cohere2 command-r falcon gpt2 gpt_bigcode gpt_neox gptj
         gptneox mpt nemotron olmo opt persimmon phi phi2 stablelm starcoder starcoder2""",
     "an MLP without a gate": "apertus arcee",

@@ -16,14 +16,19 @@ B = Buffer
 
 
 def with_experts(f: Forward) -> Forward:
-    """The phases `f`, with the MLP of each layer replaced by experts."""
+    """The phases `f`, with the MLP of each layer replaced by experts. If the MLP has biases, so have they and
+    their router.
+    """
     body = []
     for phase in f.body:
         if phase.result is Result.GATED:
-            body.append(route("route", inputs=B.H, router=B.W_ROUTER, output=B.ROUTES))
-            body.append(silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT))
+            bias = None if phase.bias is None else B.B_ROUTER
+            body.append(route("route", inputs=B.H, router=B.W_ROUTER, bias=bias, output=B.ROUTES))
+            up = silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, bias=phase.bias, output=B.ACT)
+            body.append(up)
         elif phase.weights is B.W_DOWN:
-            body.append(experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, output=B.EXPERTS_OUT))
+            down = experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, bias=phase.bias, output=B.EXPERTS_OUT)
+            body.append(down)
             body.append(add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X))
         else:
             body.append(phase)

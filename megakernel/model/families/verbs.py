@@ -38,9 +38,24 @@ def qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias)
 
 
-def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:
-    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence"""
-    return Phase(name, Operation.ATTENTION, inputs=inputs, output=output)
+def rounded(name: str, inputs: Buffer, output: Buffer) -> Phase:
+    """output[r] = inputs[r], rounded to the compute type: a residual that no norm follows"""
+    return Phase(name, Operation.NORM, inputs=inputs, output=output)
+
+
+def raw_qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r] = inputs[r] weights^T + bias, not rounded: all heads, of which `heads_norm` needs the size"""
+    return Phase(name, Operation.MATMUL, Rows.EVERY, weights, inputs, output, Result.STORED, bias)
+
+
+def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
+    """q, k, v = inputs[r]; what `qkv` does with q, k and v, after RMS norms of all q and of all k, times scale"""
+    return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
+
+
+def attention(name: str, inputs: Buffer, output: Buffer, sinks: Buffer | None = None) -> Phase:
+    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence, and to sinks"""
+    return Phase(name, Operation.ATTENTION, weights=sinks, inputs=inputs, output=output)
 
 
 def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
@@ -53,19 +68,21 @@ def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
 
 
-def route(name: str, inputs: Buffer, router: Buffer, output: Buffer) -> Phase:
-    """output[r] = the experts of row r, which a softmax of inputs[r] router^T chooses; ROUTE_WEIGHTS[r] = its values"""
-    return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output)
+def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r] = the experts of row r, which a softmax of inputs[r] router^T + bias chooses; ROUTE_WEIGHTS[r] = its
+    values
+    """
+    return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output, bias=bias)
 
 
-def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """gate, up = inputs[r] weights[e]^T for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
-    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED)
+def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """gate, up = inputs[r] weights[e]^T + bias[e] for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED, bias)
 
 
-def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """output[r, j] = inputs[r, j] weights[e]^T for the j-th expert e of row r"""
-    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output)
+def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r, j] = inputs[r, j] weights[e]^T + bias[e] for the j-th expert e of row r"""
+    return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, bias=bias)
 
 
 def add_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:

@@ -10,10 +10,10 @@ from ...isa.record import MOST_LAYERS
 from ..config import Keys, short
 
 
-def windows(config: Keys, full: Iterable[int] = ()) -> dict[str, Any]:
+def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict[str, Any]:
     """Return the fields of ModelConfig for a model whose layers have windows. The layers without one are those that
-    `layer_types` names, or else `full`. A config.json without the key `sliding_window` means a window of 4,096 tokens,
-    and null means none.
+    `layer_types` names, or else `full`. A config.json without the key `sliding_window` means a window of `default`
+    tokens, and null means none.
     """
     layers = min(config.count("num_hidden_layers"), MOST_LAYERS)
     types = config.names("layer_types", "full_attention", "sliding_attention")
@@ -22,9 +22,9 @@ def windows(config: Keys, full: Iterable[int] = ()) -> dict[str, Any]:
     if types:
         full = [layer for layer in range(layers) if types[layer] == "full_attention"]
     full = tuple(full)
-    if config.raw.get("sliding_window", 4096) is None or len(full) >= layers:
+    if config.raw.get("sliding_window", default) is None or len(full) >= layers:
         return {}
-    if (window := config.count("sliding_window", 4096)) < 1:
+    if (window := config.count("sliding_window", default)) < 1:
         raise MegakernelError(f"{config.source}: sliding_window is {short(window)}; it must be at least 1")
     return {"window": window, "full_layers": full}
 
@@ -33,3 +33,17 @@ def read_gguf_window(config: Keys) -> dict[str, Any]:
     """Read the window of GGUF files in which all layers have it."""
     window = config.count("attention.sliding_window", 0)
     return {"window": window} if window > 0 else {}
+
+
+def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[str, Any]:
+    """As `windows`, for a family whose layers with windows have a RoPE of their own, which is not scaled. Its base is
+    `theta` if `rope_parameters` does not say so.
+    """
+    tables = config.get("rope_parameters")
+    local = tables.get("sliding_attention") if isinstance(tables, dict) else None
+    inside = Keys(local if isinstance(local, dict) else {}, f"{config.source}: rope_parameters.sliding_attention")
+    inside.only("rope_type", "default")
+    if config.raw.get("sliding_window", 4096) is None:
+        raise MegakernelError(f"{config.source}: sliding_window is null; it must be at least 1")
+    windowed = windows(config, full)
+    return windowed | {"local_theta": inside.number("rope_theta", theta)} if windowed else {}

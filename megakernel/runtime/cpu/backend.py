@@ -55,8 +55,9 @@ class CpuBackend:
             or dims.model.head_dim > MOST_HEAD_DIM
         ):
             raise MegakernelError(
-                "the cpu backend needs a page size that is a multiple of 16 and divides the KV block, and a head size "
-                f"that is a multiple of 8 and at most {MOST_HEAD_DIM}"
+                f"the cpu backend needs KV pages of a multiple of 16 tokens that divides {dims.bucket.kv_block}, not "
+                f"of {dims.bucket.kv_page}, and heads of a multiple of 8 elements up to {MOST_HEAD_DIM}, not of "
+                f"{dims.model.head_dim}"
             )
         self.name = "null" if null else "cpu"
         self.dims = dims

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Phase, Result, Units
+from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Operation, Phase, Result, Units
 from ...isa.record import Records
 from .pages import CHUNK, PIECES, norm_fits
 from .params import PAGES
@@ -16,6 +16,8 @@ def model_refusal(model: ModelSizes) -> str | None:
         return f"it computes in bf16, not in {Dtype(model.dtype).name.lower()}: use --dtype bf16"
     if model.experts:
         return "its layers have experts, but the interpreter lacks the operations for them: use --backend cpu"
+    if model.whole_norms:
+        return "it normalises q and k over all heads, which the interpreter does not: use --backend cpu"
     if model.quantised_kv:
         return "K and V are quantised, but the interpreter takes them in bf16: use --kv-cache-dtype auto"
     if model.q8_activations:
@@ -47,6 +49,8 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
         return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
     if phase.result is Result.GELU_GATED:
         return "has a gate with GELU, which the interpreter does not compute"
+    if phase.operation is Operation.ATTENTION and phase.weights is not None:
+        return "has attention sinks, which the interpreter does not add"
     if phase.norm is not None:
         rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims.split)
         if not norm_fits(rows, inner, dims):

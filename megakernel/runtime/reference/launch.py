@@ -54,7 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction in a certain layer, which has its own block of counters, number `block`."""
+    """An instruction as it runs in one layer. Each layer has a block of counters; this one waits in block `block`."""
 
     rank: int
     worker: int

@@ -1,0 +1,101 @@
+"""Reads the experts of gpt-oss in safetensors files, where the rows of gate and up alternate in one tensor.
+
+Tensors of floats have the axes [expert, input, output]. In MXFP4, a matrix is two tensors of bytes: `_blocks` has 16
+for 32 inputs, [expert, output, block, 16], and `_scales` an exponent for each block, [expert, output, block].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MegakernelError
+from ..isa import Dtype
+from ..isa.dtypes import BLOCKS
+from .file_checkpoint import TensorFile
+
+_BLOCK = BLOCKS[Dtype.MXFP4].weights
+
+
+class _Part(NamedTuple):
+    """Every `step`-th output of a tensor, from number `first` on. `kind` is the end of the tensor's name."""
+
+    stored: str
+    kind: str
+    first: int
+    step: int
+
+
+def split_experts(files: TensorFile) -> TensorFile:
+    """A view of files in which gate and up are tensors of their own, if the files have experts of gpt-oss."""
+    return _Split(files) if any(name.endswith(".experts.gate_up_proj_bias") for name in files.shapes) else files
+
+
+class _Split:
+    def __init__(self, files: TensorFile) -> None:
+        self._files = files
+        self._parts: dict[str, _Part] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in files.shapes.items():
+            stem, _, matrix = name.rpartition(".experts.")
+            proj, _, kind = matrix.partition("_proj")
+            axes = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}.get(kind)
+            if not stem or proj not in ("gate_up", "down") or axes is None:
+                self.shapes[name] = shape
+                continue
+            scales = name.removesuffix("_blocks") + "_scales"
+            good = len(shape) == axes
+            if kind == "_blocks":
+                good &= (*files.shapes.get(scales, ()), _BLOCK // 2) == shape
+                good &= all(files.rows(each, 0, 0).dtype == np.uint8 for each in (name, scales) if good)
+            if not good:
+                raise MegakernelError(f"tensor {name} in {files.where(name)} has not the type and shape of experts")
+            outputs = shape[2] if kind == "" else shape[1]
+            inputs = {"": shape[1:2], "_blocks": (_BLOCK * shape[-2],)}.get(kind, ())
+            parts = ["gate", "up"] if proj == "gate_up" else ["down"]
+            for first, part in enumerate(parts if kind != "_scales" else []):
+                own = f"{stem}.experts.{part}_proj{kind.removesuffix('_blocks')}"
+                self.shapes[own] = (shape[0], outputs // len(parts), *inputs)
+                self._parts[own] = _Part(name, kind, first, len(parts))
+
+    def where(self, name: str) -> Path:
+        return self._files.where(self._parts[name].stored if name in self._parts else name)
+
+    def dtype(self, name: str) -> Dtype:
+        part = self._parts.get(name)
+        if part is not None and part.kind == "_blocks":
+            return Dtype.MXFP4
+        return self._files.dtype(part.stored if part else name)
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        if name not in self._parts:
+            return self._files.rows(name, start, end)
+        stored, kind, first, step = self._parts[name]
+        if kind == "_bias":
+            return np.ascontiguousarray(self._files.rows(stored, start, end)[:, first::step])
+        experts, count = self.shapes[name][:2]
+        begin, out = min(start // count, experts - 1), []
+        for expert in range(begin, max(-(-end // count), begin + 1)):  # an empty range has rows of one, too
+            low, high = max(start - expert * count, 0), min(end - expert * count, count)
+            own = slice(first + step * low, first + step * high, step)
+            out.append(self._matrix(stored, kind, expert, own))
+        return np.concatenate(out)
+
+    def _matrix(self, stored: str, kind: str, expert: int, own: slice) -> NDArray[np.generic]:
+        """Some outputs of an expert, as rows of floats or of blocks in GGML's order."""
+        shape = self._files.shapes[stored]
+        if kind == "":
+            inputs = self._files.rows(stored, expert * shape[1], (expert + 1) * shape[1])
+            return np.ascontiguousarray(inputs[:, own].T)
+        first, end = (expert * shape[1] + own.start) * shape[2], (expert * shape[1] + own.stop) * shape[2]
+        codes = self._files.rows(stored, first, end).view(np.uint8)
+        scales = self._files.rows(stored.removesuffix("_blocks") + "_scales", first // shape[2], end // shape[2])
+        pairs = codes.reshape(-1, shape[2], _BLOCK // 2)[:: own.step]
+        values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:2], _BLOCK)
+        # A byte of a file has two successive values. In GGML, byte i has the values i and i + 16.
+        packed = values[..., : _BLOCK // 2] | values[..., _BLOCK // 2 :] << 4
+        blocks = np.concatenate([scales.view(np.uint8)[:: own.step, :, None], packed], axis=-1)
+        return blocks.reshape(len(blocks), -1)
