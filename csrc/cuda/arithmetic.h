@@ -35,6 +35,14 @@ MK_FN T* here(T* p) {
   return p;
 }
 
+MK_FN int32_t count_bits(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
+}
+
 MK_FN float bits_to_float(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return __uint_as_float(bits);
@@ -90,12 +98,15 @@ MK_FN float one_over_root(float x) {
 #endif
 }
 
-MK_FN float silu(float x) {
+// Returns gate * sigmoid(x). With x = gate, that is SiLU; with the exponent below, GELU's approximation by
+// tanh, because (1 + tanh(z)) / 2 = sigmoid(2 z).
+MK_FN float gated(float gate, float x) {
 #if defined(__CUDA_ARCH__)
-  return __fdividef(x, 1.0f + __expf(-x));
+  return __fdividef(gate, 1.0f + __expf(-x));
 #else
-  return x / (1.0f + expf(-x));
+  return gate / (1.0f + expf(-x));
 #endif
 }
+MK_FN float gelu_exponent(float gate) { return 1.595769122f * (gate + 0.044715f * gate * gate * gate); }
 
 }  // namespace mk

@@ -38,8 +38,7 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
 
 // Waits until the inputs of one attention work item (some rows and KV heads of a sequence) are written. Each
 // row block (group of rows) has one counter per group of KV heads. The function waits for the counters of all
-// blocks and groups that the item reads. Wait word 0 of the record names the first of these counters in
-// memory.
+// blocks and groups that the item reads. Wait word 0 of the record names the first counter of this grid.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {

@@ -196,7 +196,8 @@ MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
                                store_pair(static_cast<uint16_t*>(at), v.low(i, h, e), v.high(i, h, e));
                              });
         break;
-      case Result::kGated: {
+      case Result::kGated:
+      case Result::kGeluGated: {
         const ToGated to(c);
         page = fill_pages<2>(
             pages, page, blocks, acc,
@@ -208,7 +209,6 @@ MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
             });
         break;
       }
-      case Result::kGeluGated:
       case Result::kNone:
         break;
     }

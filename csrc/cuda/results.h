@@ -165,18 +165,33 @@ class ToPartial : public To {
   }
 };
 
-// Stores silu(gate) * up. Unlike in the other classes, `store` takes two values of one column: gate and up.
+// Stores silu(gate) * up, or gelu(gate) * up. Unlike in the other classes, `store` takes two values of one
+// column: gate and up.
 class ToGated : public To {
+ public:
+  using Row = uint16_t*;
+
+  MK_FN explicit ToGated(const Call& c) : To(c), gelu_(c.phase().result == Result::kGeluGated) {}
+
+  MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
+  MK_FN float value(int col, float gate, float up) const {
+    if (bias_) gate += bias_[col], up += bias_[c_.phase().width + col];
+    return gated(gate, gelu_ ? gelu_exponent(gate) : gate) * up;
+  }
+  MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
+
+ private:
+  const bool gelu_;
+};
+
+// Stores the results, rounded to bf16.
+class ToRows : public To {
  public:
   using To::To;
   using Row = uint16_t*;
 
   MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
-  MK_FN float value(int col, float gate, float up) const {
-    if (bias_) gate += bias_[col], up += bias_[c_.phase().width + col];
-    return silu(gate) * up;
-  }
-  MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
+  MK_FN void store(Row row, int col, float a, float b) const { store_pair(row + col, a, b); }
 };
 
 // Stores this rank's vocabulary columns of the logits in the output buffer of the rank that samples the row.

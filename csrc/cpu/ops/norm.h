@@ -1,5 +1,6 @@
-// RMS norms of rows, or the rows themselves if a phase has no scales. `norm` writes the results to the rank's
-// own copy of the output. `send_norm` then copies them to the other ranks that need them.
+// Instructions that normalise rows (RMS norm). If such an instruction has no norm weights, it only converts
+// the rows to the compute type. `norm` writes the results to the rank's own copy of the output, and
+// `send_norm` then copies them to the other ranks that need them.
 #pragma once
 #include "heads.h"
 #include "store.h"

@@ -120,4 +120,5 @@ EXPERTS = OperationSpec(
     _buffers,
     _experts,
     results=(Result.GATED, Result.NONE),
+    paged=True,
 )

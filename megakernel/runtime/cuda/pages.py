@@ -63,7 +63,7 @@ Ints = NDArray[np.int64]
 
 # For these results, a matmul on tensor cores writes its outputs to pages, which are then copied to global memory. For
 # all others, the consumer warps store the outputs directly from registers.
-BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.STORED)
+BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.GELU_GATED, Result.STORED)
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:
