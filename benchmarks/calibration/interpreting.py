@@ -6,7 +6,7 @@ A kernel that computes one operation spends nothing on instructions of a program
 share, or on counters. The script simulates a step as it is, and again with a machine on which parts of this work take
 no time. The cycles come from the table [issue] of the machine file, so from compiled machine code (machine_code.py).
 
-A hand-over means that an instruction waits for a counter that others signal. It could avoid the counter in global
+A hand-over means that an instruction waits for a counter that others signal. The wait could avoid the counter in global
 memory if the others run on the same SM. So the script counts the waits for which this is true.
 """
 
