@@ -48,9 +48,10 @@ def cheaper(machine: Machine) -> dict[str, Machine]:
 
 
 def local_waits(program: Program) -> tuple[int, int]:
-    """Return how many waits of a layer need only instructions of the waiting stream, and how many waits there are.
+    """Return how many waits of a layer are only for instructions of the same stream (worker), and how many waits a
+    layer has.
 
-    Waits on grids of counters, of which the step table selects one, count as waits for other streams.
+    If the step's inputs select the counter of a wait, the wait counts as one for other streams.
     """
     stream = np.repeat(np.arange(program.ranks * program.workers), np.diff(program.body.offsets))
     records = program.body.records

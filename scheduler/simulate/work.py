@@ -167,8 +167,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Return the records (instructions) of all workers and queues, the rank of each record, its number in a trace, and
-    for each list of `_LISTS` the offsets at which a worker's or queue's records begin."""
+    """Return the records (instructions) of all workers and queues; the rank of each record; the number of each record
+    in a trace; and, for each list in `_LISTS`, the offsets at which the records of each worker or queue begin."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
