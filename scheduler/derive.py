@@ -120,7 +120,7 @@ def derive(tasks: Tasks) -> Dependencies:
                 _keep(found, copies, nodes[a], nodes[consumer])
             for node in {b, *consumers}:
                 # A LOGIT_ROW consumer waits only for the rows that the step selects, so an edge to this consumer must
-                # not replace an edge between other groups. No edge is replaced, because nothing depends on a LOGIT_ROW
+                # not replace an edge between other groups. This never happens, because nothing depends on a LOGIT_ROW
                 # consumer.
                 before[node] |= before[a] | 1 << a
     return found

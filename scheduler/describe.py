@@ -83,10 +83,10 @@ def _names(program: Program, records: Records) -> dict[str, int]:
 
 
 def _all_to_all(program: Program) -> int:
-    """Return the number of counters that act as a barrier between two phases: all instructions of one phase, on all
-    ranks, signal the counter, and all instructions of the other phase on the counter's rank wait for it. The result is
-    for the rank with the most such counters. Signals to a counter of the same layer and of the next layer are not
-    distinguished, because no counter of a layer gets both kinds."""
+    """Count the barriers of a layer: counters that all instructions of one phase (operation), on all ranks, signal, and
+    for which all instructions of another phase on the counter's rank wait. The result is the count of the rank that has
+    most. Signals to a counter of the same layer and of the next layer are not distinguished, because no counter of a
+    layer gets both kinds."""
     body, owners = program.numbered(1)
     ranks = [body[owners == rank] for rank in range(program.ranks)]
     sizes = [np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1)[:, None] for records in ranks]

@@ -107,8 +107,8 @@ def _with_queue(body: _Placed, ranks: int, workers: int, phases: list[int] | Non
     """Move the instructions of `phases` (None: of all phases) from the workers' streams into one queue per rank, from
     which any worker of the rank may claim them. Return the streams and the queues.
 
-    Each stream gets a `drain` instruction, in the order of the streams where the queue's first record was. A worker
-    that reaches the drain claims and runs the queue's instructions until none is left. One drain may claim all
+    Each stream gets a `drain` instruction at the position that the queue's first record had in the program's order. A
+    worker that reaches the drain claims and runs the queue's instructions until none is left. One drain may claim all
     attention instructions, because the streams follow one topological order: everything that attention waits for comes
     before the first attention instruction, and everything that waits for attention comes after the last one."""
     rank = body.stream // workers

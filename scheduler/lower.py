@@ -164,9 +164,9 @@ def _column_tiles(
     block.
 
     A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
-    than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (see
-    `panel_blocks`), the next phase uses the workers that the last wave leaves idle. A partial wave then counts only as
-    the fraction of workers that it uses."""
+    than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (groups
+    that share a pass over the weights), workers that are idle in the last wave begin the next phase. Then a partial
+    wave counts only as the fraction of workers that it uses."""
     units = ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows * unit))
     fewest = ceil_div(units, widest)

@@ -67,7 +67,7 @@ _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
 # have arrived.
 _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
 # A norm or reduction between two matmuls handles each panel (group of row blocks) in the gap between the panel's end in
-# the first matmul and its begin in the second. _LEFT is the fraction of the gap that remains after the norm. It is less
+# the first matmul and its begin in the second. _LEFT is the fraction of the gap that is left at this time. It is less
 # than one half, because in the middle of the gap the second matmul may begin another panel, which is more urgent.
 _LEFT = 7 / 16
 

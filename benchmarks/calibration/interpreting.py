@@ -6,7 +6,7 @@ A kernel that computes one operation spends nothing on instructions of a program
 share, or on counters. The script simulates a step as it is, and again with a machine on which parts of this work take
 no time. The cycles come from the table [issue] of the machine file, so from compiled machine code (machine_code.py).
 
-A hand-over means that an instruction waits for a counter that others signal. It could avoid the counter in global
+A hand-over means that an instruction waits for a counter that others signal. The wait could avoid the counter in global
 memory if the others run on the same SM. So the script counts the waits for which this is true.
 """
 
@@ -48,9 +48,10 @@ def cheaper(machine: Machine) -> dict[str, Machine]:
 
 
 def local_waits(program: Program) -> tuple[int, int]:
-    """Return how many waits of a layer need only instructions of the waiting stream, and how many waits there are.
+    """Return how many waits of a layer are only for instructions of the same stream (worker), and how many waits a
+    layer has.
 
-    Waits on grids of counters, of which the step table selects one, count as waits for other streams.
+    If the step's inputs select the counter of a wait, the wait counts as one for other streams.
     """
     stream = np.repeat(np.arange(program.ranks * program.workers), np.diff(program.body.offsets))
     records = program.body.records

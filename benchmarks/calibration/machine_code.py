@@ -183,7 +183,6 @@ class Paths:
         arithmetic.
 
         The path goes through warps that compute, store, load, and compute again, and their cycles are added up.
-
         """
         matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
         fence = self._at("consumer.h", "p.fence_async()")
@@ -238,7 +237,6 @@ def compile_code(units: Units, sms: int = 1) -> Code:
     """Compile the kernel without tracing, and return its disassembled code. `sms` is 2 for pairs of SMs.
 
     Raises MegakernelError if a tool is missing.
-
     """
     tool = disassembler()
     if tool is None:

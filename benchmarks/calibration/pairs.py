@@ -4,8 +4,8 @@ multicasts this half to both SMs.
     python benchmarks/calibration/pairs.py -o benchmarks/results/pairs.json
 
 The programs are compiled with `--pairs on` and `--pairs off`. The last column is the time that a step would take if the
-two SMs of a pair never waited for each other. It is the simulated time of single SMs on a machine whose L2 has 1.5
-times the rate, because two tiles of 128 x 256 that share their weights load a third less.
+two SMs of a pair never waited for each other. This time comes from a simulation of single SMs whose L2 has 1.5 times
+the rate: two tiles of 128 x 256 that share their weights load a third less.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ is tried once. Each file gets the right checksum, so that more than the checksum
 verified, disassembled, simulated and launched without arithmetic. Any failure other than a MegakernelError ends the
 run, and the file is kept. Coverage is measured for `megakernel.program`, which checks files; coverage of the native
 library would need a build by clang.
-
 """
 
 from __future__ import annotations

@@ -221,9 +221,9 @@ def seconds_of(session: int) -> float:
 
 
 def ended(run: Callable[[], int]) -> str:
-    """Call `run`, which runs tests, in a forked process that exits with the status that `run` returns. Return how the
-    process ended. "survived": with status 0, so no test failed. "no end": it hung, or exceeded its limits on time.
-    "failed": with another status. ANOTHER_WAY: with OTHER_STATUS. Otherwise: the name of the signal that ended it.
+    """Call `run`, which runs tests, in a forked process whose exit status is the result. Return how the process ended:
+    "survived" if no test failed (status 0), "no end" if it hung or exceeded its limits, ANOTHER_WAY for the status
+    OTHER_STATUS, the name of the signal that ended it, or "failed" in all other cases.
     """
     child = os.fork()
     if child == 0:
@@ -335,7 +335,6 @@ def rounds_of(file: str, tests: list[Test]) -> list[list[Test]]:
 
     At least one test is chosen, even if it takes longer. The first round has the tests in the folder of tests/ that is
     named like the file's package, and the second round has the others.
-
     """
     ordered = sorted(tests, key=lambda test: test.seconds)
     sums = itertools.accumulate(test.seconds for test in ordered)

@@ -73,8 +73,7 @@ def work(share: tuple[int, int, int, float, list[str]]) -> tuple[Counter[tuple[s
     """Judge one process's mutants (changed programs). Return counts of outcomes, and the unsafe mutants that were
     accepted.
 
-    Of each kind of change, this process judges every `processes`-th mutant, starting with mutant `number`.
-
+    `share` is (number, processes, ...): this process judges every `processes`-th mutant of each kind, from `number` on.
     """
     number, processes, per_kind, large_part, kinds = share
     bases = [[Base(name, program, not n) for name, program in group] for n, group in enumerate((small(), large()))]

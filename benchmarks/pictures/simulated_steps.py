@@ -89,7 +89,6 @@ class Run:
         phases.
 
         `edges` are times in nanoseconds. The result has the mean fraction between each pair of successive edges.
-
         """
         rows = self.rows
         mine = (rows["rank"] == 0) & (rows["kind"] == kind) & (rows["layer"] < PROLOGUE)

@@ -296,7 +296,6 @@ def loads_ahead(trace: Any) -> float | None:
     The pairs of successive instructions of a worker are counted, if both compute and the later one also loads. The
     result is the fraction of these pairs in which the first load of the later instruction begins before the last
     computation of the earlier instruction ends.
-
     """
     from megakernel.trace import IntervalKind
 

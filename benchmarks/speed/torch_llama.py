@@ -6,8 +6,8 @@ graph.
 
 The model of `bench latency --vs torch`, which comes from transformers, cannot replace this model. The transformers
 model rounds the residual to bf16 after attention and after the MLP, while the residual stays in float32 here and in our
-backend. So the KL divergence of the transformers model from float32 is two to four times as large. If a test compared
-our backend's divergence with that of the transformers model, it would tolerate a divergence two to four times as large.
+backend. So the KL divergence of the transformers model from float32 is two to four times as large, and a test that took
+it as the limit for our backend would tolerate too much.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ def layer(workers: int, threads: int) -> tuple[float, float, float, int]:
     (operations) per layer, all for a step of one token.
 
     A layer is a chain of phases. Each phase waits for all workers to finish the previous one.
-
     """
     (few_s, few, phases), (many_s, many, _) = (null_step(workers, n, threads=threads) for n in (FEW, MANY))
     layers = MANY - FEW

@@ -72,7 +72,7 @@ class TaskCosts:
     def paired(self) -> TaskCosts:
         """Return the costs of a worker that consists of two SMs. For a tile with n bytes of weights and n bytes of
         input rows, each SM loads all weights and half of the rows, so both load 3 n bytes. But the simulator counts
-        only the 2 n bytes of the tile, so the load rate is set to two thirds of that of two SMs.
+        only the 2 n bytes of the tile, so the load rate is set to two thirds of the rate of two SMs.
         """
         return replace(
             self,

@@ -65,7 +65,6 @@ def simulate(
     machine. With `trace`, the begin and end of all work is recorded, which takes about 200 bytes per instruction.
 
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
-
     """
     work, costs = _prepared(program, machine, table, costs or costs_of(machine))
     runs = _launched(program, work)

@@ -167,8 +167,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
-    """Return the records (instructions) of all workers and queues, the rank of each record, its number in a trace, and
-    for each list of `_LISTS` the offsets at which a worker's or queue's records begin."""
+    """Return the records (instructions) of all workers and queues; the rank of each record; the number of each record
+    in a trace; and, for each list in `_LISTS`, the offsets at which the records of each worker or queue begin."""
     every, ranks, number, offsets = [], [], [], []
     start = 0
     for name in _LISTS:
@@ -372,7 +372,6 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     """Return, for each attention item, whether it begins a new task of the simulator. An item continues the previous
     item's task if both items have one row with its whole context, and have the same row block, KV heads and counters to
     wait for.
-
     """
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
@@ -385,8 +384,8 @@ def _starts_task(view: StepTable) -> NDArray[np.bool_]:
 
 
 def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
-    """Add the waits and signals whose counters do not depend on the step's inputs. If an instruction consists of
-    several tasks, all of them wait, and the last one signals."""
+    """Add the waits and signals whose counters do not depend on the step's inputs. If an instruction has several tasks,
+    all its tasks wait, and its last task signals."""
     waits, signals = rec.waits(records), rec.signals(records)
     record, slot = np.nonzero((waits != 0) & (waits & rec.INDEXED == 0))
     of, nth = ragged(np.diff(first_task)[record])

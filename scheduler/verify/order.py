@@ -196,8 +196,8 @@ class Events:
             self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
-        """Return how many signals one execution of the segment adds to each counter: to those of the next layer if
-        `next_block` is true, otherwise to those of its own layer."""
+        """Return how many signals one execution of the segment adds to each counter. Only counters of the next layer
+        count if `next_block` is true, otherwise only those of the segment's own layer."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)
         for _, counter, is_next, count in self.signals:

@@ -61,7 +61,8 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
     """Return the figures of `bench latency`: medians over all decode steps, and medians over the prefills of all runs.
 
     With speculative decoding, steps differ in duration and in the number of tokens. If proposed tokens were verified,
-    the decode figures are those of the run with the median token rate, and `step_s` is the mean duration of its steps.
+    the decode figures come from one run, the run with the median token rate, and `step_s` is the mean duration of its
+    steps.
 
     `roofline_fraction` is the minimum time at the hardware's `ceilings`, divided by the measured time. A fraction above
     1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message."""

@@ -139,9 +139,9 @@ class Engine:
     ) -> Request:
         """Queue a prompt. When prompts of several clients wait, the clients are admitted in turn.
 
-        The choices (completions) are numbered from `first` on, by default after those of all earlier requests. `reader`
-        is the number of the process that reads their tokens. If `params` restrict the output, `constraint` must be what
-        `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run."""
+        The choices (completions) are numbered from `first` on, by default after the choices of all earlier requests.
+        `reader` is the number of the process that reads their tokens. If `params` restrict the output, `constraint`
+        must be what `Grammars.get(params)` returned. Raises MegakernelError if the prompt can never run."""
         prompt = self.check(prompt_ids, params)
         if (constraint is not None) != params.constrained:
             raise AssertionError("Engine.add: pass `constraint` if, and only if, the sampling parameters ask for one")

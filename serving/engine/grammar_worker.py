@@ -165,7 +165,7 @@ class _Schema:
     def _reference(self, reference: Any, combined: bool) -> Any:
         """Return a reference to the rewritten form of the schema to which `reference` points. With `combined`, this
         form permits properties that the schema does not name. Other references to the same schema must forbid them, so
-        each schema may be stored in two forms."""
+        a schema may be stored in both forms."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return reference
         if not combined or self._target(reference) is None:

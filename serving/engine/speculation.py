@@ -138,7 +138,7 @@ class Lookup:
 
         Several earlier occurrences of the last two tokens are compared, and the one with the most equal tokens before
         it is used. The result is empty if the last two tokens have not occurred before. If fewer than `count` tokens
-        follow the occurrence, they are repeated, which continues a text that repeats itself."""
+        follow the occurrence, the following tokens are repeated, as in a text that repeats itself."""
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST_MATCH:
             return []
@@ -271,7 +271,6 @@ class Speculation:
 
         `forced` are tokens to which a grammar leaves no alternative; the step computes them too. The returned tokens
         have their KV pages already.
-
         """
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []

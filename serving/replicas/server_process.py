@@ -24,7 +24,7 @@ Headers = list[tuple[str, str]]
 _NOT_PASSED_ON = {"connection", "content-length", "date", "keep-alive", "transfer-encoding", "x-request-id", HEADER}
 _FLAGS = ("--host", "127.0.0.1", "--port", "0")
 # The operating system kills the server when the thread that started it ends (PR_SET_PDEATHSIG, SIGKILL). The server
-# itself requests this, because a process with Ray's threads must not run code between fork and exec.
+# requests this after its start, because a process with Ray's threads must not run code between fork and exec.
 _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli import main; sys.exit(main())"
 
 

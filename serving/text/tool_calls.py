@@ -377,9 +377,9 @@ class _Object:
             self.arguments.append("{}")
 
     def end(self, how: str) -> None:
-        """End an object whose last bracket is missing: at a `mark`, at a character that cannot follow (`broken`), or at
-        the end of the answer, whose finish reason is `stop` or `length`. Missing brackets are added, except for
-        `length`, because the answer was then cut off."""
+        """End an object whose last bracket is missing. `how` says why it ends: at a `mark`, at a character that cannot
+        follow (`broken`), or with the answer, whose finish reason is `stop` or `length`. Missing brackets are added,
+        except for `length`, which means that the answer was cut off."""
         self.done = True
         if how == "length":
             return

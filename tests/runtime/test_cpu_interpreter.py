@@ -187,8 +187,8 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
 
 
 def test_streams_of_a_thread_that_does_not_run_are_taken_over(make: Callable[..., CpuBackend]) -> None:
-    """One of two threads has the workers 0 and 2. While it is stuck in the first QKV tile of worker 0, all tiles of the
-    other workers are computed, because the other thread takes over the stream of worker 2."""
+    """One of two threads runs the workers 0 and 2. While this thread is stuck in the first QKV tile of worker 0, all
+    tiles of the other workers are computed, because the other thread takes over the stream of worker 2."""
     backend, table, p = make(2), mixed_table(), forward_program(3)
     expected = backend.launch(p, table).logits.copy()
     stuck = int(p.body.offsets[0])

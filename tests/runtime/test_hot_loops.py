@@ -27,8 +27,8 @@ def plain(loop: HotLoop) -> bool:
 
 
 def test_every_block_has_a_loop_that_multiplies(loops: list[HotLoop]) -> None:
-    """Every register block has a loop of multiply-adds. A register block has `rows` token rows and `panels` panels of
-    16 weight columns. One step along K takes rows x panels x (vectors per panel) multiply-adds, and more if weights are
+    """Every register block has a loop of multiply-adds. A register block computes some token rows and some panels of 16
+    weight columns. One step along K takes rows x panels x (vectors per panel) multiply-adds, and more if weights are
     quantised, because these must be converted."""
     widths = {loop.simd for loop in loops}
     assert widths == {"avx2", "avx512"}

@@ -111,9 +111,10 @@ def test_work_is_spread_evenly() -> None:
 
 
 def test_one_row_block_joins_all_to_all_between_phases() -> None:
-    # `all_to_all_per_layer` counts barriers between two phases that each have several instructions. Each norm is a
-    # single instruction here, so five barriers are left for two workers: three (one per group of heads) between QKV and
-    # attention, one between attention and the O projection, and one between gate/up and the down projection.
+    # `all_to_all_per_layer` counts barriers between two phases that each have several instructions. A norm is a single
+    # instruction here, so it forms no barrier. Five barriers are left for two workers: three (one per group of heads)
+    # between QKV and attention, one between attention and the O projection, and one between gate/up and the down
+    # projection.
     for workers, joins in ((2, 5), (1, 0)):
         program = compiled(SMOLLM2, machine.host(workers), 1, options=Options(norm="own"))
         assert describe(program)["all_to_all_per_layer"] == joins

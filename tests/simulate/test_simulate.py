@@ -439,8 +439,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The figures that `simulate --json` prints equal those in the timeline page that it writes, and those that the
-    command `timeline` prints for the saved program and trace. A Perfetto file is written too."""
+    """`simulate --json` prints the same figures as its timeline page shows, and as the command `timeline` prints for
+    the saved program and trace. A Perfetto file is written too."""
     stem = tmp_path / "saved"
     written = ["--save", str(stem), "-o", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.pftrace")]
     config, sizes = replace(load_config("random:llama-3.2-1b"), layers=2), {"tokens": 3, "logit_rows": 3, "max_seqs": 3}

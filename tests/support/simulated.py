@@ -226,9 +226,9 @@ def step_of(program: Program) -> StepTable:
 
 
 def unmet_waits(program: Program, tasks: list[Ordered], trace: Trace) -> list[str]:
-    """Return descriptions of all errors in a simulated trace. `tasks` is the result of `ordered`. An error is a record
-    that runs the wrong number of tasks or begins to compute before the results for which it waits are stored, or a
-    counter whose additions do not sum to its total. The check uses no code of the simulator."""
+    """Return descriptions of all errors in a simulated trace. `tasks` is the result of `ordered`. There are three kinds
+    of errors: a record runs the wrong number of tasks; it computes before the results for which it waits are stored; or
+    the additions to a counter do not sum to its total. The check uses no code of the simulator."""
     rows = trace.intervals
     ran = by_node(rows[np.argsort(rows["end"], kind="stable")])
     arrived = np.zeros(program.total_counters * program.ranks, np.int64)

@@ -88,8 +88,9 @@ class TinyCheckpoint(FileCheckpoint):
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__("tiny", config, split_experts(_StateDict(model)), safetensors_naming(config))
-        # Use the RoPE frequencies of transformers, except in two cases: for LongRoPE, transformers changes them only
-        # when a text is long, and they do not express layers without RoPE or with another one, or factors of scores.
+        # Use the RoPE frequencies of transformers, with two exceptions. For LongRoPE, transformers changes the
+        # frequencies only when a text is long. And frequencies do not express layers without RoPE or with another
+        # RoPE, or factors of attention scores.
         self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
         self._own = self._own or config.local_theta
         if self._own:

@@ -104,7 +104,7 @@ class Twins(ABC):
 
     def run(self, instruction: Records, layer: int, table: StepTable, rank: int = 0) -> dict[Key, Array]:
         """Run an instruction on the other interpreter, starting from the contents of the reference's buffers. Returns
-        copies of the other interpreter's buffers. Does not run the instruction on the reference."""
+        copies of the other interpreter's buffers. The reference does not run the instruction."""
         self.start_equal()
         self.execute(instruction, layer, table, rank)
         return {key: self.other(*key).copy() for key in self.copies()}

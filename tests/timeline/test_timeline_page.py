@@ -391,7 +391,7 @@ def test_search_finds_what_touches_a_tile(page: Browser) -> None:
         " 'kind=counter', 'worker=2 qkv', 'q[64]'].map(timeline.find)"
     )
     # In each of 3 layers, 16 gate_up_silu tiles write ACT, 8 for each of 2 row blocks, and 8 down_proj tiles read it.
-    # Each of these reads all columns of its rows.
+    # Each down_proj tile reads all columns of its rows.
     waits = page.run(
         "return Array.from({length: timeline.intervalCount}, (_, i) => timeline.describe(i))"
         ".filter((d) => d.kind === 'counter wait').length"

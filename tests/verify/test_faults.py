@@ -122,8 +122,9 @@ def test_the_judge_sees_an_overlap() -> None:
 
 
 def test_the_judge_sees_a_claim_ahead() -> None:
-    """The judge finds a deadlock if an instruction waits for a record that its own worker has claimed ahead of time. A
-    worker may claim a record of a queue before the preceding instructions of its stream have ended."""
+    """The judge (ground_truth.py, which tries interleavings) finds a deadlock if an instruction waits for a record that
+    its own worker has claimed ahead of time. A worker may claim a record of a queue before the preceding instructions
+    of its stream have ended."""
     base = make(workers=2, queue="attention")
     body = base.body.records
     drain, o_proj = (rows_of(base, "body", name)[0] for name in ("drain", "o_proj"))

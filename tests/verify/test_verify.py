@@ -354,7 +354,8 @@ def test_every_worker_may_hold_a_record_before_it_reaches_its_drain() -> None:
 
 def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
     """A worker has two drains, which run records of one queue: the first up to a given record, the second the rest. An
-    instruction between them may wait for records of the first drain, but not for those of the second."""
+    instruction between the two drains may wait for records of the first drain, but not for records of the second
+    drain."""
     program = handmade(small_dims(layers=1), workers=1, queue="body")
     first, second = rows_of(program, "body", "drain")
     end = int(program.body.records[first, record.OPERAND_WORD + 1])

@@ -152,9 +152,9 @@ class _Finder:
                 yield self._cache(access.buffer, number, head, token, token + 1, part, WRITE)
 
     def _attended(self, items: range) -> Iterator[tuple[int, ...]]:
-        """Yield the K and V that attention items use: up to the position of each item's last row. Whole KV pages are
-        loaded, and the rest is masked. A load does not name its item, so if several items use a page, only the tokens
-        that all of them use are checked for races."""
+        """Yield the K and V that attention items (pieces of the work) use: up to the position of each item's last row.
+        Loads fetch whole KV pages, and attention masks later positions. A load does not name its item. So if several
+        items use a page, races are checked only for the tokens that all these items use."""
         t, size, uses = self.table, self.dims.bucket.kv_page, dict[tuple[int, int], list[int]]()
         for item in items:
             tokens = int(t.positions[t.item_row[item] + t.item_rows[item] - 1]) + 1

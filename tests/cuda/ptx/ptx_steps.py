@@ -200,8 +200,8 @@ _FAULT_STEPS = {"dots": (5, 6, 2, 8, 20, 21), "tensor": (5, 6, 20), "pairs": (10
 
 
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
-    """Plant the faults of a kind of build one at a time: all, or those in `chosen`. Return what each of them caused to
-    go wrong: an empty text if the fault was not noticed."""
+    """Plant the faults for builds of this kind, one at a time: all, or those in `chosen`. Return the error that each
+    fault caused, or an empty text if the fault was not noticed."""
     emulator, out = Emulator(), dict[str, str]()
     for fault in FAULTS[kind]:
         if fault.name not in out and (not chosen or fault.name in chosen):

@@ -103,9 +103,9 @@ def replicas(model: str) -> Iterator[tuple[Live, Live]]:
 
 
 def asked(live: Live, path: str, body: dict[str, Any]) -> Callable[[Replay], tuple[Head, bytes]]:
-    """Return a function that asks the server `live` for the rest of an answer. Its argument, a `Replay`, says which
-    tokens the client already has. It returns the head and the body. The seed is always the same, and results are
-    cached, so equal calls send one request."""
+    """Return a function that asks the server `live` for the rest of an answer. The function's argument, a `Replay`,
+    says which tokens the client already has; its result is the head and the body. The seed is always the same, and
+    results are cached, so equal calls send one request."""
 
     @cache
     def once(given: frozenset[tuple[int, int]]) -> tuple[Head, bytes]:
