@@ -1,7 +1,7 @@
 """ROUTE chooses the experts of each row.
 
-ROUTES and ROUTE_WEIGHTS have a row for each token row, and there an element for each of the row's experts, the best
-first. Which experts these are depends on nothing but the row, so neither do the results of EXPERTS and COMBINE.
+For each token row, ROUTES has the numbers of its experts, the best first, and ROUTE_WEIGHTS has their weights. A row's
+experts depend only on the row itself. Therefore its results do not depend on the other rows of a batch.
 """
 
 from __future__ import annotations
