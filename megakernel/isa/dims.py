@@ -254,8 +254,8 @@ class Worker:
 class Dims:
     """All sizes of a program, as one rank sees them. `Program.dims` has those of rank 0.
 
-    Token rows are divided into row blocks. Row block b is owned by rank b % tp, which keeps its part of the residual.
-    If the residual is replicated, every rank keeps all row blocks.
+    Token rows are divided into row blocks (groups of consecutive rows). Rank b % tp owns row block b: it keeps the
+    residual of these rows. If the residual is replicated, every rank keeps the residual of all rows.
     """
 
     split: Split
