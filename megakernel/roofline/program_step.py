@@ -178,9 +178,9 @@ def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
-    """Return the seconds of a collective over `members` GPUs of a node, from the measured bandwidths of all-reduces;
-    None if they were not measured for this number. An all-reduce has two `passes` over the array, and a gather or a
-    reduce-scatter one."""
+    """Return the time in seconds of a collective over `members` GPUs of a node, from measured all-reduce bandwidths.
+    The result is None if none was measured for this number of GPUs. An all-reduce has two `passes` over the array, and
+    a gather or a reduce-scatter one."""
     curve = hardware.curve("all_reduce", members)
     if curve is None:
         return None

@@ -19,8 +19,8 @@ from .spec import Cost, Cut, OperationSpec, activations, box, contents, weights,
 
 def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.intp], F32]:
     """Return the `count` experts with the largest logits of each row, and their weights: softmax, divided by the sum
-    of the row's weights if `normalised`. Of equal logits, the expert with the lower number is better. NaN counts as
-    -infinity, so that the experts are different ones in any case.
+    of the row's weights if `normalised`. If logits are equal, the expert with the lower number is chosen first. NaN
+    counts as -infinity, so that no expert is chosen twice.
     """
     logits = np.where(np.isnan(logits), -np.inf, logits)
     experts = np.argsort(-logits, axis=1, kind="stable")[:, :count]
