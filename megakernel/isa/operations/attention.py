@@ -60,7 +60,7 @@ def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tu
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
     """Return the FLOPs of each attention item of the view's rank, and the bytes of K and V that it reads: two [items].
-    Both are means over the layers, which differ in their spans.
+    Both are means over the layers, because layers with a sliding window have less work.
 
     Both are zero for padding items. An item reads K and V once, however many rows it has.
     """
