@@ -1,8 +1,7 @@
 """The data that an instruction can access while the reference interpreter runs it in NumPy.
 
-All values are float32; a result is rounded to its buffer's type once, where it is stored. BLAS libraries add in
-different orders. Dot products are therefore added in float64, where the order hardly ever changes the result in
-float32.
+All values are float32. A result is rounded to its buffer's type once, when it is stored. Dot products are added in
+float64, because BLAS libraries add in different orders, and in float64 the order hardly ever changes the result.
 """
 
 from __future__ import annotations
@@ -139,16 +138,17 @@ class Context:
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
-    """An index, [..., kv_row], of the bytes of quantised rows of K or V, in the order of their Q8_0 blocks.
+    """Return where the bytes of a token's quantised K or V are in the cache: a NumPy index of shape [..., kv_row].
 
-    `page`, `head` and `token`, the token's place in the page, must have the same shape, or broadcast to a common one.
+    The bytes are in the order of Q8_0 blocks. `token` is the token's index in its KV page. The shapes of `page`, `head`
+    and `token` must broadcast.
     """
     page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
     # For each byte of a row: the number of its block, and its place in this block, which is a scale and then elements.
     block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
     element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
-    # In a page, a block has the scales of all tokens, then the values of all tokens: in V [token][element], and in K
-    # [word][token], where a word has four elements or the rest of the block.
+    # In a KV page, a quantised block first stores the scales of all tokens, and then their values. V stores all values
+    # of one token, then those of the next token. K stores four values of each token, then the next four of each token.
     scale = token * KV_SCALE + byte
     word = element // 4 * 4
     key = word * d.bucket.kv_page + token * np.minimum(elements - word, 4) + element % 4

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# The columns of the FFN and of the vocabulary are divided among ranks in multiples of SHARD_UNIT; only the last rank
-# may have a remainder. The unit is a whole block of quantised weights, and two column panels of a packed CPU matrix.
+# FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT, so that no block of quantised weights
+# is divided. Only the last rank may have a remainder.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.
 KV_UNIT = BLOCKS[Dtype.Q8_0].weights
 KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 
-# The KV tokens of a block. Attention computes a partial softmax for each block, and merges these results. The number is
-# the same in all programs, because the bits of the result depend on it.
+# The number of tokens in a KV block. Attention computes a partial softmax for each KV block, and merges the partial
+# results. All programs use the same number, because another number would change the rounding of results.
 KV_BLOCK = 128
 
 # The maximum number of experts of a layer. A CPU computes at most this many columns of a row in one pass of a matmul,
@@ -261,8 +261,8 @@ class Worker:
 class Dims:
     """All sizes of a program, as one rank sees them. `Program.dims` has those of rank 0.
 
-    Token rows are divided into row blocks. Row block b is owned by rank b % tp, which keeps its part of the residual.
-    If the residual is replicated, every rank keeps all row blocks.
+    Token rows are divided into row blocks (groups of consecutive rows). Rank b % tp owns row block b: it keeps the
+    residual of these rows. If the residual is replicated, every rank keeps the residual of all rows.
     """
 
     split: Split
@@ -282,15 +282,15 @@ class Dims:
 
     @property
     def by_expert(self) -> int:
-        """How the instructions of EXPERTS divide the work. 1: an instruction has all rows of one expert, so that they
-        share its weights. 0: it has one row and one of its experts, because a step has at most as many such pairs as
-        there are experts."""
+        """How the work of a mixture-of-experts layer is divided into instructions. 1: an instruction computes all rows
+        that use one expert, so that the expert's weights are read once. 0: an instruction computes one row with one of
+        the row's experts. 0 is for steps with so few rows that there are not more such pairs than experts."""
         return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
 
     @property
     def places(self) -> int:
-        """The number of instructions of EXPERTS that a row may need per column tile: one for each expert if an
-        instruction has all rows of one expert, otherwise one for each expert that a token uses."""
+        """The number of EXPERTS instructions (mixture-of-experts matmuls) that may compute a row, per column tile. If
+        `by_expert` is 1, it is the number of all experts, otherwise the number of experts that a token uses."""
         return self.model.experts if self.by_expert else self.model.experts_per_token
 
     @property

@@ -84,9 +84,9 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
     """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor infinity.
 
-    If the bits of floats are read as integers, NaN and infinity are greater than all finite floats with the same sign.
-    So it is enough to compare the maximum of the positive and of the negative floats with infinity. This is ten times
-    as fast as NumPy's `isfinite`.
+    The bits of floats are compared as integers, which is ten times as fast as NumPy's `isfinite`. Read as integers, NaN
+    and infinity are greater than all finite floats of the same sign. So the maximum for each sign shows whether any
+    float is not finite.
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)

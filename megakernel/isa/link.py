@@ -19,8 +19,8 @@ def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     array [tp]. The rank's own entry is 0.
 
     For attention, `columns` must have all of the rank's instructions in a layer, because the step table divides the
-    work among them. The final norm counts as if rank 0 sent all rows. The step table decides which rank really sends a
-    row, but the total is the same.
+    work among them. The final norm counts as if rank 0 sent all rows. In fact, the step table decides which rank
+    sends a row, but this does not change the total.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total

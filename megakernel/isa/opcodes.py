@@ -1,4 +1,4 @@
-"""Numbers of operations, of the sets of rows that they compute, and of what happens to the results of matmuls.
+"""The numbers that identify operations, the sets of rows that they compute, and the uses of matmul results.
 
 A phase of a forward pass is an operation with parameters (`phases.py`). Each operation is declared
 in a file of its own in `operations/`. `csrc/common/isa.h` is generated from these declarations. Each new number needs a

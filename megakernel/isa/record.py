@@ -5,11 +5,14 @@ words 1-15    operands, in the order that the operation declares
 words 16-23   waits: counters whose totals must be reached before the instruction uses its inputs; 0 = none
 words 24-31   signals: counters to which the instruction adds after it has stored its results; 0 = none
 
-A wait or signal word names a counter. Bits 0-23 are the counter's index + 1. In signals, bits 24-27 are the rank:
-ALL_RANKS means every rank, and OWNER, in indexed signals only, means the rank that owns the row block (group of rows).
-Each layer has a block of counters; bit 28, NEXT, means the counter in the next layer's block. Bit 29, INDEXED, means
-that the word names the first of several counters, and that the step table selects one of them, in the way that the
-operation's declaration describes.
+A wait or signal word names a counter. Its bits are:
+
+0-23          the counter's index + 1
+24-27         in signals, the rank whose counter is added to; ALL_RANKS means every rank. OWNER, in indexed signals
+              only, means the rank that owns the row block (group of token rows)
+28 (NEXT)     the counter is in the next layer's block of counters; each layer has such a block
+29 (INDEXED)  the word names the first of several counters, and the step table selects one of them. The operation's
+              declaration describes how
 """
 
 from __future__ import annotations

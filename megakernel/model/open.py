@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .gguf_checkpoint import GgufFile
     from .tokenizer import Tokenizer
 
-# The modules for each kind of model are imported where they are used. Therefore, a model of one kind runs without the
+# Functions import the modules for each kind of model when they need them. So a model of one kind runs without the
 # packages that only other kinds need (gguf, tokenizers, jinja2, huggingface_hub).
 
 _RANDOM = "random:"

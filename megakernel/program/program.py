@@ -5,17 +5,17 @@ A program has three segments: prologue, body and epilogue. The body is stored on
 layer l uses layer l of the weights and of the KV cache, and counter block l. Each rank has its own copy of the
 counters: `dims.layers` + 1 blocks of `counters` counters.
 
-An instruction adds to a counter when it has stored its results (a signal). A signal word with the NEXT bit names a
-counter in the next layer's block, so block l has the counters by which layer l - 1 signals to layer l. The prologue
-signals block 0, with words without this bit, and the epilogue uses block `dims.layers`.
+When an instruction has stored its results, it adds to a counter; this is called a signal. Layer l normally adds to
+counters in block l. If the signal has the NEXT bit, it adds to a counter in block l + 1, for which the next layer
+waits. The prologue signals to layer 0 through block 0. The last layer signals to the epilogue through the last block.
 
-The total of a counter is the number that is added to it per launch. Totals are stored for the first block, the middle
-blocks and the last block separately, because the prologue takes the place of a previous layer for block 0, and no layer
-runs with the last block.
+A counter's total is the sum of all additions to it in a launch. Three sets of totals are stored: for the first block,
+for the last block, and for all blocks between. The first and the last set differ from the others because block 0 gets
+its signals from the prologue instead of a layer, and no layer runs with the last block.
 
-A rank may also have queues: instructions of the body that belong to no worker. In each layer, `drain` instructions in
-the streams claim and run them in order. In traces and messages, record i of the queues has the number len(body.records)
-+ i.
+A rank may also have queues. A queue is a list of body instructions that are not assigned to a worker. In each layer,
+workers take these instructions from the queue in order, by `drain` instructions in their streams. In traces and
+messages, the instructions of queues are numbered after those of streams.
 
 With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction waits until all
 other work of every rank is done. Nothing else keeps the next launch from starting too early.

@@ -11,8 +11,8 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 @dataclass(frozen=True)
 class Fit:
-    """The bytes that a step needs on the rank that needs most, and the bytes that a rank has (`memory_bytes`).
-    `sequences_at_most` is how many sequences, with as many tokens as the step's, fit beside weights and activations."""
+    """Whether a step fits into memory: the bytes needed on the rank that needs most, and the bytes that each rank has
+    (`memory_bytes`). `sequences_at_most` is the maximum number of sequences of the same length that would fit."""
 
     weight_bytes: float
     kv_bytes: float

@@ -178,9 +178,9 @@ def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
-    """Return the seconds of a collective over `members` GPUs of a node, from the measured bandwidths of all-reduces;
-    None if they were not measured for this number. An all-reduce has two `passes` over the array, and a gather or a
-    reduce-scatter one."""
+    """Return the time in seconds of a collective over `members` GPUs of a node, from measured all-reduce bandwidths.
+    The result is None if none was measured for this number of GPUs. An all-reduce has two `passes` over the array, and
+    a gather or a reduce-scatter one."""
     curve = hardware.curve("all_reduce", members)
     if curve is None:
         return None
@@ -188,8 +188,8 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Return the seconds of `messages` gathers of equal size at the measured bandwidth; None if it was not measured. A
-    rank sends `sent_bytes` in all, which is (N - 1) / N of the gathered arrays for N ranks."""
+    """Return the time in seconds of `messages` gathers of equal size at the measured bandwidth. The result is None if
+    no bandwidth was measured. `sent_bytes` is what one of N ranks sends in all gathers: (N - 1) / N of their arrays."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

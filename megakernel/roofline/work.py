@@ -76,10 +76,10 @@ def step_work(
     pairs. A token attends to itself and to all tokens before it or, with a sliding window, to the last ones. Norms,
     RoPE and softmax are ignored, because they take only a few operations per element.
 
-    Every weight is read once. Of E experts, only min(B k, E) are read, the most that B rows with k experts each can
-    need. The LM head is read only if there are logit rows. Of the embedding table, only the rows of the tokens are
-    read, and none if the LM head is `tied` to the table and is read anyway. K and V of every visible token are read
-    once. `_link_bytes` gives the bytes sent to other ranks.
+    Every weight is read once. If B rows use k of E experts each, the weights of min(B k, E) experts are read. The LM
+    head is read only if there are logit rows. The embedding table is read for the step's tokens only. If the LM head
+    is `tied` to the table and is read, the table costs nothing more. K and V of every visible token are read once.
+    `_link_bytes` gives the bytes sent to other ranks.
     """
     if len(rows) != len(contexts):
         raise ValueError(

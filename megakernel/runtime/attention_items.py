@@ -28,8 +28,8 @@ from .cuda import pages
 from .targets import target_of
 
 Ints = NDArray[np.signedinteger]
-# The attention items of all ranks. Ranks with the same number of KV heads have the same items, so this number is the
-# key. The value has the items, as a dict of step-table columns, and the first item of each slot.
+# The attention items (pieces of attention work) of all ranks. The key is a rank's number of KV heads, because ranks
+# with equally many have the same items. The value has the items as step-table columns, and each slot's first item.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
 # The number of rows of a query tile on a CPU. The rows of a tile share each read of K and V. With 32 rows, each loaded
@@ -44,8 +44,8 @@ SPLIT_GRAIN = 2
 # query tiles (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5 TFLOP/s) and their softmax take 3 us. K and V of a
 # head (64 KiB at an SM's 36 GB/s) take 1.8 us.
 PASS_HEADS = 2
-# If the end of a slot's share is this close to the border of a part, as a fraction of the share, it moves to the
-# border. The shares become less equal, but fewer parts are divided and there are fewer items.
+# Attention work is divided into equal shares, one per instruction. The end of a share may move by this fraction of the
+# share to a border between two parts (KV heads of a query tile). Shares are less equal then, but fewer parts are cut.
 SLACK = 1 / 8
 
 

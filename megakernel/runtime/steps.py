@@ -199,9 +199,9 @@ class Steps:
     """Writes an engine's steps alternately into two step tables, so that a launch can read one while the other is
     written.
 
-    If successive steps have the same lineup (sequences and numbers of tokens), and every sequence continues by one
-    token, a table needs only new tokens and positions. Its attention items stay the same until a sequence enters its
-    next KV block, or its sliding window leaves one.
+    Most decode steps differ from the previous step only in tokens and positions: the sequences are the same, and each
+    continues by one token. Then only tokens and positions are written. The attention items (pieces of attention work)
+    change only when a sequence begins a new KV block, or when its sliding window leaves a KV block.
     """
 
     def __init__(self, pages: SequencePages, sampling: Sampling) -> None:

@@ -13,10 +13,10 @@ from .spans import Ints
 
 @dataclass(frozen=True)
 class ChainLink:
-    """One instruction on the critical path. From `begin_s` to `end_s`, in seconds since the launch began, it determines
-    the step's length. `gap_s` is the time between the previous link and `begin_s`. `after` is "wait" if the previous
-    link's signal ended this one's wait, "order" if the previous link is earlier on the same worker, or "start" if there
-    is none. `interval` is a row of the trace."""
+    """One instruction (link) on the critical path, the chain of instructions that determines a step's length. `begin_s`
+    and `end_s` are seconds since the launch began. `gap_s` is the time between the previous link's end and `begin_s`.
+    `after` says what this link had to wait for: "wait" is a signal of the previous link, "order" is the previous link
+    on the same worker, and "start" means that there is no previous link. `interval` is a row of the trace."""
 
     rank: int
     worker: int

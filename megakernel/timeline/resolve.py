@@ -157,11 +157,12 @@ class Resolved:
 
     @cached_property
     def releaser(self) -> Ints:
-        """For each wait for counters, the interval of the instruction that ended it: the one that sent the last signal
-        to the counter that was satisfied last. -1 for other intervals, and if the trace lacks this instruction.
+        """For each wait, the interval of the instruction that ended the wait. If an instruction waits for several
+        counters, the last signal to the last complete counter ends the wait. The value is -1 for other intervals, and
+        if the trace lacks the instruction.
 
-        If the step table selects the counter (an INDEXED wait), it is unknown, because the trace does not contain the
-        step table. Then the result is the last instruction that may have signalled before the wait ended.
+        For an INDEXED wait, the step table selects the counter, but a trace does not contain the step table. The value
+        is then the last instruction that may have signalled before the wait ended.
         """
         key, interval, maybe = self._arrivals()
         end = self.end[interval]

@@ -83,8 +83,8 @@ def waterfall(
     The time in which the worker computes has these bars: the least time, what loads from the cache and then issuing
     instructions need beyond it, the excess of outliers over their phase's median, and the rest, which is slower than
     every limit. All other time (stores, loads, waits, idle) has a bar per cause. If loads or sends continue while
-    workers wait, the least time can exceed the computing time. Then the bars of the other time are scaled down by one
-    factor.
+    workers wait, the least time can exceed the computing time. Then the bars of all other causes are scaled down, so
+    that the sum of all bars stays the step's time.
     """
     tick, step, lanes = resolved.tick_s, resolved.step_s, resolved.lanes * resolved.launches
     times = {r.name: max(r.ranks) * step for r in used}

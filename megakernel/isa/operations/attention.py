@@ -1,8 +1,8 @@
-"""ATTENTION runs the attention items that the step table lists for a slot, so most of its work is known only in a step.
+"""ATTENTION computes attention items (some rows, KV heads and KV tokens). Each launch's step table says which items.
 
-The q, k and v of `group_heads` consecutive KV heads form a group. Each row block has one counter per group, and the
-wait word names the first counter of this grid [row block][group]. The signal word names the first of another array of
-counters, which has one counter per row block.
+An instruction therefore selects its counters at run time. It waits until q, k and v are complete: one counter for each
+row block (group of token rows) and each group of `group_heads` KV heads. It signals to one counter per row block. The
+wait word and the signal word name the first counter of each array.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tu
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
     """Return the FLOPs of each attention item of the view's rank, and the bytes of K and V that it reads: two [items].
-    Both are means over the layers, which differ in their spans.
+    Both are means over the layers, because layers with a sliding window have less work.
 
     Both are zero for padding items. An item reads K and V once, however many rows it has.
     """

@@ -5,11 +5,10 @@ computes the results of one place. If a step has few rows (see `Dims.by_expert`)
 instruction finds the expert's number in ROUTES. If it has many, a place is an expert, and an instruction has all rows
 of which it is an expert, perhaps none. Both give the same bits.
 
-The columns of accesses are counted as if each row had results for every place. So the regions of instructions do not
-depend on the table, and what the verifier proves holds for every routing: a row's experts are different ones, so two
-places of a row are never stored at the same address. In the next layer, other places of the row may be stored there.
-ROUTE orders this: it overwrites the row's experts after all instructions that read them, and no instruction of the next
-layer uses a place before it has read the new ones.
+The declared accesses have columns for every place, as if each row had results for all of them. They do not depend on
+the routing, so the verifier's proof holds for every routing. A row's experts all differ, so two of its places never use
+the same address in one layer. The next layer may use that address for another place. This is safe, because ROUTE
+overwrites ROUTES only after all instructions have read them, and the next layer's instructions read them afterwards.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def _of_tokens(p: Phase) -> bool:
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Return the cost of instructions. Each reads the weights of one expert, so a step of B rows with k of E experts
-    each reads those of min(B k, E) experts: as many as it can need at most.
+    """Return the cost of instructions. Each instruction reads one expert's weights. If B rows use k of E experts each,
+    a step counts the weights of min(B k, E) experts, the most that it can need.
     """
     rows = c["rows"] * share(d) if d.by_expert else c["rows"].astype(np.float64)
     memory = weight_bytes(p, c["cols"], d)

@@ -233,8 +233,8 @@ def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.flo
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Return the cost of matmul tiles. Only tiles that begin at the rank's first row read weights from memory; all
-    other tiles find the weights in a cache. A norm applied to the inputs is computed once per tile.
+    """Return the cost of matmul tiles. Tiles with the same columns share weights. The tile with the rank's first
+    row reads them from memory, and the others from a cache. A norm applied to the inputs is computed once per tile.
     """
     # The positions of the tiles' first rows among the rank's rows.
     place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]

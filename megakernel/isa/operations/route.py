@@ -1,7 +1,7 @@
 """ROUTE chooses the experts of each row.
 
-ROUTES and ROUTE_WEIGHTS have a row for each token row, and there an element for each of the row's experts, the best
-first. Which experts these are depends on nothing but the row, so neither do the results of EXPERTS and COMBINE.
+For each token row, ROUTES has the numbers of its experts, the best first, and ROUTE_WEIGHTS has their weights. A row's
+experts depend only on the row itself. Therefore its results do not depend on the other rows of a batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .spec import Cost, Cut, OperationSpec, activations, box, contents, vector, 
 
 def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.intp], F32]:
     """Return the `count` experts with the largest logits of each row, and their weights: softmax, divided by the sum
-    of the row's weights if `normalised`. Of equal logits, the expert with the lower number is better. NaN counts as
-    -infinity, so that the experts are different ones in any case.
+    of the row's weights if `normalised`. If logits are equal, the expert with the lower number is chosen first. NaN
+    counts as -infinity, so that no expert is chosen twice.
     """
     logits = np.where(np.isnan(logits), -np.inf, logits)
     experts = np.argsort(-logits, axis=1, kind="stable")[:, :count]

@@ -24,8 +24,9 @@ def alpha_node(machine: Hardware) -> float:
 
 
 def alpha_beyond(machine: Hardware) -> float:
-    """Return the number of FLOPs (bf16) that a GPU can do in the time in which its whole node sends one byte to other
-    nodes. The node's rate counts, because a collective over several nodes sends each array out of a node only once."""
+    """Return the number of FLOPs (bf16) that a GPU can do while its whole node sends one byte to other nodes.
+
+    The rate of the node counts rather than a GPU's, because a collective sends each array out of a node only once."""
     return machine.flops_per_s("bf16") / machine.node.egress_bytes_per_s
 
 

@@ -1,5 +1,5 @@
-"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC or, without NVRTC, with nvcc. Each cubin
-is cached on disk under a hash of everything that it depends on.
+"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC, or with nvcc if NVRTC is missing. Cubins
+are cached on disk. The name of a cached cubin is a hash of everything that the cubin depends on.
 
 `python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the variants for benchmarks.
 """

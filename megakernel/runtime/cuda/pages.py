@@ -166,8 +166,8 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
     """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
     tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
-    # A thread block computes UNITS units of an item in each pass over the KV blocks. Each pass loads every KV head that
-    # its units use. So a KV head is loaded again if two passes use it.
+    # In each pass over an item's KV blocks, a thread block computes UNITS units (query tiles). The pass loads all KV
+    # heads that these units use. A KV head that two passes use is therefore loaded twice.
     heads = [
         np.where(first < units, (np.minimum(first + UNITS, units) - 1) // tiles - first // tiles + 1, 0)
         for first in range(0, int(units.max(initial=0)), UNITS)

@@ -1,8 +1,9 @@
 """Explains why a launch made no progress, from what each warp was waiting for (recorded by csrc/cuda/watchdog.h).
 
-Most warps wait for other warps that wait too. If a worker's oldest unfinished instruction waits for something other
-than a counter, the fault is inside this worker. If every worker's oldest instruction waits for a counter, a signal is
-missing: the one for the earliest of these instructions, because all instructions before it have ended.
+In a stalled launch, most warps wait for other waiting warps, so the one wait that blocks the others must be found. Only
+each worker's oldest unfinished instruction matters. If it waits for something other than a counter, the fault is inside
+this worker. If all workers wait for counters, a signal is missing. It is the signal for the earliest of these
+instructions, because all earlier instructions have ended.
 """
 
 from __future__ import annotations
