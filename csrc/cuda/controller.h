@@ -57,12 +57,11 @@ class Controller {
     return true;
   }
 
-  // Claims an instruction from the queue of a drain instruction, until the queue's first `op.end`
-  // instructions are claimed. `claimed` becomes the number of its record in the list of all queues, or -1 if
-  // none is left. Each claim is made as late as possible, so that a free worker gets the work and the claimed
-  // instruction runs soon. At a claim, at most one earlier instruction has not retired. All loads of that
-  // instruction have been requested, so the counters for which it waits have reached their totals. Returns
-  // false if the launch is aborted.
+  // Claims the next instruction of the queue that the drain instruction `op` names. `claimed` becomes the
+  // number of its record in the list of all queues, or -1 if the queue's first `op.end` instructions are
+  // claimed. A claim is made as late as possible, so that whichever worker is free gets the work: all earlier
+  // instructions of this worker but one have finished, and the last one waits for nothing but its loads.
+  // Returns false if the launch is aborted.
   MK_FN bool claim(const Drain& op, const Where& where, int32_t& claimed) {
     if (aborted()) return false;
     if (!wait_for_room(kClaimSlots, where)) return false;

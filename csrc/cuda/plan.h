@@ -125,8 +125,9 @@ MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   return layer * matrices;
 }
 
-// Returns how many output columns a matmul on tensor cores computes at a time (a chunk). The chunk's pages
-// are its operands, kTileInner elements of the inner dimension per step, and then its results.
+// Returns how many output columns a matmul on tensor cores computes at a time (a chunk). For each chunk, the
+// ring first gets pages of inputs and weights, kTileInner elements of the inner dimension per step, and then
+// pages for the chunk's results.
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
 // Whether the results are written to output pages, which the storer copies to global memory.
 MK_FN bool by_pages(Result result) {

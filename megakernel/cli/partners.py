@@ -231,7 +231,8 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[_Event]:
         size += len(line)
         if len(line) == _MOST_LINE or size > _MOST_BYTES:
             raise MegakernelError(
-                f"the server sent a line of {_MOST_LINE} bytes or more than {_MOST_BYTES} bytes in all"
+                f"the server's answer has more than {_MOST_BYTES} bytes, or a line of more than {_MOST_LINE}: is it one"
+                " of this API?"
             )
         data = line[5:].strip() if line.startswith(b"data:") else b""
         if data == b"[DONE]":

@@ -75,7 +75,7 @@ def _decode(data: bytes) -> Program:
         raise ValueError(f"the name of machine is not printable text of up to {MOST_NAME} characters")
     for phase in forward:
         if not isinstance(phase.name, str) or not re.fullmatch(_PHASE_NAME, phase.name, re.ASCII):
-            raise ValueError(f"the name of a phase is not 1 to {MOST_NAME} letters, digits and characters of . _ + -")
+            raise ValueError(f"the name of a phase is not 1 to {MOST_NAME} letters, digits or any of . _ + -")
     arrays, start = {}, START + size
     if start + 4 * sum(lengths.values()) != len(data):
         raise ValueError("the file's arrays do not have the lengths that its header states")

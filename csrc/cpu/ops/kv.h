@@ -71,9 +71,9 @@ struct ValueStrip {
   MK_INLINE F32 row(int t, int64_t, int n) const { return load(now + t * width, n) * scales[t]; }
 };
 
-// The quantised values (V) of a KV page, from the page's token number `token` on. `scales` points to the
-// scale of that token in quantisation block 0. The scales form an array [quantisation block][token of the KV
-// block], in float32.
+// The quantised values (V) of the tokens `token` and later of a KV page. In each token's row, units of
+// kKvUnit elements share a scale. `scales` points to the float32 scale of unit 0 of token `token`; those of
+// the next unit follow d.kv_block scales later.
 struct ValuePage {
   const Dims& d;
   const int8_t *now, *next;

@@ -131,8 +131,8 @@ function makePyramid(row) {
 }
 const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
 
-// Add the row's time from t0 on to `share`, with `px` columns per unit of time, and settle it. If `narrow`, leave out
-// intervals of at least two columns, which are drawn one by one.
+// Add a row's intervals from time t0 on to `share`, which has one sum per screen column (`px` columns per unit of time),
+// and return the finished sums. If `narrow`, leave out intervals of at least two columns, which are drawn one by one.
 function rowShare(row, share, t0, px, narrow) {
   if (piecesIn(row) > 4 * share.columns) {
     const { levels, parts } = remembered(pyramids, row.key, () => makePyramid(row));
