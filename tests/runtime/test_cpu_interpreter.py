@@ -265,5 +265,5 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: Ran
 
 
 def test_pages_that_hold_no_whole_vectors_are_refused(checkpoint: RandomCheckpoint) -> None:
-    with pytest.raises(MegakernelError, match="a page size that is a multiple of 16"):
+    with pytest.raises(MegakernelError, match="KV pages of a multiple of 16 tokens that divides 128, not of 8"):
         CpuBackend(checkpoint, DIMS.changed(kv_page=8), PAGES, dtype=Dtype.F32)

@@ -260,9 +260,11 @@ def test_what_gpus_do_not_compute_is_refused() -> None:
     assert "pairs of SMs" in str(refusal(pairs)) and refusal(pairs.changed(sms=1)) is None
     for hidden, wrong in ((32768, False), (32776, True)):
         dims = ON_GPUS.changed(hidden=hidden)
-        forward = passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split)
-        phase = forward.by_name["experts_gate_up"]
+        config = RandomCheckpoint(dims, biased=False).config
+        phase = passes.apply(families.forward(config), dims.split).by_name["experts_gate_up"]
         assert bool(phase_refusal(phase, record(phase, 0, 1, 0, 8, 0)[None], dims)) is wrong
+        biased = replace(phase, bias=B.B_GATE_UP)
+        assert "has a bias" in str(phase_refusal(biased, record(biased, 0, 1, 0, 8, 0)[None], dims))
     with pytest.raises(MegakernelError, match="pairs of SMs: they do not compute experts"):
         compiled(SMALL, MACHINES["h100"], 200, options=Options(matmul="tensor", pairs="on"))
 
