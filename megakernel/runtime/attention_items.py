@@ -1,17 +1,21 @@
 """Divides the attention of a step (rows x KV heads x KV tokens) into equal shares, one per attention instruction.
 
-A unit of attention work is called an item: some rows of a sequence, some KV heads, and a range of KV blocks. The list
-of items of one attention instruction is called a slot. Each rank has its own items, for its own KV heads.
+A share consists of items. An item is some rows of one sequence, some KV heads, and a range of KV blocks. The list of
+items of one instruction is called a slot. Each rank has its own items, for its own KV heads.
 
-Rows are first grouped into query tiles, and the KV heads of a tile into parts. Then all work is laid out on a line:
-tile after tile, and within a tile part after part. The line is divided into equal lengths, one per slot. If a slot's
-share ends inside a tile, the tile is divided there, either between two parts or inside a part. A part is divided
-between two rows or between two KV blocks. A part divided between KV blocks is called a split, and the partial results
-of its items must be merged. So there are at most as many items as tiles, plus three per slot.
+The division has three steps:
 
-A CPU core processes one KV head after another, so a part is one head. An SM processes `pages.UNITS` units at the same
-time, each with `pages.QUERY_TILE` (query row, query head) pairs of one KV head. If a tile has so few rows that one KV
-head does not fill all units, a part has several KV heads.
+1. The rows are grouped into query tiles, and the KV heads of each tile into groups called parts.
+2. All work is laid out on a line, tile after tile. Within a tile, part follows part.
+3. The line is cut into equal lengths, one per slot. A cut inside a tile falls between two parts or inside a part.
+   Inside a part, it falls between two rows or between two KV blocks.
+
+If a part is cut between KV blocks, the partial results of its items must be merged. Such a part is called a split.
+There are at most as many items as tiles, plus three per slot.
+
+A CPU core processes one KV head after another, so there a part is one head. An SM processes `pages.UNITS` units at the
+same time. A unit is `pages.QUERY_TILE` pairs (query row, query head) that use one KV head. If a tile has too few rows
+to fill all units with one KV head, a part has several heads.
 """
 
 from __future__ import annotations
@@ -28,24 +32,25 @@ from .cuda import pages
 from .targets import target_of
 
 Ints = NDArray[np.signedinteger]
-# The attention items (pieces of attention work) of all ranks. The key is a rank's number of KV heads, because ranks
-# with equally many have the same items. The value has the items as step-table columns, and each slot's first item.
+# The attention work of all ranks, divided into pieces called items. Ranks with equally many KV heads have the same
+# items, so the key is this number of heads. The value has the items as step-table columns, and the index of the first
+# item of each attention instruction.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
-# The number of rows of a query tile on a CPU. The rows of a tile share each read of K and V. With 32 rows, each loaded
-# element is used in enough multiply-adds to hide its load, and the scores (rows x query heads of a KV head x KV tokens
-# of a block) still fit into a core's L1 cache.
+# A CPU processes queries in tiles of this many rows, which share each read of K and V. With 32 rows, a loaded element
+# is used in enough multiply-adds to hide the time of its load. The attention scores of a tile still fit into a core's
+# L1 cache.
 QUERY_TILE = 32
-# The least number of KV blocks of an item on a CPU if an attention's KV range is divided. For a smaller item,
-# exchanging and merging partial results would cost more than is saved. On a GPU, this number is 1: a KV block takes
-# longer than the exchange, and with few rows most SMs would otherwise be idle.
+# On a CPU, the KV range of one attention may be divided among cores, but each gets at least this many KV blocks. With
+# fewer, merging the partial results would cost more time than is saved. On a GPU, the minimum is 1 block: a block takes
+# longer than the merging, and with few rows most SMs would otherwise be idle.
 SPLIT_GRAIN = 2
-# While an SM computes with a KV block, it can load K and V of about this many KV heads from HBM. On an H200, the 8
-# query tiles (8 x 16 x 128 x 128 x 4 FLOP at 60 % of an SM's 7.5 TFLOP/s) and their softmax take 3 us. K and V of a
-# head (64 KiB at an SM's 36 GB/s) take 1.8 us.
+# While an SM computes with one KV block, it can load K and V of about this many KV heads. With fewer heads at a time,
+# it does not keep memory busy. On an H200, computing takes 3 us: 8 query tiles x 16 x 128 x 128 x 4 FLOP at 60 % of an
+# SM's 7.5 TFLOP/s, and their softmax. Loading K and V of one head takes 1.8 us: 64 KiB at an SM's 36 GB/s.
 PASS_HEADS = 2
-# Attention work is divided into equal shares, one per instruction. The end of a share may move by this fraction of the
-# share to a border between two parts (KV heads of a query tile). Shares are less equal then, but fewer parts are cut.
+# Attention work is divided into equal shares, one per instruction. To cut fewer parts in two, the end of a share may
+# move to a nearby border between parts. It moves by at most this fraction of a share, so that shares stay nearly equal.
 SLACK = 1 / 8
 
 
@@ -84,12 +89,12 @@ def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
-    """Compute the attention items of every rank. Chunk i has `count[i]` rows of sequence `seq[i]`, from position
-    `start[i]` on.
+    """Compute the attention items of every rank. Chunk i is `count[i]` token rows of sequence `seq[i]`, from position
+    `start[i]` on. The chunks must be in row order.
 
-    Chunks are in row order. If there would be more than `items` items, tiles are divided more coarsely. If there is no
-    room for the partial results, fewer parts are divided between KV blocks. Raises MegakernelError if there is no room
-    for one item per chunk and row block.
+    If there would be more items than the program allows, tiles are divided more coarsely. If there is no room for the
+    partial results of splits, fewer parts are split. Raises MegakernelError if even one item per chunk and row block
+    (group of token rows) is too many.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
@@ -161,12 +166,12 @@ def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Divide tiles into parts for SMs. Parts are divided between KV blocks only, because an SM takes as long for a part
-    of a KV block, or with some units idle, as for all of it.
+    """Divide tiles into parts (groups of KV heads) for SMs. A part can be cut only between KV blocks, not between rows:
+    an SM takes the same time for a KV block even if the part has few rows.
 
-    A part has at most the number of KV heads that fill all units. It has fewer if a KV block of the part would
-    otherwise be a large fraction of a slot's share, which would make the shares unequal. If there are enough blocks for
-    all slots, a part may have PASS_HEADS heads in any case, because fewer would not keep memory busy.
+    A part should have as many KV heads as fill all units of the SM. It has fewer heads if one KV block of it would be a
+    large fraction of a slot's share, because the shares would then be unequal. If there are enough blocks for all
+    slots, a part may nevertheless have PASS_HEADS heads, because fewer would not keep memory busy.
     """
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = -(-tiles.rows * dims.model.group_size // pages.QUERY_TILE)  # of one head
@@ -179,10 +184,10 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 class _Line:
-    """All attention work on one line, as the module's docstring describes. Arrays have one element per tile.
+    """All attention work on one line, which the module's docstring describes. Arrays have one element per tile.
 
-    The unit of length on the line is a grain, which is never divided: a row, or a run of KV blocks if the part is
-    divided between KV blocks.
+    Lengths on the line are counted in grains. A grain is the smallest piece of work that is not cut: a run of KV blocks
+    if the part is cut between KV blocks, otherwise one row.
     """
 
     def __init__(self, dims: Dims, tiles: _Tiles, cut: _Cut) -> None:

@@ -46,8 +46,8 @@ class Launch(Protocol):
 class Backend(Protocol):
     """Executes programs with one model's weights and one KV cache. `megakernel.runtime.create` returns a Backend.
 
-    Programs for different maximum numbers of token rows and similar sizes may be launched in any order. They must have
-    the backend's model sizes, page size and limits.
+    A backend can run several programs, in any order. They may be compiled for different numbers of token rows, but must
+    have the backend's model sizes, KV page size and limits.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Compares every instruction of a program on the GPU with the NumPy reference, one phase (operation) after another.
 
-Before all instructions of a phase run together, the GPU gets the reference's buffers, with NaN wherever nothing has
-been written. This reveals elements that are not written or wrongly written, and results that differ between runs. If a
-phase has wrong results, its instructions run one by one, to find the first that is wrong even then. Running all
-instructions of all phases alone would take a quarter of an hour.
+Before a phase, the GPU gets a copy of the reference's buffers. Elements that nothing has written yet are NaN, so that
+reading one shows in the result. Then all instructions of the phase run together, several times. This reveals wrong or
+missing results, and results that differ between runs. If a phase is wrong, its instructions run one by one, to name the
+first that is wrong even alone. Running every instruction alone would take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _padding(d: Dims) -> NDArray[np.bool_]:
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
 ) -> Iterator[PhaseDifference | None]:
-    """Execute all phases of a step on both backends, in order. For each phase, yield None if its results are right,
-    otherwise a description of the difference.
+    """Compare the GPU with the reference for all phases (operations) of a step, in order. For each phase, yield None if
+    the GPU's results are right, otherwise a description of the difference.
 
-    Call `prepare` for the reference first. Each phase runs `repeats` times on the GPU, and must give the same bits
-    every time. A failed launch counts as a difference too.
+    Call `prepare` for the reference first. The GPU runs each phase `repeats` times, and must give the same bits every
+    time. A failed launch counts as a difference.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
@@ -168,8 +168,8 @@ def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
 
 
 def _compare(before: _State, after: _State, got: _State) -> str | None:
-    """Describe the first buffer whose contents are wrong; None if all are right. `before` is the state before the
-    phase, `after` the reference's state after it, and `got` the GPU's."""
+    """Describe the first buffer that the GPU has computed wrongly, or return None if all are right. `got` is the GPU's
+    state after a phase, and `after` the reference's. `before` is the state of both before the phase."""
     for key, expected in after.items():
         found, buffer = got[key], key[0]
         if expected.dtype == np.int32:
@@ -198,8 +198,8 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
 def _limit(buffer: Buffer, dtype: Dtype) -> float:
     """Return the largest allowed relative error of an instruction's results, in the Euclidean norm.
 
-    For bfloat16, a few values may be rounded up instead of down, or the reverse. For float32, the order of additions
-    differs. PARTIALS, the partial results of attention, are float32 but have bfloat16's limit, because tensor cores
-    take the softmax probabilities in bfloat16.
+    The limit for bfloat16 allows a few values to be rounded in the other direction. The limit for float32 allows
+    another order of additions. PARTIALS (partial results of attention) is a float32 buffer, but has bfloat16's limit:
+    tensor cores take the softmax probabilities in bfloat16.
     """
     return _ROUNDED if dtype is Dtype.BF16 or buffer is Buffer.PARTIALS else _SUMMED

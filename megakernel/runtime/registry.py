@@ -1,6 +1,6 @@
-"""The table of all backends, from which `--backend`, `doctor`, the engine and benchmarks choose.
+"""The table of all backends. `--backend`, `doctor`, the engine and benchmarks use it to choose a backend.
 
-A backend's modules are imported only when it is used, so that a machine without GPU packages can run the others.
+A backend's modules are imported only when the backend is used. So a machine without GPU packages can run the others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _Make = Callable[[Checkpoint, Dims, int, Dtype, int | None], Backend]
 
 @dataclass(frozen=True)
 class Registered:
-    """The properties of a backend. `lack` returns the reason why it cannot run a model in a compute type on this
-    machine, or None if it can. `machine` returns the device that one rank gets, for a number of threads and of ranks.
+    """What the rest of the project needs to know about a backend before using it.
 
-    `dtype` is the default compute type; None means the checkpoint's. Programs must be compiled for `target`. If
-    `stores` is true, weights and KV cache may have other types than the compute type. If `automatic` is true,
+    `lack` returns why the backend cannot run a model in a compute type on this machine, or None if it can. `machine`
+    takes the numbers of threads and ranks, and describes the device of one rank. `dtype` is the default compute type;
+    None means the checkpoint's. Programs must be compiled for `target`.
+
+    If `stores` is true, weights and KV cache may have other types than the compute type. If `automatic` is true,
     `--backend auto` may choose the backend. If `devices` is true, each rank has its own memory. If `arithmetic` is
-    false, results are meaningless.
+    false, nothing is computed and the results are meaningless.
     """
 
     what: str
@@ -120,10 +122,11 @@ def backend_for(target: str) -> Registered:
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """Return the name of the backend to use, which replaces `auto`, and its compute type; None means the checkpoint's
-    type. `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
+    """Return the name and the compute type of the backend to use; None means the checkpoint's type. If `name` is
+    `auto`, this chooses the first suitable backend. `weights` and `kv_cache` are the values of `--weights` and
+    `--kv-cache-dtype`.
 
-    Raises MegakernelError if `name` is unknown or cannot run this model here.
+    Raises MegakernelError if `name` is unknown, or if that backend cannot run this model here.
     """
     candidates = [n for n, r in REGISTRY.items() if r.automatic] if name == "auto" else [name]
     lack = None
@@ -139,11 +142,11 @@ def choose_backend(
 def create(
     name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, threads: int | None = None
 ) -> Backend:
-    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. `auto` chooses as
-    `choose_backend` does.
+    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. For `auto`,
+    `choose_backend` makes the choice.
 
-    `threads` is by default the number of cores that this process may use; the reference backend uses one. Raises
-    MegakernelError if the backend is unknown or its parts are not installed.
+    `threads` is by default the number of cores that this process may use. The reference backend always uses one thread.
+    Raises MegakernelError if the backend is unknown or its packages are not installed.
     """
     if name == "auto":
         name, _ = choose_backend(name, checkpoint.config, dtype)

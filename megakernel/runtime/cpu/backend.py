@@ -26,10 +26,10 @@ from .target import MOST_HEAD_DIM
 class CpuBackend:
     """Executes programs on this machine's cores, with one model's weights and one KV cache.
 
-    `dims` gives the model, ranks, page size and limits; its numbers of rows do not count, because each program has its
-    own. With `null`, everything but the arithmetic is executed: no weights are read, and every token is 0. `threads` is
-    by default the number of usable cores. If a launch makes no progress for `deadlock_s` seconds, it ends with an error
-    that names a blocked instruction.
+    `dims` gives the model, ranks, page size and limits. Its numbers of rows are ignored, because each program has its
+    own. `threads` is by default the number of usable cores. If a launch makes no progress for `deadlock_s` seconds, it
+    ends with an error that names a blocked instruction. With `null`, the overhead can be measured: no weights are read,
+    all arithmetic is left out, and every token is 0.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class CpuBackend:
         self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """Return a view of a rank's copy of a buffer, in the shape that the buffer is declared with. Matrices have no
-        view, because they are stored in another layout.
+        """Return a view of a rank's buffer, in the shape that the buffer is declared with. The view may have more rows
+        than a program uses.
 
-        The view may have more rows than a program uses. All ranks share one copy of the output buffers.
+        All ranks share one copy of the output buffers. Weight matrices have no view, because they are stored in another
+        layout.
         """
         return self._ranks.buffer(buffer, layer, rank)
 

@@ -140,11 +140,11 @@ def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
 
 
 def probe_fma(threads: int, seconds: float = 0.5, *, integers: bool = False) -> float:
-    """Measure the FLOP/s of multiply-adds on `threads` threads, with the fastest instructions that matmuls use, or with
-    `integers` their operations/s on 8-bit integers. Returns the best of several passes.
+    """Measure the rate of multiply-adds on `threads` threads, in FLOP/s. Returns the best of several passes.
 
-    Sums are float32. On a processor with instructions for pairs of bfloat16 values, matmuls use these, which are nearly
-    twice as fast. Otherwise they convert weights to float32.
+    The measurement uses the fastest instructions that matmuls use, and float32 sums. If the processor multiplies pairs
+    of bfloat16 values, matmuls use these instructions, which are nearly twice as fast. Otherwise, matmuls convert
+    weights to float32. With `integers`, operations on 8-bit integers are measured instead.
     """
     return _checked(library().mk_probe_fma(requested_simd(), integers, threads, seconds))
 

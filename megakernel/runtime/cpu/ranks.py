@@ -29,9 +29,9 @@ _SLICE_MS = 50
 
 
 class CpuRanks:
-    """All ranks of a model and their buffers, executed by `threads` threads of this process.
+    """All ranks of a model and their buffers. `threads` threads of this process execute the ranks.
 
-    If a launch still runs when Python deletes this object, or when Python exits, the launch is aborted.
+    If Python deletes this object or exits while a launch is running, the launch is aborted.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class CpuRanks:
         return 0 if self._shared(buffer) else rank
 
     def _shared(self, buffer: Buffer) -> bool:
-        """Whether all ranks share one copy of a buffer. They share weights that every rank needs as a whole, and
-        outputs, because each row of an output is written by one rank."""
+        """Whether all ranks share one copy of a buffer. This saves memory for weights that every rank needs as a whole.
+        Outputs are shared too, because only one rank writes each row."""
         space, whole = BUFFERS[buffer].space, self._whole(buffer)
         return space is Space.OUTPUT or (
             space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)
@@ -288,9 +288,9 @@ class CpuRanks:
 
 
 def _end(lib: ctypes.CDLL, process: int, engine: int, programs: list[int], memory: object) -> None:
-    """Destroy a native engine. The argument `memory` only keeps the arrays alive that the engine's threads access,
-    until this call ends. Does nothing in a fork of the process `process`, because a fork does not have these threads.
-    """
+    """Destroy a native engine. `memory` is unused: passing it keeps the arrays alive until the engine's threads have
+    ended. Does nothing in a process forked from the process `process`, because a fork does not have the engine's
+    threads."""
     if os.getpid() != process:
         return
     lib.mk_destroy(engine)

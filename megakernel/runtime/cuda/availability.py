@@ -1,7 +1,7 @@
 """Finds out whether this machine can run the CUDA interpreter, and what is missing if it cannot.
 
-The driver is asked through ctypes before any CUDA package is imported, because without a driver, calls of these
-packages fail or hang.
+The check first looks for the CUDA driver, through ctypes. Only then does it import CUDA packages: without a driver,
+their calls fail or hang.
 """
 
 from __future__ import annotations

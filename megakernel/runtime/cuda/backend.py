@@ -67,15 +67,18 @@ class DeviceRows:
 class CudaBackend:
     """Executes programs on this machine's GPUs, with one model's weights and one KV cache.
 
-    `dims` gives the model, ranks, page size and limits; its numbers of rows do not count, because each program has its
-    own. If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch
-    takes several times as long and does not stop, its GPUs are lost: every later call raises an error until the process
-    ends. With `by_phases`, a step runs as a CUDA graph with one kernel launch per phase (operation); the results are
-    bit-identical. If `pipelined` is off, a thread block fetches an instruction only when the previous one has ended.
+    `dims` gives the model, ranks, page size and limits. Its numbers of rows are ignored, because each program has its
+    own.
 
-    Two switches are for benchmarks, and make the results meaningless: if `synchronised` is off, no instruction waits
-    for another; `ablation` selects a kernel without copies or without arithmetic, whose instructions do not wait
-    either.
+    If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch does
+    not end within several times `timeout_s` and cannot be stopped, its GPUs are lost: every later call raises an error
+    until the process ends.
+
+    Four attributes are for tests and benchmarks. With `by_phases`, each phase (operation) of a step is a kernel launch
+    of its own, in a CUDA graph, and gives bit-identical results. Without `pipelined`, a thread block fetches an
+    instruction only when the previous one has ended. The other two make results meaningless: without `synchronised`, no
+    instruction waits for another; `ablation` selects a kernel without copies or without arithmetic, and without these
+    waits.
     """
 
     name = "cuda"
@@ -209,8 +212,9 @@ class CudaBackend:
             self._by_phases(loaded).launch()
         else:
             loaded.launches += 1
-            # Prepare the launches of all GPUs before the first begins. The GPUs wait for each other, and allocating
-            # memory or loading code on a GPU may wait until its running kernel ends.
+            # First prepare the launches on all GPUs, then start them. Preparing may allocate memory or load code, which
+            # may wait until the GPU's running kernel ends. That kernel may itself wait for a GPU that has not started
+            # yet: a deadlock.
             ready = []
             for grid in loaded.grids:
                 grid.gpu.use()
@@ -335,9 +339,9 @@ class CudaLaunch:
         return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
 
     def abort(self) -> None:
-        """Stop the launch, whose output is then lost, and return when it has stopped. Does nothing if it has ended.
+        """Stop the launch, and return when it has stopped. Its output is lost. Does nothing if the launch has ended.
 
-        Raises MegakernelError if the launch does not stop. In that case, its GPUs can neither be used nor released.
+        Raises MegakernelError if the launch does not stop. After that, its GPUs can neither be used nor released.
         """
         if self._backend.running is not self:
             return

@@ -1,7 +1,7 @@
-"""Wraps those functions of the CUDA driver that this package needs: a GPU, its memory, and a kernel. cuda-python has
-the bindings.
+"""A small interface to the CUDA driver, on top of cuda-python: a GPU, its memory, and a kernel.
 
-Addresses are ints, because the memory of all GPUs and pinned host memory share one address space.
+Addresses are plain ints. No address needs to say which GPU it belongs to, because the memory of all GPUs and pinned
+host memory share one address space.
 """
 
 from __future__ import annotations
@@ -306,10 +306,10 @@ class Prepared:
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
-    """Return a tensor map for a tensor at `address`, as TMA copies need it. Outside the tensor, reads give zeros, and
-    writes do nothing.
+    """Return a tensor map for a tensor at `address`. TMA, the GPU's copy engine for tiles, needs this description of
+    the tensor. Reads outside the tensor give zeros, and writes outside it do nothing.
 
-    The driver is called through ctypes, because it requires an alignment of the map that cuda-python does not ensure.
+    This calls the driver through ctypes, because cuda-python does not ensure the alignment that the driver requires.
     """
     lib = ctypes.CDLL("libcuda.so.1")
     raw = np.zeros(MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

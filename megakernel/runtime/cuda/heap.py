@@ -1,7 +1,7 @@
 """Device memory of all ranks: the symmetric heap, and the weights, which are not part of the heap.
 
-In the symmetric heap, a buffer has the same offset on each rank. Every GPU of the node can access the heaps of all
-ranks.
+Every GPU of the node can access the heaps of all ranks. A buffer has the same offset in each rank's heap, so a GPU can
+compute the address of another rank's copy.
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ class Heap:
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
-        """Return the address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]; unused maps are zero.
+        """Return the address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]. Unused maps are zero.
 
-        This memory is not written again while the heap exists, because the GPU's copy engine caches tensor maps.
+        The maps stay unchanged as long as the heap exists. The GPU's copy engine caches maps, so it could otherwise use
+        an old one.
         """
         encoded = self._encoded(forward, dims)
         key = gpu.ordinal, encoded.tobytes()

@@ -1,6 +1,6 @@
-"""Estimates how long the warps of a worker need to issue the machine instructions for one instruction of a program. It
-takes at least this time, however fast memory and arithmetic are. Loader warps fill pages of shared memory, and consumer
-warps compute on them."""
+"""Estimates a lower limit of an instruction's time: how long the warps of a worker need to issue its machine
+instructions. The instruction takes at least this long, however fast memory and arithmetic are. Loader warps and
+consumer warps count separately: loaders fill pages of shared memory, and consumers compute on these pages."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class Grid:
 
 
 class Loaded:
-    """A program on all GPUs. `launches` counts the launches since the counters were last reset to zero. A backend finds
-    this object by the id() of `program`, so the program is kept alive here."""
+    """A program on all GPUs. `launches` is the number of launches since the counters were last reset to zero. `program`
+    is kept alive here, because a backend finds this object by the id() of its program."""
 
     def __init__(self, heap: Heap, program: Program) -> None:
         check_arrays(program)

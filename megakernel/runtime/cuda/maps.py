@@ -13,9 +13,11 @@ PARTS, PAGES = range(MAPS)  # a buffer may have two maps: one for boxes of BOX_R
 
 @dataclass(frozen=True)
 class MapLayout:
-    """A tensor map without its address. The innermost dimension comes first. `sizes` (of the tensor) and `box` (of a
-    copy) count elements. `strides` count bytes and leave out the first dimension. If `swizzled`, a box has TMA's
-    128-byte swizzle in shared memory."""
+    """A tensor map without its address. It describes a tensor, and the box of elements that one TMA copy moves.
+
+    Sizes of the tensor (`sizes`) and of the box count elements. `strides` count bytes. The innermost dimension comes
+    first, and has no stride. If `swizzled`, a box has TMA's 128-byte swizzle in shared memory.
+    """
 
     item: int  # bytes of an element
     sizes: tuple[int, ...]
@@ -73,12 +75,12 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
 
 
 def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
-    """Return the map for the weights of a matmul that is computed as dot products. A box fills one page of shared
+    """Return the map for the weights of a matmul that is computed as dot products. One box fills one page of shared
     memory.
 
-    A box has DOT_PIECE elements of each of PIECES columns of a matrix. The columns are consecutive if the phase has two
-    matrices; otherwise, every other column is taken. TMA limits a box to 256 elements per dimension, so the DOT_PIECE
-    elements are divided into rows of PIECE_INNER elements.
+    A box has DOT_PIECE elements from each of PIECES columns. If the phase has two weight matrices, a box takes
+    consecutive columns of one matrix. Otherwise, it takes every other column. TMA limits a box to 256 elements per
+    dimension, so the map divides a column into rows of PIECE_INNER elements.
     """
     item = BUFFERS[weights].resolve_dtype(dims.model).itemsize
     inner, width = phase.inner(dims.split), phase.width(dims.split)

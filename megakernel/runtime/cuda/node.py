@@ -9,10 +9,11 @@ from .driver import Gpu
 
 
 class GpuNode:
-    """The GPUs of a model, and the ranks on each. A rank has its own GPU if there are enough; otherwise, all ranks
-    share the first.
+    """Assigns the ranks of a model to GPUs: each rank gets its own GPU, or all ranks share the first if there are too
+    few.
 
-    Ranks that share a GPU are parts of one grid of thread blocks, so that they run at the same time.
+    Ranks wait for each other, so they must run at the same time. Ranks that share a GPU therefore run in one grid of
+    thread blocks.
     """
 
     def __init__(self, ranks: int) -> None:

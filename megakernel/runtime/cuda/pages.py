@@ -49,8 +49,8 @@ DOT_PIECE = 1024
 PIECE_INNER = 256
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
-# The maximum number of weight pages that an SM prefetches into L2 before its ring has room for them, for matmuls as dot
-# products. All SMs together then fill half of the 50 MB of L2.
+# For matmuls as dot products, an SM prefetches weights into L2 while its shared memory has no room for them yet. It
+# prefetches at most this many pages of weights. The pages of all SMs then fill half of the 50 MB of L2.
 AHEAD_PAGES = 12
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
 DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
@@ -61,8 +61,8 @@ QUERY_TILE = 16  # (query row, query head) pairs of a query tile
 Ints = NDArray[np.int64]
 
 
-# For these results, a matmul on tensor cores writes its outputs to pages, which are then copied to global memory. For
-# all others, the consumer warps store the outputs directly from registers.
+# The kinds of results that a matmul on tensor cores writes to pages of shared memory, from which TMA stores them. All
+# other results are stored directly from registers, by the consumer warps (which compute).
 BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.GELU_GATED, Result.STORED)
 
 
@@ -107,9 +107,10 @@ def first_rows(rows: Ints, dims: Dims) -> Ints:
 
 
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return the number of rows that a worker's tensor cores compute, which is a multiple of WARPGROUP_ROWS on each SM.
+    """Return how many rows a worker's tensor cores compute. Each SM computes a multiple of WARPGROUP_ROWS rows.
 
-    If the second SM of a worker has fewer rows, it waits for the first, so both count with the first SM's rows.
+    If a worker has two SMs and the second has fewer rows, it waits for the first. So both count with the first SM's
+    rows.
     """
     return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
@@ -137,7 +138,8 @@ def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
 def ahead_columns(phase: Phase, dims: Dims) -> int:
     """Return how many weight columns of a matmul as dot products are prefetched into the L2 cache.
 
-    They fill whole pairs of pages. The number is 0 unless a single copy can load a whole page.
+    The columns fill whole pairs of shared-memory pages. If one copy cannot load a whole page, nothing is prefetched,
+    and the number is 0.
     """
     if phase.inner(dims.split) % PIECE_INNER:
         return 0
@@ -166,8 +168,8 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
     """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
     tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
     units = tiles * item_kv_heads
-    # In each pass over an item's KV blocks, a thread block computes UNITS units (query tiles). The pass loads all KV
-    # heads that these units use. A KV head that two passes use is therefore loaded twice.
+    # A thread block computes UNITS query tiles (units) in one pass over an item's KV blocks. Each pass loads all KV
+    # heads that its units use. If two passes use the same KV head, it is loaded twice.
     heads = [
         np.where(first < units, (np.minimum(first + UNITS, units) - 1) // tiles - first // tiles + 1, 0)
         for first in range(0, int(units.max(initial=0)), UNITS)

@@ -1,5 +1,5 @@
-"""The arguments of a launch of the CUDA interpreter, and the composition of a thread block. The C++ header
-`csrc/cuda/params.h` and the ctypes structs of the host are generated from these tables."""
+"""The arguments of a launch of the CUDA interpreter, and the kinds of warps in a thread block. Host and kernel must
+agree on them, so the C++ header `csrc/cuda/params.h` and the host's ctypes structs are generated from these tables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ PAGES = 13  # shared-memory pages in a block's ring buffer, through which all op
 PAGE_BYTES = 16384
 SLOTS = 4  # maximum number of a block's instructions in flight, from set-up to the end of their stores
 
-# While a block claims an instruction from a queue, at most this many of its instructions are in flight. A claim also
-# waits until the loads of the previous instruction have been issued.
+# Thread blocks take (claim) instructions from shared queues as late as possible, so that the block that is free first
+# gets the work. A block with a claimed instruction has at most this many instructions in flight. Before a claim, it
+# also waits until the loads of its previous instruction have been issued.
 CLAIM_SLOTS = 2
 SHARED_BYTES = 227 * 1024  # dynamic shared memory of a block, the maximum on Hopper
 MAP_BYTES = 128  # bytes of an encoded tensor map, which must be aligned to 64 bytes
@@ -26,8 +27,9 @@ PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # the program's lists of instructio
 # The first warps of a thread block, in order. All further warps are consumers, which compute.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# What a warp may wait for: a counter, or a shared-memory barrier of a page or an instruction (csrc/cuda/block.h). In
-# the texts, {} stands for the counter's index, or for the position of the page or instruction in its ring buffer.
+# What a warp may wait for, as texts for error messages: a counter in global memory, or a shared-memory barrier of a
+# page or an instruction (csrc/cuda/block.h). {} stands for the counter's index, or for the index of the page or
+# instruction in its ring buffer.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -75,8 +77,9 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# If a field is a pointer, its description begins with the shape of the data. There, `tp` is the model's number of
-# ranks, and `blocks` the number of thread blocks of this launch on this GPU.
+# The structs that the host passes to the kernel, with a description of each field. The description of a pointer begins
+# with the shape of the array: `tp` is the model's number of ranks, and `blocks` the number of thread blocks of this
+# launch on this GPU.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.",

@@ -1,8 +1,8 @@
-"""Runs a program with one kernel launch per phase (operation): the same instructions with the same code, but without
-waits. A kernel starts when that of the previous phase has ended.
+"""Runs a program with one kernel launch per phase (operation) instead of one for the whole step. The instructions and
+their code are the same, but no instruction waits: a kernel starts when the kernel of the previous phase has ended.
 
-This is the baseline for measuring what the megakernel gains. It does not depend on waits, so if the megakernel's
-results differ, the program may lack a wait.
+This is the baseline that shows how much time the megakernel saves. It also helps to find errors: if results differ from
+the megakernel's, the program may lack a wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Explains why a launch made no progress, from what each warp was waiting for (recorded by csrc/cuda/watchdog.h).
 
-In a stalled launch, most warps wait for other waiting warps, so the one wait that blocks the others must be found. Only
-each worker's oldest unfinished instruction matters. If it waits for something other than a counter, the fault is inside
-this worker. If all workers wait for counters, a signal is missing. It is the signal for the earliest of these
-instructions, because all earlier instructions have ended.
+In a stalled launch, nearly all warps wait, most of them only because another warp waits. This module finds the one wait
+that blocks all others. It looks at the oldest unfinished instruction of each worker:
+
+- If one of these instructions waits for something other than a counter, the fault is inside its worker.
+- If all of them wait for counters, a signal to a counter is missing. The earliest of these instructions lacks it,
+  because every instruction that should have sent a signal before has ended.
 """
 
 from __future__ import annotations
@@ -92,15 +94,15 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """Return the wait that blocks a worker's other warps. `oldest` are those `waits` that belong to the worker's oldest
-    unfinished instruction.
+    """Return the wait that blocks a worker's other warps. `waits` are all waits of the worker, and `oldest` are those
+    in its oldest unfinished instruction.
 
-    The first of these cases that applies decides:
+    The first case that applies decides:
 
-    - A consumer warp waits for a page that no loader is about to fill. So a load is missing.
-    - The storer waits although all consumers have finished the instruction, or although some consumer does not wait. So
-      a consumer's output is missing.
-    - A loader waits. So a consumer has not released a page.
+    - A consumer warp (which computes) waits for a page, and no loader is about to fill this page. A load is missing.
+    - The storer warp waits, although all consumers have finished the instruction or some consumer does not wait. The
+      output of a consumer is missing.
+    - A loader waits. A consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
     to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
@@ -115,10 +117,11 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
 
 
 class _Rehearsal(ReferenceLaunch):
-    """Executes a program of one layer without computing anything, to find an order in which its instructions can run.
+    """Finds an order in which the instructions of a program can run, by executing one layer without computing anything.
 
-    A worker claims an instruction from a queue only when nothing else can run. So everything that the claim may have to
-    wait for comes before the claimed instruction.
+    Some instructions are in queues, from which any worker may claim the next one. Here, a worker claims only when
+    nothing else can run. So the order contains everything that a claimed instruction may have to wait for before the
+    instruction.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:

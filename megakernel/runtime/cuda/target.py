@@ -48,9 +48,9 @@ HOPPER = _Hopper(
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.float64]:
-    """Return the bytes of inputs that each matmul instruction loads into shared memory. Matmuls as dot products load
-    all inputs again each time their weights have filled the ring buffer of pages. Matmuls on tensor cores load them
-    again for each chunk of the tile's columns."""
+    """Return how many bytes of input rows each matmul instruction loads into shared memory. Inputs are loaded several
+    times. Matmuls as dot products load all inputs again each time their weights have filled the ring buffer of
+    shared-memory pages. Matmuls on tensor cores load all inputs once for every 256 (CHUNK) output columns."""
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
         taken = pages.matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs

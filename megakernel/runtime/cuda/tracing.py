@@ -1,9 +1,10 @@
 """Converts the times in a traced launch from the clocks of SMs to nanoseconds.
 
-A thread block stamps its intervals with its SM's cycle counter, which is cheap to read and precise. But each SM's
-counter starts at a different time, and its rate may differ between launches. When a block begins and when it ends, it
-therefore reads both the GPU's global timer, right after that timer has advanced, and its SM's counter. These two pairs
-of values give the conversion from cycles to nanoseconds.
+A thread block reads its SM's cycle counter for each interval, because this is cheap and precise. But the counters of
+two SMs cannot be compared: they start at different times, and their rate may change between launches. So a block also
+reads the GPU's global timer together with the cycle counter, once when the block begins and once when it ends. The two
+pairs of values give the conversion from cycles to nanoseconds. Each read of the timer is made right after the timer has
+advanced, because the timer advances in large steps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The reference backend, which executes a program exactly as written, with all ranks in one thread.
 
-Instructions run in the order of their streams, and wait for counters. A program with wrong waits therefore computes
-wrong results or deadlocks, as on any other backend. To make such errors visible, activations are NaN at the start of
-each launch, and workers can take turns in random order. Every rank has its own copies of all buffers, and no
-instruction can read those of another rank.
+Its purpose is to find errors in programs. Instructions run in the order of their streams (one stream per worker), and
+wait for counters. So if a wait is missing or wrong, results are wrong or the launch deadlocks, as on other backends. To
+make such errors visible, activations are NaN at the start of a launch, and workers can take turns in random order.
+Every rank has its own copies of all buffers, and no instruction can read another rank's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACT
 
 
 class ReferenceBackend:
-    """Implements `Backend` in NumPy. Workers take turns in random order with this `seed`, or in a fixed order if it is
-    None.
+    """Implements `Backend` in NumPy. With a `seed`, workers take turns in random order; without, in a fixed order.
 
-    `dims` gives the buffers' sizes until a program with other sizes is launched. `link_bytes` counts, for each rank,
-    the bytes that it has stored in other ranks' buffers.
+    `dims` gives the buffers' sizes until a program with other sizes is launched. For each rank, `link_bytes` counts the
+    bytes that the rank has stored in other ranks' buffers.
     """
 
     name = "reference"

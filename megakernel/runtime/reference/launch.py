@@ -20,9 +20,9 @@ from ...trace import Trace, TraceHeader
 
 
 class Counters:
-    """The values of a program's counters, [ranks, blocks x counters]. They are not reset between launches. Therefore a
-    wait in launch k (counted from 1) ends when the counter's value is at least k times what is added to it per launch
-    (its total), compared modulo 2^32."""
+    """The values of a program's counters, [ranks, blocks x counters]. Each launch adds the same total to a counter, and
+    counters are not reset between launches. A wait in launch k (counted from 1) therefore ends when the counter is at
+    least k times its total. The comparison works modulo 2^32, because counters overflow."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -240,8 +240,9 @@ class ReferenceLaunch:
             self._signal(place, word, row, arrivals)
 
     def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
-        """Add `arrivals` to the counter that a signal word names, on the ranks that it names. If the word names a grid
-        of counters, the counter is that of the row block of token row `row`."""
+        """Send a signal: add `arrivals` to a counter. `word` names the counter and the ranks on which it is increased.
+        If the word names one counter per row block (group of token rows), the counter for the block of token row `row`
+        is taken."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))
