@@ -15,9 +15,9 @@ from .errors import MegakernelError, file_errors, regular, whole_file
 
 
 class Role(IntEnum):
-    """Which part of a worker executed an interval. A CPU thread does everything, as WORKER. The others are kinds of
-    warps: LOADER loads weights and waits only for free pages of shared memory; INPUT_LOADER waits for counters and then
-    loads activations."""
+    """The part of a worker that executed an interval. On a CPU, a worker is one thread, and its only role is WORKER. On
+    a GPU, each other role is a kind of warp. A LOADER loads weights, and waits only for free pages of shared memory. An
+    INPUT_LOADER waits for counters and then loads activations."""
 
     WORKER = 0
     CONTROLLER = 1
@@ -61,9 +61,10 @@ _MAGIC = b"MKTRACE1"
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Facts about a whole trace. `program` is the hash of the traced program. Reading the clock takes `read_s` seconds.
-    `clock_error_s` is the largest possible offset between the clocks of ranks (0 if they share one). `dropped` is the
-    number of intervals for which there was no room. `source` is reference, cpu, cuda, protocol or simulator."""
+    """Facts about a whole trace. `program` is the hash of the traced program. `source` says what wrote the trace:
+    reference, cpu, cuda, protocol or simulator. Reading the clock takes `read_s` seconds. `clock_error_s` is the
+    largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts the intervals that had
+    no room."""
 
     program: str
     source: str
@@ -90,8 +91,8 @@ def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
 @dataclass(frozen=True)
 class Trace:
     """A trace: intervals in which workers computed, loaded, stored or waited. `attention` [launches, ranks, slots, 2]
-    has the FLOPs and the bytes of K and V of each attention instruction (slot) in a layer, or is None if not recorded.
-    The program does not contain this work, because it depends on the step's sequences."""
+    has the FLOPs and the bytes of K and V of each attention instruction (slot) in a layer. The program does not have
+    these numbers, because they depend on the step's sequences. None means not recorded."""
 
     header: TraceHeader
     intervals: Intervals  # an array of DTYPE, sorted by (rank, worker, begin)

@@ -33,13 +33,12 @@ from .targets import target_of
 
 Ints = NDArray[np.signedinteger]
 # The attention work of all ranks, divided into pieces called items. Ranks with equally many KV heads have the same
-# items, so the key is this number of heads. The value has the items as step-table columns, and the index of the first
-# item of each attention instruction.
+# items, so the key is this number of heads. The value has the items as step-table columns, and each instruction's first
+# item.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
 # A CPU processes queries in tiles of this many rows, which share each read of K and V. With 32 rows, a loaded element
-# is used in enough multiply-adds to hide the time of its load. The attention scores of a tile still fit into a core's
-# L1 cache.
+# is used in enough multiply-adds to hide its load. The attention scores of a tile still fit into a core's L1 cache.
 QUERY_TILE = 32
 # On a CPU, the KV range of one attention may be divided among cores, but each gets at least this many KV blocks. With
 # fewer, merging the partial results would cost more time than is saved. On a GPU, the minimum is 1 block: a block takes
@@ -93,8 +92,8 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     `start[i]` on. The chunks must be in row order.
 
     If there would be more items than the program allows, tiles are divided more coarsely. If there is no room for the
-    partial results of splits, fewer parts are split. Raises MegakernelError if even one item per chunk and row block
-    (group of token rows) is too many.
+    partial results of splits, fewer parts are split. Raises MegakernelError if even one item per chunk and row block is
+    too many.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}

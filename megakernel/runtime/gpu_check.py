@@ -1,7 +1,7 @@
 """Compares every instruction of a program on the GPU with the NumPy reference, one phase (operation) after another.
 
-Before a phase, the GPU gets a copy of the reference's buffers. Elements that nothing has written yet are NaN, so that
-reading one shows in the result. Then all instructions of the phase run together, several times. This reveals wrong or
+Before a phase, the GPU gets a copy of the reference's buffers. Elements that nothing has written yet are NaN, so that a
+wrong read shows in the result. Then all instructions of the phase run together, several times. This reveals wrong or
 missing results, and results that differ between runs. If a phase is wrong, its instructions run one by one, to name the
 first that is wrong even alone. Running every instruction alone would take a quarter of an hour.
 """

@@ -122,9 +122,8 @@ def backend_for(target: str) -> Registered:
 def choose_backend(
     name: str, config: ModelConfig, dtype: Dtype | None, weights: str = "auto", kv_cache: str = "auto"
 ) -> tuple[str, Dtype | None]:
-    """Return the name and the compute type of the backend to use; None means the checkpoint's type. If `name` is
-    `auto`, this chooses the first suitable backend. `weights` and `kv_cache` are the values of `--weights` and
-    `--kv-cache-dtype`.
+    """Return the name of the backend to use, which replaces `auto`, and its compute type; None means the checkpoint's
+    type. `weights` and `kv_cache` are the values of `--weights` and `--kv-cache-dtype`.
 
     Raises MegakernelError if `name` is unknown, or if that backend cannot run this model here.
     """
@@ -142,8 +141,8 @@ def choose_backend(
 def create(
     name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, threads: int | None = None
 ) -> Backend:
-    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. For `auto`,
-    `choose_backend` makes the choice.
+    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. `auto` chooses as in
+    `choose_backend`.
 
     `threads` is by default the number of cores that this process may use. The reference backend always uses one thread.
     Raises MegakernelError if the backend is unknown or its packages are not installed.

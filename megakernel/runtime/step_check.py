@@ -12,37 +12,37 @@ from ..isa import Dims, StepTable
 
 
 def check_step(table: StepTable) -> None:
-    """Raise a MegakernelError that names the first condition that the step table violates.
+    """Check a step table before a launch, and raise a MegakernelError that names the first condition that it violates.
 
     Rows
-    - Live rows (row_seq >= 0) come first; padding rows have sequence -1, token 0, position 0.
-    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A token that is still being sampled is stored as
-      -1 - slot, and the row reads it from HISTORY[slot]; slot < max_seqs.
-    - The rows of a sequence follow each other and have consecutive positions, so no two rows store K and V at the same
+    - Live rows (row_seq >= 0) come first. Padding rows have sequence -1, token 0 and position 0.
+    - row_seq < max_seqs, 0 <= position < max_context, token < vocab. A token that is still being sampled is written as
+      -1 - slot, with slot < max_seqs. The row reads this token from HISTORY[slot].
+    - The rows of a sequence follow each other and have consecutive positions. So no two rows store K and V at the same
       place.
-    - Page ids are >= 0, and no page that one sequence writes is used by another.
+    - Page ids are >= 0. A page that one sequence writes is not used by any other.
 
-    Attention items (units of attention work) of each rank; KV heads are counted from the rank's first one
+    Attention items (units of attention work) of each rank, with KV heads counted from the rank's first one
     - slot_items ascends from 0. Its last entry is the number of items in use, at most `items`.
-    - An item's rows lie in one row block and are all of its sequence, or all padding; its KV heads exist.
+    - The rows of an item lie in one row block. All are of its sequence, or all are padding. Its KV heads exist.
     - Each pair (token row, KV head) belongs to exactly one unsplit item or exactly one split. A split is a set of items
       that divide the KV blocks of the same rows.
-    - A padding item has no KV blocks. An unsplit item covers all KV blocks that its rows attend to: those from the
-      first one in any layer, which is 0 unless all layers have sliding windows, to the one with its last row's
-      position.
-    - The items of a split have equal rows, heads, sequence, item_partial and item_span; item_splits is the number of
-      these items. Together they cover each KV block that an unsplit item would have (item_span blocks) exactly once.
-      Split indices are < items. The ranges of different splits in PARTIALS are disjoint and inside `partials`.
+    - A padding item has no KV blocks. An unsplit item covers all KV blocks that its rows attend to in any layer, up to
+      the block of its last row. They begin at block 0 unless all layers have sliding windows.
+    - All items of a split have the same rows, heads, sequence, item_partial and item_span. item_splits is the number of
+      these items, and item_span the number of KV blocks that an unsplit item would have. Together, the items cover each
+      of these blocks exactly once. Split indices are < items. Each split has its own range inside PARTIALS.
     - An item waits for its own row block, and for the row blocks of all rows of this step whose KV it reads.
 
     Logit rows
-    - logit_rows are live rows, or -1; bias ranges lie inside bias_entries and their ids in the vocabulary.
+    - logit_rows are live rows, or -1. Bias ranges lie inside bias_entries, and bias ids in the vocabulary.
     - Sampling values are finite and in range: temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0,
       repetition_penalty > 0, prompt_length >= 0, choice >= 0; bias is not NaN or +inf; target < vocab.
-    - mask_count is at most mask_rows, and the mask of a row at most mask_count.
-    - Sampled tokens go to distinct places of HISTORY, or nowhere, and never to a place that this step reads. A row
-      whose token is still being sampled reads that token's place. A row that samples with penalties has a history slot,
-      and reads all places of that slot before its sample position. It may store to another slot, or not at all.
+    - mask_count is at most mask_rows. The mask of a row is at most mask_count.
+    - Each sampled token goes to its own place of HISTORY, or nowhere, and never to a place that this step reads.
+    - Two kinds of rows read HISTORY. A row whose token is still being sampled reads the place of this token. A row that
+      samples with penalties has a history slot, and reads all places of this slot before its sample position. The row
+      may store its own token in another slot, or not at all.
     """
     _check_rows(table)
     for rank in range(table.dims.split.tp):

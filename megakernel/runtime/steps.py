@@ -23,12 +23,12 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Requests the logits at token `index` of a chunk, and says how to use them. By default, the most probable token is
-    chosen.
+    """Requests the logits at token `index` of a chunk (new tokens of one sequence), and says how the next token is
+    chosen. By default, it is the most probable token.
 
-    If `target` >= 0, the log-probability of that token is returned, and no token is sampled. If `store` is true, the
-    sampled token is written to HISTORY as the sequence's next token. With penalties, the row reads the earlier tokens
-    of its sequence from HISTORY; the same step must not write any of them.
+    If `target` >= 0, no token is sampled, and the log-probability of token `target` is returned. If `store` is true,
+    the sampled token is written to HISTORY, which has the tokens of all sequences. With penalties, the choice depends
+    on the sequence's earlier tokens in HISTORY, so the same step must not write any of these tokens.
     """
 
     index: int
@@ -53,8 +53,8 @@ class SampleRow:
 
 
 class Sampling:
-    """The sampling parameters of many rows, as arrays. A row has the same index (its place) in all arrays. The last
-    place has the defaults, which padding rows use.
+    """The sampling parameters of many rows, one array per parameter. A row has the same index (its place) in all
+    arrays. The last place keeps the defaults, which padding rows use.
 
     The keys of `columns` are names of step-table fields.
     """
@@ -87,8 +87,8 @@ class Sampling:
 
 @dataclass(eq=False)
 class Lineup:
-    """The work of a step, without token ids and positions: one chunk of tokens for each sequence, and the rows of the
-    chunks that get logits. Each sequence has its own slot, which is its row in HISTORY."""
+    """Which sequences a step processes, without token ids and positions. Each sequence has one chunk of tokens, and a
+    slot: its row in HISTORY. Some rows of a chunk get logits, and are called logit rows."""
 
     # -- one element for each chunk
     slot: Ints
@@ -174,10 +174,11 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
 
 
 class SequencePages:
-    """The KV pages of each slot's sequence. The first `count[slot]` ids in row `slot` of `ids` are valid.
+    """The KV pages of each sequence. `ids` has a row of ids per sequence (slot), of which the first `count[slot]` are
+    valid.
 
-    After a change to the row of a slot, set `changed[:, slot]`. There are two flags per slot, one for each of the two
-    tables that `Steps` writes alternately.
+    After a change to a slot's row, set `changed[:, slot]`. There are two flags per slot, because `Steps` writes two
+    tables alternately, and each must get the change.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -196,12 +197,12 @@ class _Kept:
 
 
 class Steps:
-    """Writes an engine's steps alternately into two step tables, so that a launch can read one while the other is
+    """Writes the step tables of an engine. There are two, used alternately: a launch reads one while the other is
     written.
 
-    Most decode steps differ from the previous step only in tokens and positions: the sequences are the same, and each
+    Writing is fast, because most decode steps process the same sequences as the step before, and each sequence
     continues by one token. Then only tokens and positions are written. The attention items (pieces of attention work)
-    change only when a sequence begins a new KV block, or when its sliding window leaves a KV block.
+    are computed again only when a sequence begins a new KV block, or when its sliding window leaves a KV block.
     """
 
     def __init__(self, pages: SequencePages, sampling: Sampling) -> None:
@@ -247,11 +248,11 @@ def _goes_on(last: StepRows, rows: StepRows) -> bool:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence: a part of its prompt, or its newest token, perhaps followed by tokens that
-    speculative decoding proposes.
+    """The tokens of one sequence that a step processes. They are consecutive: a part of the prompt, or the newest
+    token, perhaps followed by tokens that speculative decoding proposes.
 
     `slot` is the sequence's row in HISTORY and in the table of KV pages. A token of -1 stands for the token in
-    HISTORY[slot][position]. `pages` are the ids of the sequence's KV pages, enough for `start + len(tokens)` tokens.
+    HISTORY[slot][position]. `pages` are the sequence's KV pages, enough for `start + len(tokens)` tokens.
     """
 
     slot: int
@@ -262,11 +263,11 @@ class Chunk:
 
 
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
-    """Return the step table that runs `chunks`, each in its own slot. `check_step` lists what holds for a valid table.
+    """Return the step table that runs `chunks`, each in its own slot. `check_step` lists what is valid.
 
-    Chunks get token rows in order, and their samples get logit rows in order. All other rows are padding. Raises
-    MegakernelError, which names the field of Dims, if the chunks exceed a capacity of the program. A token outside the
-    vocabulary is an error too, because it would read beyond the embedding table.
+    Token rows are in the order of the chunks, and logit rows in the order of the chunks' samples. All other rows are
+    padding. Raises MegakernelError if the chunks exceed a capacity of the program (the message names the field of
+    Dims), or if a token is outside the vocabulary.
     """
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):

@@ -17,13 +17,12 @@ _ANY = 1 << 30  # more rows than a program can have, so this means no limit
 class Target:
     """A kind of processor for which programs are compiled. Each backend runs the programs of one target.
 
-    units      the kinds of units that can compute matmuls; the kind that suits few rows comes first
-    row_unit   row blocks start at multiples of this number of rows, which are stored together; 1 if any
-               number of rows can be stored
-    col_unit   column tiles start at multiples of this number; None if the machine file gives it
-    pages      whether operands pass through a ring buffer of shared-memory pages, whose size the machine file gives
-    any_split  whether attention may divide the KV range of any tile of query rows; if not, only of tiles with one row
-               or with a long context
+    units      the kinds of hardware units that can compute matmuls; the kind that suits few rows comes first
+    row_unit   for each kind: how many token rows are stored together; row blocks start at multiples of this number
+    col_unit   for each kind: column tiles start at multiples of this number; None if the machine file gives the number
+    pages      whether operands pass through a ring buffer of shared-memory pages; the machine file gives the size
+    any_split  whether attention may divide the KV range of any query tile; if not, only of tiles with one row or a long
+               context
     """
 
     name: str

@@ -1,8 +1,7 @@
-"""Compares two traces, such as predicted and measured or before and after a change, and several launches of one
-program.
+"""Compares two traces: predicted and measured, or before and after a change. Also compares the launches in one trace.
 
-Executed instructions of two traces match if their phase's name, operands, layer, rank and launch are equal. Their
-worker and time may differ. So two programs that were compiled differently for the same sizes can be compared.
+An instruction in one trace matches an instruction in the other if phase name, operands, layer, rank and launch are
+equal. Worker and time may differ. So two programs can be compared even if they assign work to workers differently.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of two traces. `step_s` has the step's time in each, and `ratio` is second / first. `instructions`
-    is about instructions that are in both traces. `phases` is about the last launch, in the order of the first trace.
-    """
+    """The result of comparing two traces. `step_s` has the step's time in each trace, and `ratio` is second / first.
+    `instructions` compares the instructions that are in both traces. `phases` shows when each phase ran in the last
+    launch, in the order of the first trace."""
 
     first: str
     second: str
@@ -62,9 +61,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Executed:
-    """n executed instructions of a trace: `key` [n, words] identifies each in both traces, `place` is its phase's index
-    in the result of `in_common`, `layer` is -1 outside the layers, `seconds` is its computing time, and `begin` and
-    `end` are seconds since the launch began."""
+    """The executed instructions of one trace, as arrays with one element per instruction. `key` [n, words] is equal for
+    matching instructions of two traces. `place` is the phase's index in the list that `in_common` returns, and `layer`
+    is -1 outside the layers. `seconds` is the computing time. `begin` and `end` are seconds since the launch began."""
 
     key: Ints
     place: Ints

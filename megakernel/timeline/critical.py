@@ -13,10 +13,12 @@ from .spans import Ints
 
 @dataclass(frozen=True)
 class ChainLink:
-    """One instruction (link) on the critical path, the chain of instructions that determines a step's length. `begin_s`
-    and `end_s` are seconds since the launch began. `gap_s` is the time between the previous link's end and `begin_s`.
-    `after` says what this link had to wait for: "wait" is a signal of the previous link, "order" is the previous link
-    on the same worker, and "start" means that there is no previous link. `interval` is a row of the trace."""
+    """One instruction (link) on the critical path, the chain of instructions that determines a step's length.
+
+    `begin_s` and `end_s` are seconds since the launch began, and `gap_s` is the time from the previous link's end to
+    `begin_s`. `after` says what this link waited for: "wait" is a signal of the previous link, "order" is the previous
+    link on the same worker, "start" is nothing, because this is the first link. `interval` is a row of the trace.
+    """
 
     rank: int
     worker: int
@@ -31,12 +33,13 @@ class ChainLink:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The critical path of the last launch. `seconds` is its length, the sum of `by_instruction` and `gap_s`.
+    """The critical path of the last launch: the chain of instructions (links) that determines its length. `seconds` is
+    this length. It is the sum of the links' times, `by_instruction`, and of the gaps between links, `gap_s`.
 
-    A link of the chain ends when the next one can continue: after its COMPUTE interval if the next one is on the same
-    worker, or after its STORE interval if the next one waits for its signal. The next link begins then, or when its own
-    COMPUTE begins if that is later. The gaps between links are the times of signals, of dispatch, and of loads that
-    nothing hides.
+    A link ends as soon as the next link can continue. If the next link is on the same worker, this is the end of the
+    COMPUTE interval. If the next link waits for a signal, this is the end of the STORE interval. The next link begins
+    with its own COMPUTE interval, or at the previous link's end if this is later. Gaps come from signals, dispatch, and
+    loads that are not hidden.
     """
 
     seconds: float
@@ -46,8 +49,9 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
-    """Return the critical path of the last launch. It is followed backwards: from each instruction to the one that it
-    waited for, or to the previous one of the same worker, whichever ended later."""
+    """Return the critical path of the last launch. The search goes backwards from the instruction that ended last. From
+    each instruction, it goes to the sender of the awaited signal or to the worker's previous one, whichever ended
+    later."""
     launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
     nodes = nodes[resolved.launch[nodes] == launch]
@@ -74,8 +78,8 @@ def critical_path(resolved: Resolved) -> CriticalPath:
         before = int(previous[node])
         if before >= 0 and before not in seen:
             choices.append((int(done[before]), "order", before))
-        # A worker reads the clock for the end of an interval after it has sent its signal. So an instruction may seem
-        # to end after the wait that its signal ended. Its begin is always right.
+        # A worker sends a signal first, and then reads the clock for the interval's end. So the sender may seem to end
+        # after the wait that its signal ended. The interval's begin is always right, so it is compared here.
         if parent >= 0 and parent not in seen and begin[parent] <= begin[node]:
             choices.append((int(resolved.end[finish[parent]]), "wait", parent))
         let_go, after, next_node = max(choices[1:] or choices)

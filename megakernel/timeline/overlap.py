@@ -30,9 +30,9 @@ def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Sp
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Return the fraction of loading time in which the worker waits, or computes an earlier instruction.
+    """Return the fraction of loading time that is hidden: the worker waits, or computes an earlier instruction.
 
-    Only the part of a load before its own instruction's COMPUTE counts here. The rest counts in `loads_under_compute`.
+    Only the part of a load before its own instruction's COMPUTE counts here. `loads_under_compute` counts the rest too.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
@@ -69,9 +69,9 @@ def exposed_communication(resolved: Resolved) -> float:
 
 
 def compute_bound(resolved: Resolved) -> set[int]:
-    """Return the numbers of the phases that are limited by arithmetic: their matrix FLOPs per byte read from memory,
-    summed over the program, exceed the machine's ratio of these rates. All others count as memory-bound, also
-    attention, whose work is in the step table."""
+    """Return the numbers of the compute-bound phases. Their matrix FLOPs per byte read from memory, summed over the
+    program, exceed the ratio of the machine's peak rates. All other phases count as memory-bound. Attention does so
+    too, because its work depends on the step's sequences, and is not in the program."""
     work = np.zeros((MAX_PHASES + 1, 2))
     for phase, dims, _, columns in by_phase(resolved.program):
         done = cost(phase, columns, dims)

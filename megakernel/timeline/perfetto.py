@@ -31,11 +31,11 @@ _BINS = 2048  # number of samples of a resource's rate over the whole trace
 
 
 def write_perfetto(path: Path, resolved: Resolved) -> None:
-    """Write the trace, with a Perfetto process per rank, a track per worker, and below it a track per kind of warp and
-    interval.
+    """Write the trace for the Perfetto viewer. It shows one process per rank, with one track per worker. Below a
+    worker, there is a track for each kind of interval, on a GPU separately for each kind of warp.
 
-    Times are nanoseconds since the first interval. Arrows (flows) lead from the instruction that ended a wait to the
-    work after the wait. Each rank has a counter track for each resource, with its rate in FLOP/s or B/s.
+    Times are nanoseconds since the first interval. An arrow leads from an instruction that ended a wait to the work
+    after the wait. Each rank has a track for each resource, with its rate in FLOP/s or B/s.
     """
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
@@ -93,8 +93,8 @@ def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return the ids of arrows (flows) by the interval where they begin, and by the interval where they end: from the
-    instruction that ended a wait to the first work after the wait."""
+    """Return the arrows (flows) of the trace. An arrow leads from the instruction that ended a wait to the first work
+    after the wait. The dicts map an interval to the ids of the arrows that begin or end there."""
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))

@@ -29,14 +29,13 @@ WAIT = (IntervalKind.COUNTER_WAIT, IntervalKind.PAGE_WAIT)
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """The intervals of a trace, joined with their program, as columns with one entry per interval. Properties are
+    """The intervals of a trace, joined with their program. Each array has one entry per interval. Properties are
     computed at their first use and kept.
 
     `begin` and `end` are ticks since the first interval. `lane` is the worker's number, counted over all ranks.
     `segment` is an index into SEGMENTS (prologue, body, epilogue). `block` is the block of counters that the
     instruction uses: the number of the layer, 0 in the prologue, and the number of layers in the epilogue. `instance`
-    numbers the executions of instructions: launch x program.instructions + position in the program with its layers
-    unrolled.
+    numbers the executed instructions: launch x program.instructions + position in the program with its layers unrolled.
     """
 
     program: Program
@@ -157,12 +156,12 @@ class Resolved:
 
     @cached_property
     def releaser(self) -> Ints:
-        """For each wait, the interval of the instruction that ended the wait. If an instruction waits for several
-        counters, the last signal to the last complete counter ends the wait. The value is -1 for other intervals, and
-        if the trace lacks the instruction.
+        """For each wait, the interval of the instruction that ended the wait, so that a viewer can show why a worker
+        waited. If an instruction waits for several counters, this is the instruction whose signal came last. The value
+        is -1 for all other intervals, and if the trace lacks the instruction.
 
-        For an INDEXED wait, the step table selects the counter, but a trace does not contain the step table. The value
-        is then the last instruction that may have signalled before the wait ended.
+        If an INDEXED wait may be for one of several counters, the step table selects the counter, but a trace has no
+        step table. Then the value is the last instruction that may have signalled before the wait ended.
         """
         key, interval, maybe = self._arrivals()
         end = self.end[interval]
@@ -188,8 +187,8 @@ class Resolved:
         return result
 
     def _arrivals(self) -> tuple[Ints, Ints, Mask]:
-        """Return three arrays with an entry per signal, sorted by counter and time: the number of the counter, the
-        interval at whose end the signal was sent, and whether the signal may have gone to another counter."""
+        """Return all signals of the trace as three arrays, sorted by counter and time. They have the counter, the
+        interval at whose end the signal was sent, and whether it may have gone to another counter."""
         signals = Signals.of(self.program, self.records)
         done = self.finish[self.finish >= 0]
         begin = np.searchsorted(signals.record, self.record[done], side="left")
@@ -233,8 +232,7 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Co
 
 
 def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> Resolved:
-    """Join a program and its trace. `machine` gives the peak rates; by default, it is the one the program was compiled
-    for, or this computer.
+    """Join a program and its trace. `machine` gives the peak rates; the default is the program's machine, or this one.
 
     Raises MegakernelError if the trace is empty, damaged, or of another program.
     """

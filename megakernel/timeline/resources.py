@@ -32,9 +32,9 @@ BINS = 96  # number of equal parts of the trace for which `Resource.curve` has a
 
 @dataclass(frozen=True)
 class Resource:
-    """The use of one resource. `rate` is the mean per second over all ranks and steps, `fraction` is rate / `peak`, and
-    `ranks` has this fraction for each rank. `curve` has the mean fraction over all ranks, for each of BINS equal parts
-    of the trace."""
+    """The use of one resource, such as memory. `rate` is the mean rate over all ranks and steps, and `fraction` is rate
+    / `peak`. `ranks` has the fraction for each rank. For `curve`, the trace is divided into BINS equal parts of time:
+    it has the mean fraction over all ranks in each part."""
 
     name: str
     unit: str
@@ -81,9 +81,9 @@ def curves(resolved: Resolved, bins: int) -> Floats:
     """Return the FLOPs or bytes of each resource over time, [ranks, RESOURCES, bins]. Bins are equal parts of the
     trace.
 
-    An instruction's FLOPs are spread evenly over its COMPUTE interval, and the bytes that it sends over its STORE
-    interval (or COMPUTE, if it has none). On a GPU, the bytes that it loads are spread over its LOADs. On a CPU, they
-    are spread over COMPUTE, because its LOADs are prefetches of only a part. All loaded data pass through the cache.
+    A trace has no rates, so the work of an instruction is spread evenly over its intervals. FLOPs are spread over
+    COMPUTE, and sent bytes over STORE (or COMPUTE if there is none). Loaded bytes are spread over LOAD on a GPU. On a
+    CPU, they are spread over COMPUTE, because LOADs only prefetch a part. All loaded bytes also count for the cache.
     """
     declared, link = _declared(resolved)
     matrix, vector, memory, loaded = declared[resolved.record].T
@@ -108,8 +108,8 @@ def curves(resolved: Resolved, bins: int) -> Floats:
 
 
 def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
-    """Return the work that each record declares: matrix FLOPs, vector FLOPs, bytes read from memory and bytes loaded,
-    as an array [records, 4], and the bytes sent to each rank, [records, ranks]."""
+    """Return the work of each record (instruction) as two arrays. The first, [records, 4], has matrix FLOPs, vector
+    FLOPs, bytes read from memory and bytes loaded. The second, [records, ranks], has the bytes sent to each rank."""
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):
@@ -142,8 +142,9 @@ def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
 
 
 def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: int) -> Floats:
-    """Return an amount per rank and time bin, [ranks, bins]. `amount` has each instruction's amount at each of its
-    intervals. It is spread evenly over those in `chosen`, and added to the row of the result that `row` gives."""
+    """Spread instructions' work over time, and return the work per rank and time bin, [ranks, bins]. For every
+    interval, `amount` has the work of its instruction, and `row` the row of the result that it counts for. The work is
+    spread evenly over those of the instruction's intervals that are in `chosen`."""
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
     length = np.maximum(resolved.length[i], 1)  # an interval of length 0 counts as one tick
@@ -153,8 +154,8 @@ def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: i
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
     rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
-    # An interval within one bin adds its whole length to that bin. A longer one adds a part to its first bin and a part
-    # to its last bin, and the full width to all bins in between.
+    # If an interval lies inside one bin, its whole length is added to this bin. A longer interval adds a part to its
+    # first bin and a part to its last bin. To each bin in between, it adds the bin's full width.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate

@@ -57,8 +57,8 @@ class Spans:
 
 
 def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
-    """Divide time wherever an interval of any group begins or ends. Return the length of each part, and for each group
-    the number of lanes that have an interval in it."""
+    """Count how many lanes (workers) are active at each time. Time is divided wherever an interval of any group begins
+    or ends. Return the length of each part, and the number of lanes of each group that have an interval in it."""
     moments = [(group.begin % period, group.end % period) for group in groups]
     edges = np.unique(np.concatenate([times for pair in moments for times in pair]))
     counts = []

@@ -34,9 +34,9 @@ BLOCKED = (State.WAIT, State.PAGE)
 
 @dataclass(frozen=True)
 class Pieces:
-    """A division of the workers' time into pieces with one state each, sorted by (lane, begin). The pieces cover every
-    launch of every worker. `begin` and `end` are in ticks, as in `Resolved`. `interval` is the interval that contains
-    the piece; -1 if the worker is idle."""
+    """The workers' time, divided into pieces in which a worker has one state, such as computing or waiting. Pieces
+    cover every launch of every worker, and are sorted by (lane, begin). `begin` and `end` are in ticks, as in
+    `Resolved`. `interval` is the interval that contains the piece; -1 if the worker is idle."""
 
     lane: Ints
     begin: Ints

@@ -30,9 +30,9 @@ class WorkerTimes:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The time that all workers compute and store one phase. `share` is this time divided by that of all phases.
-    `median_s` is the median length of the phase's COMPUTE intervals. `outliers` counts those longer than FAR *
-    `median_s`, and `outliers_s` is the sum of their time beyond `median_s`."""
+    """The time that all workers spend on computing and storing one phase. `share` is the phase's fraction of this time
+    over all phases. `median_s` is the median length of the phase's COMPUTE intervals. Outliers are intervals longer
+    than FAR * `median_s`: `outliers` is their number, and `outliers_s` the sum of their time beyond `median_s`."""
 
     name: str
     family: str
@@ -47,9 +47,9 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """The waits of the phase `instruction` that have the same cause. Only time in which the worker did nothing else
-    counts. `cause` names the phases that signal the counter for which it waited longest. `count` is the number of
-    waits, `share` is their part of all waiting time, and `places` has the longest waits."""
+    """The waits of one phase, `instruction`, for one cause. `cause` names the phases that signal the awaited counter;
+    of several counters, the last to be complete. Only time in which the worker did nothing else counts. `count` is the
+    number of waits, `share` their part of all waiting time, and `places` has the longest waits."""
 
     instruction: str
     cause: str
@@ -61,15 +61,16 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a trace over all its launches. The critical path is that of the last launch. Times are in seconds,
-    and fractions are between 0 and 1.
+    """The figures of a trace over all its launches. Times are in seconds, and fractions are between 0 and 1. Only the
+    critical path is of the last launch alone.
 
-    `step_s` is the mean time of a launch. `busy` and `wait` are mean fractions of a worker's time in these launches: it
-    is busy when it computes, stores or loads, it waits for a signal or for a shared-memory page, and otherwise it is
-    idle (see states.py). `computing` is the fraction for computing alone. `imbalance` = busy time of the busiest worker
-    / mean busy time - 1. `dropped` is the number of intervals for which the trace had no room. `clock_error_s` is the
-    largest possible offset between the clocks of ranks. `without_attention` says that the trace lacks attention's work,
-    so `resources` lack it too. The other fields are explained at the class or function that makes them.
+    `step_s` is the mean time of a launch. `busy` and `wait` are mean fractions of a worker's time. A worker is busy
+    when it computes, stores or loads. It waits for signals or shared-memory pages. Otherwise, it is idle (see
+    states.py). `computing` is the fraction for computing alone. `imbalance` is maximum busy time / mean busy time - 1.
+
+    `dropped` is the number of intervals for which the trace had no room. `clock_error_s` is the largest possible offset
+    between the clocks of ranks. If `without_attention` is true, attention's work was not recorded, so it is missing in
+    `resources`. All other fields are explained at the class or function that makes them.
     """
 
     step_s: float

@@ -20,9 +20,9 @@ _GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
 @dataclass(frozen=True)
 class Waits:
-    """The wait words of all records, as arrays [records, WAITS]. `first` is the first counter that a word may name (-1
-    for an unused word), and `members` how many it may name. `ahead` is 1 if they belong to the next layer's block of
-    counters, else 0."""
+    """What each record (instruction) waits for. The arrays have the shape [records, WAITS], because a record has WAITS
+    words, each naming one counter or a range of counters. `first` is the first counter (-1 for an unused word), and
+    `members` the number of counters. `ahead` is 1 if the counters belong to the next layer's block, else 0."""
 
     first: Ints
     members: Ints
@@ -39,8 +39,9 @@ class Waits:
 
 @dataclass(frozen=True)
 class Signals:
-    """The counters that records may signal, with an entry for each possible signal, sorted by record. An INDEXED signal
-    may go to the counter of any row block (group of rows), and an OWNER signal to the rank that owns this block."""
+    """All signals that records (instructions) may send, sorted by record: the counter, and the rank it is on. For some
+    signals, the step table decides at run time, so there is an entry for each possibility: an INDEXED signal may go to
+    the counter of any row block (group of token rows), and an OWNER signal goes to the rank that owns the row block."""
 
     record: Ints
     rank: Ints
@@ -68,9 +69,9 @@ class Signals:
 
 @dataclass(frozen=True)
 class Causes:
-    """The causes of waits: for each wait word, the phases whose signals can end the wait, as an index into `names`, or
-    -1 if there are none. `first` [records, WAITS] is for layer 0, and `later` for all others. A name lists phases,
-    separated by commas. A `join`, which only waits and signals, is replaced by the phases that it waits for."""
+    """For each wait word, the phases whose signals can end the wait. `first` and `later` [records, WAITS] are indices
+    into `names`, for layer 0 and for all other layers; -1 means no phase. A name lists phases, separated by commas. A
+    `join` only passes signals on, so the phases that the join waits for are listed."""
 
     names: list[str]
     first: NDArray[np.int16]
@@ -92,8 +93,8 @@ def causes(program: Program) -> Causes:
     into = ((signalling < 2) & ~ahead, signalling == 1, (signalling == 2) | ahead)
 
     def waited(block: Ints, stands: Ints) -> Ints:
-        """Return the set of phases that can end each wait, [records, WAITS]. `block` has the counter block of each
-        record, and `stands` the set of phases that each record's signals stand for."""
+        """Return the set of phases that can end each wait, [records, WAITS]. `block` has the number of each record's
+        block of counters. `stands` has the set of phases that each record's signals are attributed to."""
         sets = np.zeros((3, program.ranks, program.counters), dtype=np.int64)
         for signalled, some in zip(sets, into, strict=True):
             np.bitwise_or.at(signalled, (signals.rank[some], signals.counter[some]), stands[signals.record[some]])
@@ -104,9 +105,9 @@ def causes(program: Program) -> Causes:
             found[r, w] = np.bitwise_or.reduce(sets[block[r], ranks[r], counters])
         return found
 
-    # A wait for a signal is a wait for the phase that sends it. But a join only passes signals on, so a wait for a join
-    # is a wait for what the join waits for, perhaps other joins. So joins begin with empty sets, which grow until none
-    # changes.
+    # A wait is attributed to the phase that sends the awaited signal. But a join only passes signals on. So a wait for
+    # a join is attributed to the phases that the join itself waits for, perhaps through other joins. Therefore the sets
+    # of phases for joins begin empty, and grow until none changes.
     number = rec.phase_number(records)
     phase, relays = np.int64(1) << number.astype(np.int64), (number == JOIN.number) & (waits.first >= 0).any(axis=1)
     in_layer_0, in_later = (np.array(blocks)[segment] for blocks in ((_FIRST, _FIRST, _LAST), (_FIRST, _MIDDLE, _LAST)))

@@ -20,9 +20,8 @@ FAR = 8  # outliers take more than this many times the median of their phase
 @dataclass(frozen=True)
 class Outliers:
     """The COMPUTE intervals that took far longer than others of their phase, for example because the system interrupted
-    them. `median` has the median COMPUTE time of each phase number in ticks (0 if none), `beyond` has each interval's
-    length minus its phase's median, and `chosen` is a mask of the COMPUTE intervals that are longer than FAR * median.
-    """
+    them. `chosen` is a mask of them: they are longer than FAR * median. `median` is indexed by phase number and has the
+    median COMPUTE time in ticks (0 if none). `beyond` has each interval's length minus its phase's median."""
 
     median: Floats
     beyond: Floats
@@ -61,11 +60,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """A step's time, divided by cause. `bars` add up to the step. `least_s` is the least time at peak rates, and
-    `bound` the resource that determines it. `times` has the seconds that the step would need at each resource's peak
-    rate, on the rank that uses it most. Its entry "issue" is the time in which a worker's busiest kind of warp issues
-    instructions, as the mean over the busiest rank's workers. If `beyond` is true, the least time exceeds the step's
-    time, so the machine file or the clock is wrong, and the first bar is the whole step."""
+    """A step's time, divided by cause. The `bars` add up to the step. `least_s` is the least time that the step needs
+    at peak rates, and `bound` names the resource that determines it. `times` has the seconds that each resource needs
+    at its peak rate, on the rank that uses it most. Its entry "issue" is the time in which a worker's busiest kind of
+    warp issues machine instructions, as the mean over the busiest rank's workers. If `beyond` is true, the least time
+    exceeds the step's time: the machine file or the clock is wrong, and the first bar is the whole step."""
 
     least_s: float
     bound: str
@@ -77,14 +76,18 @@ class Waterfall:
 def waterfall(
     resolved: Resolved, pieces: Pieces, used: list[Resource], causes: Ints, names: list[str], outliers: Outliers
 ) -> Waterfall:
-    """Divide the step of an average worker among causes. For each piece of time that is a wait, `causes` has an index
-    into `names`, and -1 for all others. `used` is the result of `resources`.
+    """Divide the step of an average worker among causes. `used` is the result of `resources`. `causes` has an entry per
+    piece of time: for a wait, an index into `names`, otherwise -1.
 
-    The time in which the worker computes has these bars: the least time, what loads from the cache and then issuing
-    instructions need beyond it, the excess of outliers over their phase's median, and the rest, which is slower than
-    every limit. All other time (stores, loads, waits, idle) has a bar per cause. If loads or sends continue while
-    workers wait, the least time can exceed the computing time. Then the bars of all other causes are scaled down, so
-    that the sum of all bars stays the step's time.
+    The time in which the worker computes is divided into these bars, in this order:
+
+    - the least time, at the peak rate of the resource that limits the step
+    - what loads from the cache need beyond that, then what issuing instructions needs beyond that
+    - the excess of outliers (intervals that took unusually long) over their phase's median
+    - the rest, in which work is slower than all these limits
+
+    All other time (stores, loads, waits, idle) has a bar per cause. The least time can exceed the computing time, if
+    loads or sends continue while workers wait. Then the other bars are scaled down, so that all add up to the step.
     """
     tick, step, lanes = resolved.tick_s, resolved.step_s, resolved.lanes * resolved.launches
     times = {r.name: max(r.ranks) * step for r in used}
@@ -127,8 +130,8 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
-    """Return the seconds to issue the machine code of each interval in `rows`, and the seconds per launch in which a
-    worker's busiest kind of warp issues instructions, as the mean over the busiest rank's workers."""
+    """Return the seconds to issue machine instructions: for each interval in `rows`, and per launch. The latter is for
+    a worker's busiest kind of warp, as the mean over the busiest rank's workers."""
     seconds = issue_seconds(resolved)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may have several intervals
     rank = resolved.rows["rank"][rows[once]]

@@ -71,11 +71,9 @@ class CpuBackend:
         self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """Return a view of a rank's buffer, in the shape that the buffer is declared with. The view may have more rows
-        than a program uses.
+        """Return a view of a rank's buffer, in its declared shape. The view may have more rows than a program uses.
 
-        All ranks share one copy of the output buffers. Weight matrices have no view, because they are stored in another
-        layout.
+        All ranks share one copy of the output buffers. Matrices have no view: they are stored in another layout.
         """
         return self._ranks.buffer(buffer, layer, rank)
 

@@ -288,9 +288,8 @@ class CpuRanks:
 
 
 def _end(lib: ctypes.CDLL, process: int, engine: int, programs: list[int], memory: object) -> None:
-    """Destroy a native engine. `memory` is unused: passing it keeps the arrays alive until the engine's threads have
-    ended. Does nothing in a process forked from the process `process`, because a fork does not have the engine's
-    threads."""
+    """Destroy a native engine. `memory` is unused: it only keeps arrays alive until the engine's threads have ended.
+    Does nothing in a fork of the process `process`, because a fork does not have these threads."""
     if os.getpid() != process:
         return
     lib.mk_destroy(engine)

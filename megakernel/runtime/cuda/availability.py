@@ -1,7 +1,7 @@
 """Finds out whether this machine can run the CUDA interpreter, and what is missing if it cannot.
 
-The check first looks for the CUDA driver, through ctypes. Only then does it import CUDA packages: without a driver,
-their calls fail or hang.
+The check first looks for the CUDA driver, through ctypes. Only then does it import CUDA packages, which fail or hang
+without a driver.
 """
 
 from __future__ import annotations

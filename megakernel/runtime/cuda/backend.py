@@ -70,15 +70,13 @@ class CudaBackend:
     `dims` gives the model, ranks, page size and limits. Its numbers of rows are ignored, because each program has its
     own.
 
-    If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch does
-    not end within several times `timeout_s` and cannot be stopped, its GPUs are lost: every later call raises an error
-    until the process ends.
+    If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch takes
+    several times as long and cannot be stopped, its GPUs are lost: every later call raises an error.
 
     Four attributes are for tests and benchmarks. With `by_phases`, each phase (operation) of a step is a kernel launch
     of its own, in a CUDA graph, and gives bit-identical results. Without `pipelined`, a thread block fetches an
     instruction only when the previous one has ended. The other two make results meaningless: without `synchronised`, no
-    instruction waits for another; `ablation` selects a kernel without copies or without arithmetic, and without these
-    waits.
+    instruction waits for another; `ablation` selects a kernel without copies or without arithmetic, also without waits.
     """
 
     name = "cuda"
@@ -212,9 +210,8 @@ class CudaBackend:
             self._by_phases(loaded).launch()
         else:
             loaded.launches += 1
-            # First prepare the launches on all GPUs, then start them. Preparing may allocate memory or load code, which
-            # may wait until the GPU's running kernel ends. That kernel may itself wait for a GPU that has not started
-            # yet: a deadlock.
+            # Prepare all GPUs' launches before the first starts. Preparing may allocate memory or load code, which may
+            # wait until a running kernel ends. If that kernel waits for a GPU not yet started, both hang.
             ready = []
             for grid in loaded.grids:
                 grid.gpu.use()

@@ -1,8 +1,7 @@
 """Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC, or with nvcc if NVRTC is missing.
 
-Cubins are cached on disk. The file name is a hash of everything that affects the machine code, so an outdated cubin is
-never used. `python -m megakernel.runtime.cuda.compile` fills the cache in advance, also with the variants for
-benchmarks.
+Cubins are cached on disk. A cubin's name is a hash of everything it depends on, so an outdated one is never used.
+`python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the variants for benchmarks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Device memory of all ranks: the symmetric heap, and the weights, which are not part of the heap.
 
-Every GPU of the node can access the heaps of all ranks. A buffer has the same offset in each rank's heap, so a GPU can
-compute the address of another rank's copy.
+Every GPU of the node can access the heaps of all ranks. A buffer has the same offset in each heap, so its address on
+another rank is easy to compute.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class Heap:
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:
         """Return the address of a program's tensor maps, [tp, buffers, MAPS, MAP_BYTES]. Unused maps are zero.
 
-        The maps stay unchanged as long as the heap exists. The GPU's copy engine caches maps, so it could otherwise use
-        an old one.
+        The maps stay unchanged while the heap exists, because the GPU's copy engine caches maps and could use old ones.
         """
         encoded = self._encoded(forward, dims)
         key = gpu.ordinal, encoded.tobytes()

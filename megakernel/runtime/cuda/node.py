@@ -9,11 +9,10 @@ from .driver import Gpu
 
 
 class GpuNode:
-    """Assigns the ranks of a model to GPUs: each rank gets its own GPU, or all ranks share the first if there are too
-    few.
+    """Assigns ranks to GPUs: each rank gets its own GPU, or all ranks share the first if there are too few GPUs.
 
-    Ranks wait for each other, so they must run at the same time. Ranks that share a GPU therefore run in one grid of
-    thread blocks.
+    Ranks must run at the same time, because they wait for each other. So ranks that share a GPU run in one grid of
+    blocks.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -1,27 +1,29 @@
-"""Determines how instructions use the pages of an SM's shared memory, through which all loaded operands pass.
+"""Determines how many pages of shared memory each instruction takes, and what the pages contain.
 
-A thread block has a ring buffer of pages of PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. Loader warps fill pages, consumer
-warps compute on them, and pages also hold outputs that are stored as whole tiles. An instruction takes consecutive
-pages, its operands determine what each contains, and the next instruction continues with the next page. The ring must
-have as many pages as an instruction holds at once. TMA loads and stores a page in boxes of BOX_ROWS rows.
+All loaded operands pass through pages. A thread block has a ring buffer of pages of PAGE_BYTES: PAGE_ROWS rows of
+ROW_BYTES. Loader warps fill pages, and consumer warps compute on them. Some outputs are stored through pages, too. Each
+instruction takes the next pages of the ring, and its operands determine the contents of each page. So loaders and
+consumers agree without communicating. The ring must have as many pages as an instruction holds at once. A TMA copy is a
+whole page or a box of BOX_ROWS rows. The contents depend on the kind of instruction:
 
-tensor     Matmuls on tensor cores (`dims.units` is TENSOR). The output columns of all matrices, side by side, are
-           divided into chunks of CHUNK, and the inner length into k steps of K_STEP. For each chunk and k step, there
-           is a page with the instruction's input rows, then a page for each PAGE_ROWS columns of the chunk. The pages
-           of a k step are released while the products of the next k step are computed. If the output is stored through
-           pages, output pages follow. If a worker has two SMs (`dims.sms`), each SM has a ring and takes these pages
-           for its part of the input rows: the first SM for `first_rows` rows, the second SM for the other rows.
-dots       Matmuls as dot products (`dims.units` is DOTS). Weights and input rows are divided into pieces of DOT_PIECE
-           elements, of which a page has PIECES. The pages come in laps. A lap is one filling of the ring: weight pages,
-           then pages with all of the instruction's input rows, which are released at the end of the lap. A weight page
-           has one piece of each of PIECES columns. Weight pages come in pairs, so that one warp has both columns of a
-           RoPE pair, or a gate column and its up column. Rows that the matmul normalises itself take no pages: the
-           consumers keep them in NORM_BYTES of shared memory beside the ring.
+tensor     Matmuls on tensor cores (`dims.worker.units` is TENSOR). The output columns of all weight matrices, side by
+           side, are divided into chunks of CHUNK columns, and the inner dimension into k steps of K_STEP elements. Each
+           k step of each chunk takes one page of input rows, then one page for each PAGE_ROWS columns of the chunk.
+           These pages are released while the products of the next k step are computed. Output pages follow if the
+           output is stored through pages. If a worker has two SMs (`dims.worker.sms`), each SM has its own ring and
+           its own input rows: the first SM has `first_rows` rows, the second SM has the others.
+dots       Matmuls as dot products (`dims.worker.units` is DOTS). Weight columns and input rows are divided into pieces
+           of DOT_PIECE elements, and a page has PIECES pieces. A weight page has one piece of each of PIECES columns.
+           Weight pages come in pairs, so that one warp has both columns of a RoPE pair, or a gate column and its up
+           column. The ring is filled several times, and each filling is called a lap: first weight pages, then pages
+           with all of the instruction's input rows. The input pages are released at the end of the lap, and loaded
+           again in the next lap. If the matmul normalises its input rows itself, they take no pages: the consumers keep
+           them in NORM_BYTES of shared memory beside the ring.
 attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows are divided into
-           query tiles, called units, of QUERY_TILE (row, head) pairs that use one KV head. The thread block computes
-           UNITS units at a time, in a pass over the KV blocks. For each pass, KV block and KV head, the item takes K
-           pages, then V pages, each with up to 64 elements per token. An item without work, which only pads the list of
-           items, takes one empty page.
+           query tiles, called units. A unit has QUERY_TILE (row, head) pairs that use one KV head. The thread block
+           computes UNITS units at a time, in one pass over the KV blocks. For each KV block and KV head of a pass,
+           there are K pages, then V pages, each with up to 64 elements per token. Items that only pad the list of
+           items take one empty page.
 """
 
 from __future__ import annotations
@@ -109,8 +111,7 @@ def first_rows(rows: Ints, dims: Dims) -> Ints:
 def computed_rows(rows: Ints, dims: Dims) -> Ints:
     """Return how many rows a worker's tensor cores compute. Each SM computes a multiple of WARPGROUP_ROWS rows.
 
-    If a worker has two SMs and the second has fewer rows, it waits for the first. So both count with the first SM's
-    rows.
+    If a worker's second SM has fewer rows, it waits for the first SM. So both count with the first SM's rows.
     """
     return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
 
@@ -138,8 +139,7 @@ def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
 def ahead_columns(phase: Phase, dims: Dims) -> int:
     """Return how many weight columns of a matmul as dot products are prefetched into the L2 cache.
 
-    The columns fill whole pairs of shared-memory pages. If one copy cannot load a whole page, nothing is prefetched,
-    and the number is 0.
+    The columns fill whole pairs of shared-memory pages. The number is 0 if one copy cannot load a whole page.
     """
     if phase.inner(dims.split) % PIECE_INNER:
         return 0

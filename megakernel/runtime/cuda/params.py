@@ -27,9 +27,8 @@ PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # the program's lists of instructio
 # The first warps of a thread block, in order. All further warps are consumers, which compute.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# What a warp may wait for, as texts for error messages: a counter in global memory, or a shared-memory barrier of a
-# page or an instruction (csrc/cuda/block.h). {} stands for the counter's index, or for the index of the page or
-# instruction in its ring buffer.
+# What a warp may wait for, with a text for error messages: a counter, or a shared-memory barrier of a page or an
+# instruction (csrc/cuda/block.h). {} stands for the index of the counter, or of the page or instruction in its ring.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -77,9 +76,8 @@ class Field:
         return f"{kind} {self.name}{f'[{self.count}]' if self.count > 1 else ''};"
 
 
-# The structs that the host passes to the kernel, with a description of each field. The description of a pointer begins
-# with the shape of the array: `tp` is the model's number of ranks, and `blocks` the number of thread blocks of this
-# launch on this GPU.
+# The structs that the host passes to the kernel. The description of a pointer begins with the shape of the data: `tp`
+# is the model's number of ranks, and `blocks` the number of thread blocks of this launch on this GPU.
 STRUCTS: dict[str, tuple[str, tuple[Field, ...]]] = {
     "Delay": (
         "Delays one instruction by `ns` nanoseconds, for tests of the trace. Only traced launches apply it.",

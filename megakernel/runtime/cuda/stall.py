@@ -94,14 +94,14 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
 
 
 def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
-    """Return the wait that blocks a worker's other warps. `waits` are all waits of the worker, and `oldest` are those
-    in its oldest unfinished instruction.
+    """Return the wait that blocks a worker's other warps. `waits` are all its waits, `oldest` those in its oldest
+    unfinished instruction.
 
     The first case that applies decides:
 
     - A consumer warp (which computes) waits for a page, and no loader is about to fill this page. A load is missing.
-    - The storer warp waits, although all consumers have finished the instruction or some consumer does not wait. The
-      output of a consumer is missing.
+    - The storer warp waits, although all consumers have finished it or one does not wait. A consumer's output is
+      missing.
     - A loader waits. A consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
@@ -120,8 +120,7 @@ class _Rehearsal(ReferenceLaunch):
     """Finds an order in which the instructions of a program can run, by executing one layer without computing anything.
 
     Some instructions are in queues, from which any worker may claim the next one. Here, a worker claims only when
-    nothing else can run. So the order contains everything that a claimed instruction may have to wait for before the
-    instruction.
+    nothing else can run. So all instructions that a claimed instruction may have to wait for come before it.
     """
 
     def __init__(self, program: Program, table: StepTable) -> None:

@@ -3,8 +3,8 @@
 A thread block reads its SM's cycle counter for each interval, because this is cheap and precise. But the counters of
 two SMs cannot be compared: they start at different times, and their rate may change between launches. So a block also
 reads the GPU's global timer together with the cycle counter, once when the block begins and once when it ends. The two
-pairs of values give the conversion from cycles to nanoseconds. Each read of the timer is made right after the timer has
-advanced, because the timer advances in large steps.
+pairs of values give the conversion from cycles to nanoseconds. The block reads the timer right after it has advanced,
+when it is exact.
 """
 
 from __future__ import annotations

@@ -241,8 +241,7 @@ class ReferenceLaunch:
 
     def _signal(self, place: StreamPlace, word: int, row: int = 0, arrivals: int = 1) -> None:
         """Send a signal: add `arrivals` to a counter. `word` names the counter and the ranks on which it is increased.
-        If the word names one counter per row block (group of token rows), the counter for the block of token row `row`
-        is taken."""
+        If the word names one counter per row block (group of token rows), `row` is a token row of the block."""
         dims = self._tables[place.rank].dims
         rank = word >> record.RANK_SHIFT & record.RANK_MASK
         ranks = {record.ALL_RANKS: range(dims.split.tp), record.OWNER: dims.owners(row)}.get(rank, (rank,))

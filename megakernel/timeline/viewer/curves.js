@@ -1,5 +1,5 @@
-// Draws the curves above the timeline's rows. A curve shows the rate at which a resource, such as memory, is used over
-// time, as a fraction of its peak: the mean over ranks, and the range.
+// Draws the curves above the timeline's rows. A curve shows how much a resource, such as memory, is used over time, as
+// a fraction of its peak rate. The area is the mean over ranks, and a lighter area reaches up to the busiest rank.
 
 const RESOURCES = meta.resources.length, CURVE_ROW = 24;
 let curvesShown = true;

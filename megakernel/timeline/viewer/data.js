@@ -35,11 +35,11 @@ const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % 
 const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// The shapes of intervals. The storer is a warp that copies results to memory while the worker goes on computing, so
-// its STORE intervals are drawn as thin strips, as loads are.
+// How an interval is drawn. A thread block has one warp, the storer, that copies results to memory while the other
+// warps go on computing. So the storer's STORE intervals are drawn as thin strips, like loads.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
-// Each phase, such as the QKV projection, has a shade, numbered as in `meta.phases`. The hue shows the phase's family
-// (kind of operation), and the lightness distinguishes phases of a family.
+// Each phase, such as the QKV projection, has its own shade of colour, numbered as in `meta.phases`. Phases of one
+// family (kind of operation) have the same hue and differ in lightness.
 const shapeOf = new Uint8Array(count), shadeOf = new Uint8Array(count);
 for (let i = 0; i < count; i++) {
   shadeOf[i] = records[record[i] * WORDS];

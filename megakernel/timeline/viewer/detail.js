@@ -1,9 +1,8 @@
-// Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. For rows
-// with many pieces, their times are summed over bins of time, at several levels, each with half as many bins as before.
+// Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. A row with
+// many pieces is not drawn piece by piece: their times are summed over bins of time in advance, for several bin widths.
 
-// Intervals of a worker may overlap, because its warps have several roles. A piece shows the interval that comes first
-// in this order: work, a store by the storer warp, a wait of the consumer warps (which delays the arithmetic), another
-// wait for a counter, a wait for a page.
+// A worker has several warps, so its intervals may overlap. A piece then shows the first of these: work, a store by the
+// storer warp, a wait of the consumer warps (which compute), another wait for a counter, a wait for a page.
 let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: the length of the interval that a piece belongs to
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
@@ -57,9 +56,9 @@ const FINEST = 16384, COARSEST = 1024;
 const pyramids = new Map();
 const forgetBins = () => pyramids.clear();
 
-// Sums up how much time each part (a phase, or waiting) takes in each column of pixels; 0 unless the part is `touched`.
-// A range may cover many whole columns. To be fast, `changes` then only gets +1 at the first of them and -1 after the
-// last, and `settle` finally adds the running totals of `changes` to the sums.
+// Sums up how much time each part (a phase, or waiting) takes in each column of pixels. A range of time may cover many
+// whole columns. To be fast, it is then only noted in `changes`: +1 at the first whole column, -1 after the last one.
+// At the end, `settle` adds the running totals of `changes` to the sums. Parts that are not `touched` have sums of 0.
 class Share {
   constructor(columns) {
     this.columns = columns;
@@ -131,8 +130,9 @@ function makePyramid(row) {
 }
 const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
 
-// Add a row's intervals from time t0 on to `share`, which has one sum per screen column (`px` columns per unit of time),
-// and return the finished sums. If `narrow`, leave out intervals of at least two columns, which are drawn one by one.
+// Adds the times of a row's intervals, from time t0 on, to `share`, and returns its finished sums, one per column of
+// pixels. `px` is the number of columns per unit of time. If `narrow`, only intervals below two columns count: wider
+// ones are drawn singly.
 function rowShare(row, share, t0, px, narrow) {
   if (piecesIn(row) > 4 * share.columns) {
     const { levels, parts } = remembered(pyramids, row.key, () => makePyramid(row));

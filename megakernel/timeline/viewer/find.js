@@ -8,8 +8,8 @@ const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[
 const filtering = () => matchFlags !== null || showPath;
 const dimmed = (i) => (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 
-// Each function below turns the value of a search term into a test of intervals. Intervals are many but lanes and names
-// few, so the result for each lane or name is computed once and kept in a list.
+// Each function below turns a search term's value into a test of intervals. There are many intervals, but few lanes
+// (workers) and names. So each lane or name is tested once, and an interval only looks up the result.
 const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
 const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
 const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };
@@ -22,9 +22,10 @@ const PLACES = {
   trace: (v) => ofLanes((l) => sourceOfLane(l).letter.toLowerCase() === v),
 };
 const READS = meta.accesses.map((a) => a !== "write"), WRITES = meta.accesses.map((a) => a !== "read");
-// Turns a word of a search into a test of instruction records. A word is a part of the phase's name; `operand=value`;
-// `buffer=`, `reads=` or `writes=` with a buffer; or a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..]
-// that the instruction must access in part.
+// Turns one word of a search into a test of instruction records. The word has one of these forms:
+// - a part of the phase's name, or `operand=value`
+// - `buffer=`, `reads=` or `writes=` and the name of a buffer
+// - a tile BUFFER[row], BUFFER[row,col] or BUFFER[row:row_end, ..]: matches if the instruction accesses a part of it
 function recordTest(word) {
   const tile = /^(\w+)\[(\d*)(?::(\d+))?(?:,(\d+)(?::(\d+))?)?\]$/.exec(word);
   if (tile) {

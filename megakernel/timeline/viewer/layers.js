@@ -5,9 +5,9 @@ const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // OUTSIDE: the number of blo
 let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
-// Finds when each layer's first COMPUTE interval began and its last one ended, and the same for each phase in the
-// layer. Instructions that have nothing to do in a step end early and very fast, so COMPUTE intervals shorter than an
-// eighth of the phase's mean are ignored.
+// Finds when each layer ran, from the begin of its first COMPUTE interval to the end of its last one, and the same for
+// each phase in the layer. Intervals below an eighth of their phase's mean are ignored: such instructions had nothing
+// to do.
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
   const begins = new Float64Array(blocks * (phases + 1)).fill(Infinity), ends = new Float64Array(begins.length);
