@@ -32,24 +32,25 @@ from .cuda import pages
 from .targets import target_of
 
 Ints = NDArray[np.signedinteger]
-# The attention work of all ranks, divided into pieces called items. Ranks with equally many KV heads have the same
-# items, so the key is this number of heads. The value has the items as step-table columns, and each instruction's first
-# item.
+# The attention work of all ranks, divided into pieces called items. The key is a number of KV heads, because ranks with
+# equally many heads have the same items. The value has the items as step-table columns, and the index of each
+# instruction's first item.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
 # A CPU processes queries in tiles of this many rows, which share each read of K and V. With 32 rows, a loaded element
 # is used in enough multiply-adds to hide its load. The attention scores of a tile still fit into a core's L1 cache.
 QUERY_TILE = 32
-# On a CPU, the KV range of one attention may be divided among cores, but each gets at least this many KV blocks. With
+# On a CPU, the KV range of a query tile may be divided among cores, but each gets at least this many KV blocks. With
 # fewer, merging the partial results would cost more time than is saved. On a GPU, the minimum is 1 block: a block takes
 # longer than the merging, and with few rows most SMs would otherwise be idle.
 SPLIT_GRAIN = 2
-# While an SM computes with one KV block, it can load K and V of about this many KV heads. With fewer heads at a time,
-# it does not keep memory busy. On an H200, computing takes 3 us: 8 query tiles x 16 x 128 x 128 x 4 FLOP at 60 % of an
-# SM's 7.5 TFLOP/s, and their softmax. Loading K and V of one head takes 1.8 us: 64 KiB at an SM's 36 GB/s.
+# While an SM computes with one KV block, it can load K and V of about this many KV heads. With fewer, memory would
+# idle. On an H200, computing takes 3 us: softmax, and 8 query tiles of 16 queries x 128 tokens x 128 elements x 4 FLOP
+# at 60 % of an SM's 7.5 TFLOP/s. Loading K and V of one head takes 1.8 us: 64 KiB at an SM's 36 GB/s.
 PASS_HEADS = 2
-# Attention work is divided into equal shares, one per instruction. To cut fewer parts in two, the end of a share may
-# move to a nearby border between parts. It moves by at most this fraction of a share, so that shares stay nearly equal.
+# Attention work is divided into equal shares, one per instruction. To cut fewer parts (KV heads of a query tile) in
+# two, the end of a share may move to a nearby border between parts. It moves by at most this fraction of a share, so
+# that shares stay nearly equal.
 SLACK = 1 / 8
 
 
@@ -88,12 +89,12 @@ def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
-    """Compute the attention items of every rank. Chunk i is `count[i]` token rows of sequence `seq[i]`, from position
-    `start[i]` on. The chunks must be in row order.
+    """Compute the attention items of every rank. A chunk is the tokens of a sequence in this step: chunk i has
+    `count[i]` rows of sequence `seq[i]`, from position `start[i]` on. Chunks must be in row order.
 
-    If there would be more items than the program allows, tiles are divided more coarsely. If there is no room for the
-    partial results of splits, fewer parts are split. Raises MegakernelError if even one item per chunk and row block is
-    too many.
+    If there would be more items than the program allows, tiles are divided more coarsely. If there is no room for
+    partial results, fewer parts are cut between KV blocks. Raises MegakernelError if even one item per chunk and row
+    block is too many.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
@@ -169,7 +170,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     an SM takes the same time for a KV block even if the part has few rows.
 
     A part should have as many KV heads as fill all units of the SM. It has fewer heads if one KV block of it would be a
-    large fraction of a slot's share, because the shares would then be unequal. If there are enough blocks for all
+    large fraction of an instruction's share, because shares would then be unequal. If there are enough blocks for all
     slots, a part may nevertheless have PASS_HEADS heads, because fewer would not keep memory busy.
     """
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)

@@ -141,7 +141,7 @@ def choose_backend(
 def create(
     name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, threads: int | None = None
 ) -> Backend:
-    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. `auto` chooses as in
+    """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. `auto` is resolved by
     `choose_backend`.
 
     `threads` is by default the number of cores that this process may use. The reference backend always uses one thread.

@@ -24,11 +24,11 @@ def check_step(table: StepTable) -> None:
 
     Attention items (units of attention work) of each rank, with KV heads counted from the rank's first one
     - slot_items ascends from 0. Its last entry is the number of items in use, at most `items`.
-    - The rows of an item lie in one row block. All are of its sequence, or all are padding. Its KV heads exist.
+    - The rows of an item lie in one row block. All belong to its sequence, or all are padding. Its KV heads exist.
     - Each pair (token row, KV head) belongs to exactly one unsplit item or exactly one split. A split is a set of items
       that divide the KV blocks of the same rows.
     - A padding item has no KV blocks. An unsplit item covers all KV blocks that its rows attend to in any layer, up to
-      the block of its last row. They begin at block 0 unless all layers have sliding windows.
+      the block of its last row. These blocks begin at 0 unless all layers have sliding windows.
     - All items of a split have the same rows, heads, sequence, item_partial and item_span. item_splits is the number of
       these items, and item_span the number of KV blocks that an unsplit item would have. Together, the items cover each
       of these blocks exactly once. Split indices are < items. Each split has its own range inside PARTIALS.

@@ -174,11 +174,10 @@ def _fill_bias(table: StepTable, place: Ints, sampling: Sampling) -> None:
 
 
 class SequencePages:
-    """The KV pages of each sequence. `ids` has a row of ids per sequence (slot), of which the first `count[slot]` are
-    valid.
+    """The KV pages of all sequences. Each sequence has a slot; its page ids are the first `count[slot]` of `ids[slot]`.
 
-    After a change to a slot's row, set `changed[:, slot]`. There are two flags per slot, because `Steps` writes two
-    tables alternately, and each must get the change.
+    After a change of a slot, set `changed[:, slot]`. There are two flags per slot, because `Steps` writes two tables
+    alternately, and each must get the change.
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -263,7 +262,7 @@ class Chunk:
 
 
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
-    """Return the step table that runs `chunks`, each in its own slot. `check_step` lists what is valid.
+    """Return the step table that runs `chunks`, each in its own slot. `check_step` lists the rules.
 
     Token rows are in the order of the chunks, and logit rows in the order of the chunks' samples. All other rows are
     padding. Raises MegakernelError if the chunks exceed a capacity of the program (the message names the field of

@@ -1,4 +1,4 @@
-"""Compares two traces: predicted and measured, or before and after a change. Also compares the launches in one trace.
+"""Compares two traces: predicted and measured, or before and after a change. Also compares launches of one program.
 
 An instruction in one trace matches an instruction in the other if phase name, operands, layer, rank and launch are
 equal. Worker and time may differ. So two programs can be compared even if they assign work to workers differently.

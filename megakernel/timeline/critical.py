@@ -49,9 +49,8 @@ class CriticalPath:
 
 
 def critical_path(resolved: Resolved) -> CriticalPath:
-    """Return the critical path of the last launch. The search goes backwards from the instruction that ended last. From
-    each instruction, it goes to the sender of the awaited signal or to the worker's previous one, whichever ended
-    later."""
+    """Return the critical path of the last launch. The search starts at the instruction that ended last. It goes back
+    to the sender of the awaited signal, or to the same worker's previous instruction if that ended later."""
     launch, finish, releaser = resolved.launches - 1, resolved.finish, resolved.releaser
     nodes = finish[finish >= 0]
     nodes = nodes[resolved.launch[nodes] == launch]

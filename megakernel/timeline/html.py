@@ -46,8 +46,8 @@ Columns = dict[str, NDArray[Any]]
 @dataclass(frozen=True)
 class _Source:
     """A trace, and what the page shows of it. `places` maps a phase's number to its index in the page's list of phases.
-    `peaks` has the peak rate of each of RESOURCES. `curves` has the fraction of these rates over time, [ranks,
-    RESOURCES, bins]."""
+    `peaks` has the peak rate of each of RESOURCES. `curves` [ranks, RESOURCES, bins] has the rates over time, as
+    fractions of the peaks."""
 
     resolved: Resolved
     summary: Summary
@@ -222,7 +222,7 @@ def _twins(sources: list[_Source]) -> NDArray[np.int32]:
 def _regions(resolved: Resolved) -> tuple[Ints, Ints]:
     """Return the regions of buffers that each record (instruction) reads or writes, as two arrays. The first has the
     index of each record's first region in the second, which has all regions. A region is (buffer, access kind, row,
-    row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS."""
+    row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS (the ranks that own its rows)."""
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
     for phase, dims, mine, columns in by_phase(resolved.program):
         for a in accesses(phase, columns, dims):

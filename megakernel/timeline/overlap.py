@@ -70,8 +70,8 @@ def exposed_communication(resolved: Resolved) -> float:
 
 def compute_bound(resolved: Resolved) -> set[int]:
     """Return the numbers of the compute-bound phases. Their matrix FLOPs per byte read from memory, summed over the
-    program, exceed the ratio of the machine's peak rates. All other phases count as memory-bound. Attention does so
-    too, because its work depends on the step's sequences, and is not in the program."""
+    program, exceed the ratio of the machine's peak rates. All other phases count as memory-bound. So does attention,
+    whose work depends on the step's sequences."""
     work = np.zeros((MAX_PHASES + 1, 2))
     for phase, dims, _, columns in by_phase(resolved.program):
         done = cost(phase, columns, dims)

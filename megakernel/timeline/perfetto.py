@@ -93,8 +93,8 @@ def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return the arrows (flows) of the trace. An arrow leads from the instruction that ended a wait to the first work
-    after the wait. The dicts map an interval to the ids of the arrows that begin or end there."""
+    """Return the arrows (flows) from each instruction that ended a wait to the first work after the wait. The first
+    dict has the ids of the arrows that begin at an interval, the second of those that end at it."""
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))

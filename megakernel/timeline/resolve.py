@@ -188,7 +188,7 @@ class Resolved:
 
     def _arrivals(self) -> tuple[Ints, Ints, Mask]:
         """Return all signals of the trace as three arrays, sorted by counter and time. They have the counter, the
-        interval at whose end the signal was sent, and whether it may have gone to another counter."""
+        interval at whose end the signal was sent, and whether the signal may have gone to another counter."""
         signals = Signals.of(self.program, self.records)
         done = self.finish[self.finish >= 0]
         begin = np.searchsorted(signals.record, self.record[done], side="left")

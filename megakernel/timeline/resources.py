@@ -109,7 +109,8 @@ def curves(resolved: Resolved, bins: int) -> Floats:
 
 def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
     """Return the work of each record (instruction) as two arrays. The first, [records, 4], has matrix FLOPs, vector
-    FLOPs, bytes read from memory and bytes loaded. The second, [records, ranks], has the bytes sent to each rank."""
+    FLOPs, bytes read from memory, and all bytes loaded, also from the cache. The second, [records, ranks], has the
+    bytes sent to each rank."""
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
     for phase, dims, rows, columns in by_phase(resolved.program):

@@ -65,8 +65,8 @@ class Summary:
     critical path is of the last launch alone.
 
     `step_s` is the mean time of a launch. `busy` and `wait` are mean fractions of a worker's time. A worker is busy
-    when it computes, stores or loads. It waits for signals or shared-memory pages. Otherwise, it is idle (see
-    states.py). `computing` is the fraction for computing alone. `imbalance` is maximum busy time / mean busy time - 1.
+    when it computes, stores or loads. It waits when it needs a signal or a shared-memory page. Otherwise, it is idle
+    (see states.py). `computing` is the fraction for computing alone. `imbalance` is (largest / mean busy time) - 1.
 
     `dropped` is the number of intervals for which the trace had no room. `clock_error_s` is the largest possible offset
     between the clocks of ranks. If `without_attention` is true, attention's work was not recorded, so it is missing in

@@ -82,12 +82,13 @@ def waterfall(
     The time in which the worker computes is divided into these bars, in this order:
 
     - the least time, at the peak rate of the resource that limits the step
-    - what loads from the cache need beyond that, then what issuing instructions needs beyond that
+    - the further time that loads from the cache need, then the further time to issue instructions
     - the excess of outliers (intervals that took unusually long) over their phase's median
     - the rest, in which work is slower than all these limits
 
-    All other time (stores, loads, waits, idle) has a bar per cause. The least time can exceed the computing time, if
-    loads or sends continue while workers wait. Then the other bars are scaled down, so that all add up to the step.
+    All other time (stores, loads, waits, idle time) has one bar per cause. The least time can exceed the computing
+    time, if loads or sends continue while workers wait. Then the other bars are scaled down, so that all add up to the
+    step.
     """
     tick, step, lanes = resolved.tick_s, resolved.step_s, resolved.lanes * resolved.launches
     times = {r.name: max(r.ranks) * step for r in used}

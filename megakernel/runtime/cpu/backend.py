@@ -26,10 +26,10 @@ from .target import MOST_HEAD_DIM
 class CpuBackend:
     """Executes programs on this machine's cores, with one model's weights and one KV cache.
 
-    `dims` gives the model, ranks, page size and limits. Its numbers of rows are ignored, because each program has its
-    own. `threads` is by default the number of usable cores. If a launch makes no progress for `deadlock_s` seconds, it
-    ends with an error that names a blocked instruction. With `null`, the overhead can be measured: no weights are read,
-    all arithmetic is left out, and every token is 0.
+    `dims` gives the model, ranks, page size and limits. Its row limits are ignored: each program has its own. `threads`
+    is by default the number of usable cores. If a launch makes no progress for `deadlock_s` seconds, it ends with an
+    error that names a blocked instruction. With `null`, the overhead can be measured: no weights are read, all
+    arithmetic is left out, and every token is 0.
     """
 
     def __init__(

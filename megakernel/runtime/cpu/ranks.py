@@ -111,7 +111,7 @@ class CpuRanks:
 
     def _shared(self, buffer: Buffer) -> bool:
         """Whether all ranks share one copy of a buffer. This saves memory for weights that every rank needs as a whole.
-        Outputs are shared too, because only one rank writes each row."""
+        Outputs can be shared, because only one rank writes each row."""
         space, whole = BUFFERS[buffer].space, self._whole(buffer)
         return space is Space.OUTPUT or (
             space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)

@@ -67,8 +67,7 @@ class DeviceRows:
 class CudaBackend:
     """Executes programs on this machine's GPUs, with one model's weights and one KV cache.
 
-    `dims` gives the model, ranks, page size and limits. Its numbers of rows are ignored, because each program has its
-    own.
+    `dims` gives the model, ranks, page size and limits. Its row limits are ignored: each program has its own.
 
     If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch takes
     several times as long and cannot be stopped, its GPUs are lost: every later call raises an error.

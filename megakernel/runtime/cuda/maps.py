@@ -15,8 +15,8 @@ PARTS, PAGES = range(MAPS)  # a buffer may have two maps: one for boxes of BOX_R
 class MapLayout:
     """A tensor map without its address. It describes a tensor, and the box of elements that one TMA copy moves.
 
-    Sizes of the tensor (`sizes`) and of the box count elements. `strides` count bytes. The innermost dimension comes
-    first, and has no stride. If `swizzled`, a box has TMA's 128-byte swizzle in shared memory.
+    `sizes` is the tensor's size and `box` the box's size, in elements. `strides` are in bytes. The innermost dimension
+    comes first, and has no stride. If `swizzled`, a box has TMA's 128-byte swizzle in shared memory.
     """
 
     item: int  # bytes of an element
@@ -79,8 +79,8 @@ def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
     memory.
 
     A box has DOT_PIECE elements from each of PIECES columns. If the phase has two weight matrices, a box takes
-    consecutive columns of one matrix. Otherwise, it takes every other column. TMA limits a box to 256 elements per
-    dimension, so the map divides a column into rows of PIECE_INNER elements.
+    consecutive columns of one matrix. Otherwise, it takes every other column, because pages come in pairs. TMA limits a
+    box to 256 elements per dimension, so the map divides a column into rows of PIECE_INNER elements.
     """
     item = BUFFERS[weights].resolve_dtype(dims.model).itemsize
     inner, width = phase.inner(dims.split), phase.width(dims.split)

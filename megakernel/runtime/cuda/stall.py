@@ -4,8 +4,8 @@ In a stalled launch, nearly all warps wait, most of them only because another wa
 that blocks all others. It looks at the oldest unfinished instruction of each worker:
 
 - If one of these instructions waits for something other than a counter, the fault is inside its worker.
-- If all of them wait for counters, a signal to a counter is missing. The earliest of these instructions lacks it,
-  because every instruction that should have sent a signal before has ended.
+- If all of them wait for counters, a signal to a counter is missing. The earliest of these instructions shows which
+  one: all instructions before it have ended and sent their signals.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
     The first case that applies decides:
 
     - A consumer warp (which computes) waits for a page, and no loader is about to fill this page. A load is missing.
-    - The storer warp waits, although all consumers have finished it or one does not wait. A consumer's output is
-      missing.
+    - The storer warp waits, although all consumers have finished, or one is not waiting. An output is missing.
     - A loader waits. A consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]

@@ -6,8 +6,7 @@ let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
 // Finds when each layer ran, from the begin of its first COMPUTE interval to the end of its last one, and the same for
-// each phase in the layer. Intervals below an eighth of their phase's mean are ignored: such instructions had nothing
-// to do.
+// each phase in the layer. Intervals below an eighth of their phase's mean are ignored: they had no work.
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
   const begins = new Float64Array(blocks * (phases + 1)).fill(Infinity), ends = new Float64Array(begins.length);
