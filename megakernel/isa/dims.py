@@ -25,8 +25,8 @@ KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 # results. All programs use the same number, because another number would change the rounding of results.
 KV_BLOCK = 128
 
-# The maximum number of experts of a layer. A CPU computes at most this many columns of a row in one pass of a matmul,
-# and the router's logits of all experts must be complete when it chooses the best.
+# The maximum number of experts of a layer. The router chooses the best experts when the logits of all experts are
+# complete. A CPU computes at most this many logits of a row in one pass.
 MOST_EXPERTS = 512
 # The value of `ModelSizes.span` for a layer without a sliding window: more tokens than any context has.
 ALL_TOKENS = 1 << 30
@@ -36,7 +36,8 @@ Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
 
 class Units(IntEnum):
-    """The kind of processor unit that computes matmuls. It determines in which order products are added.
+    """The kind of processor unit that computes matmuls. The kind determines in which order products are added, and
+    therefore the last bits of results.
 
     CORE    a CPU core's vector unit; the order of additions is the same for any number of rows
     DOTS    a GPU's CUDA cores: one dot product per output, for few rows
@@ -118,11 +119,11 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Split:
-    """How `tp` ranks divide a model, as seen by rank `rank`. Properties named `rank_...` are sizes of this rank's part.
+    """How `tp` ranks divide a model, as rank `rank` sees it. Properties named `rank_...` are sizes of this rank's part.
 
-    Query heads, FFN columns and vocabulary rows are divided into contiguous shards, one per rank. The sizes of shards
-    differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be empty. A
-    rank has the KV heads that its query heads use, so two neighbouring ranks may both have a KV head.
+    Query heads, FFN columns and vocabulary rows are divided into one contiguous shard per rank. All shards have the
+    same size, or the first ones are larger by one head, or by SHARD_UNIT columns. A shard may be empty. A rank has all
+    KV heads that its query heads use. Therefore two neighbouring ranks may both have the same KV head.
     """
 
     model: ModelSizes
@@ -282,15 +283,16 @@ class Dims:
 
     @property
     def by_expert(self) -> int:
-        """How the work of a mixture-of-experts layer is divided into instructions. 1: an instruction computes all rows
-        that use one expert, so that the expert's weights are read once. 0: an instruction computes one row with one of
-        the row's experts. 0 is for steps with so few rows that there are not more such pairs than experts."""
+        """How the matmuls of a mixture-of-experts layer are divided into instructions. 1: an instruction computes all
+        rows that have chosen one expert, so that the expert's weights are read once. 0: an instruction computes one of
+        a row's experts. This suits small steps, where most experts have at most one row: (row, expert) pairs are not
+        more than experts."""
         return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
 
     @property
     def places(self) -> int:
-        """The number of EXPERTS instructions (mixture-of-experts matmuls) that may compute a row, per column tile. If
-        `by_expert` is 1, it is the number of all experts, otherwise the number of experts that a token uses."""
+        """The number of EXPERTS instructions (mixture-of-experts matmuls) per row and column tile. It is the number of
+        all experts if `by_expert` is 1, and otherwise the number of experts that a token uses."""
         return self.model.experts if self.by_expert else self.model.experts_per_token
 
     @property

@@ -1,5 +1,6 @@
-"""All operations. Each file declares one: which data its instructions access, what they cost, how the scheduler divides
-a phase into instructions, which buffers a phase needs, and what an instruction computes, in NumPy."""
+"""All operations, one file each. A file declares what data the operation's instructions access, what they cost, how the
+scheduler divides a phase into instructions, and which buffers a phase needs. It also has a function that computes an
+instruction in NumPy, which defines the operation's results."""
 
 from __future__ import annotations
 
