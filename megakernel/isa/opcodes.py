@@ -1,8 +1,8 @@
 """Assigns numbers to operations, to the sets of rows that phases compute, and to the uses of matmul results.
 
-A phase, which is one stage of a forward pass, is an operation with parameters (`phases.py`). `operations/` has one file
-per operation. `csrc/common/isa.h` is generated from these declarations. Each new number needs a case in every backend;
-a backend without this case does not compile.
+A phase, such as the QKV projection, is an operation with parameters (`phases.py`). `operations/` has one file per
+operation. `csrc/common/isa.h` is generated from these declarations. Each new number needs a case in every backend; a
+backend without this case does not compile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Describes a model's forward pass as data: a list of phases in the order in which a step runs them.
 
 A phase is an operation with parameters, such as the QKV projection. Each model family lists its phases
-(`megakernel/model/families`). Accessed data, costs, shared-memory pages and dependencies follow from the parameters. No
-code depends on a phase's name, which is only for people; an instruction contains the phase's number.
+(`megakernel/model/families`). All other code derives what it needs from the parameters: accessed data, costs,
+shared-memory pages and dependencies. Instructions contain the phase's number. The phase's name is only for people.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class Program:
         return self.dims.on(rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Return the records of a segment in the order in which traces number them (a queue's records follow those of
-        streams), and the rank of each record. `index` is the segment's index in SEGMENTS."""
+        """Return the records of a segment and the rank of each record, in the order in which traces number
+        instructions: first those of streams, then those of queues. `index` is the segment's index in SEGMENTS."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -127,12 +127,12 @@ class Program:
                 yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
-        """Return a segment as a list of phases. Each phase is a Segment with all instructions of this phase, in the
-        streams of all ranks.
+        """Divide a segment into phases. Each phase becomes a Segment with all its instructions, in the streams of all
+        ranks.
 
-        The phases can run without counters: one after another, with a barrier over all ranks in between, and the body
-        repeated for each layer. With its counters, the program must give the same results. Control instructions are
-        left out, and the instructions of a queue are divided among the workers of its rank.
+        Such Segments are the reference for the program's results. They need no counters, because they run one after
+        another, with a barrier over all ranks in between; those of the body run once per layer. Control instructions
+        are left out, and the instructions of a queue are divided among the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])

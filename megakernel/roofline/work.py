@@ -42,8 +42,9 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The rates of a measured step. `fraction` is the least possible time divided by the measured time. If it is above
-    1, the maximum rates or the time were measured wrongly; then `error` says so, otherwise it is None."""
+    """The rates of a measured step. `fraction` is the least possible time divided by the measured time. A fraction
+    above 1 means that the time or the maximum rates were measured wrongly; `error` then says so. Otherwise, `error` is
+    None."""
 
     fraction: float
     read_bytes_per_s: float
@@ -117,8 +118,8 @@ def _used(buffer: Buffer, split: Split, rows: int) -> float:
 
 
 def attended(model: ModelSizes, new: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, int]:
-    """Return two sums over all layers and sequences: the number of (query, key) pairs, and the number of tokens to
-    which at least one new token attends. Sequence i has new[i] new tokens, and after[i] tokens in all."""
+    """Return two sums over all layers and sequences: the (query, key) pairs of attention, and the tokens whose K and V
+    are read because some new token attends to them. Sequence i has new[i] new tokens, and after[i] tokens in all."""
     pairs, tokens = 0, 0
     for span, layers in model.spans.items():
         before = after - new

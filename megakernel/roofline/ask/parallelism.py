@@ -81,8 +81,8 @@ def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Fig
     formula="4 B k D F / (Z C) against 4 B D (Z - S) min(S k / Z, 1) / (W Z), S a node's GPUs; F > S alpha for Z >> k",
 )
 def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figures:
-    """The communication is two all-to-alls, which send tokens to their experts and back. A token is sent to at most k
-    of the Z / S nodes, where k is `active`, the number of experts of a token, and S is the number of GPUs of a node."""
+    """Compare an expert's arithmetic with two all-to-alls, which send tokens to their experts and back. A token has
+    `active` = k experts. It is sent to at most k of the Z / S nodes, where S is the number of GPUs of a node."""
     node, beyond = machine.node.gpus, alpha_beyond(machine)
     if gpus <= node:
         raise MegakernelError(f"{gpus} GPUs fit in one node: use --gpus above {node}")
