@@ -22,8 +22,8 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# The limits of numbers in machine files. Whole numbers count SMs, links or rows. Their limit is 2^16, because a trace
-# stores the number of an SM in 16 bits. The limits of other numbers keep products of several numbers from overflowing.
+# The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are below 2^16, because a trace
+# stores the number of an SM in 16 bits. All other numbers are limited so that their products do not overflow.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 

@@ -139,9 +139,9 @@ class FileCheckpoint:
         return Storage(tuple(tuple(StoredRows(self._tensors.dtype(n), s.whole) for n, s in layer) for layer in parts))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
-        """Return a rank's part of a tensor in the float type `dtype`. If the tensor has this type, or if `dtype` is
-        None, the result is a view of the file. Raises MegakernelError if a weight is NaN or infinite: it would make
-        every token meaningless, and later errors could not name it."""
+        """Return a rank's part of a tensor in the float type `dtype`. The result is a view of the file if the tensor
+        has this type, or if `dtype` is None. Raises MegakernelError if a weight is NaN or infinite: such a weight would
+        make every token meaningless, and later errors could not name the cause."""
         kind, end = self._tensors.dtype(name), share.first + share.size
         length = 1 if BUFFERS[buffer].matrix else math.prod(self._tensors.shapes[name][1:])
 
@@ -165,9 +165,8 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], config: ModelConfig, *, back: bool = False) -> NDArray[Any]:
-    """Reorder rows of q or k so that the two rows of each RoPE pair are adjacent. In Hugging Face's order, they are
-    half of the rotated part of a head apart; `back` restores this order. Rows of a head that are not rotated stay where
-    they are."""
+    """Reorder rows of q or k so that the two rows of each RoPE pair are adjacent. `back` restores Hugging Face's order:
+    there, a pair's rows are half of the rotated part of a head apart. Rows that RoPE does not rotate stay in place."""
     rotated = config.rope.dims or config.head_dim
     order = np.arange(config.head_dim)
     order[:rotated] = order[:rotated].reshape((-1, 2) if back else (2, -1)).T.ravel()
