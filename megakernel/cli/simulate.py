@@ -49,12 +49,9 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """Make the input of the step to simulate: `tokens` new tokens, divided evenly among as many sequences as the
-    program allows.
-
-    `context` is the number of tokens in each sequence's KV cache after the step. Each sequence samples one next token,
-    but at most as many sequences as the program has logit rows.
-    """
+    """Make the step to simulate: `tokens` new tokens, divided evenly among as many sequences as the program allows.
+    Afterwards, each sequence has `context` tokens in the KV cache. Each sequence samples one next token. If the program
+    has fewer logit rows than sequences, only the first sequences do."""
     pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)
@@ -121,9 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine to simulate, and whether the model's LM head and embedding table are the same
-    matrix (tied). The machine has as many workers as the program. A program file does not say whether its model is
-    tied, so True is assumed."""
+    """Return the program, the machine with as many workers as the program, and whether the LM head and the embedding
+    table are the same matrix (tied). A program file does not say whether its model is tied, so True is assumed."""
     if args.file:
         for setting in map(SETTINGS.__getitem__, STORED):
             if getattr(args, setting.flag.lstrip("-").replace("-", "_")) != setting.value():

@@ -51,11 +51,11 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model, and the types of its numbers. Most fields are counts. `window_from` and `full_at` are
-    numbers of layers.
+    """The sizes of a model, and the types of its numbers. Most fields are counts.
 
-    A layer has a sliding window if `window` is not 0, its number is at least `window_from`, and its number modulo
-    `full_every` is not `full_at`. In such a layer, a token attends to the last `window` tokens, itself included.
+    Four fields say which layers have a sliding window, in which a token attends only to the last `window` tokens,
+    itself included. These are the layers with number >= `window_from` and number % `full_every` != `full_at`. If
+    `window` is 0, no layer has one.
     """
 
     vocab: int
@@ -262,8 +262,8 @@ class Worker:
 class Dims:
     """All sizes of a program, as one rank sees them. `Program.dims` has those of rank 0.
 
-    Token rows are divided into row blocks (groups of consecutive rows). Rank b % tp owns row block b: it keeps the
-    residual of these rows. If the residual is replicated, every rank keeps the residual of all rows.
+    Token rows are divided into row blocks (groups of consecutive rows). Row block b has one owner, rank b % tp, which
+    keeps the residual of its rows. With a replicated residual, every rank keeps the residual of all rows.
     """
 
     split: Split
@@ -284,9 +284,9 @@ class Dims:
     @property
     def by_expert(self) -> int:
         """How the matmuls of a mixture-of-experts layer are divided into instructions. 1: an instruction computes all
-        rows that have chosen one expert, so that the expert's weights are read once. 0: an instruction computes one of
-        a row's experts. This suits small steps, where most experts have at most one row: (row, expert) pairs are not
-        more than experts."""
+        rows that have chosen one expert, so that the expert's weights are read once. 0: an instruction computes one row
+        with one of the row's experts. 0 is used if a step has no more such (row, expert) pairs than experts, so that
+        few are read twice."""
         return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
 
     @property

@@ -3,9 +3,8 @@
 A row of activations is rounded in units of 32 elements, which share a scale. Weights that share a scale form a group:
 32 weights, or 16 for Q6_K. The integer products of a group are added exactly, so their order does not matter. The
 groups are then added in ascending order: acc = fma(sum, weights' scale * activations' scale, acc). If the weights' type
-has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows.
-
-csrc/cpu/integers.h is the fast version of this module, with bit-identical results.
+has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows. csrc/cpu/integers.h
+is the fast version of this module.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def multiply(a: Rounded, w: Codes) -> F32:
 
 
 def _fma(a: F32, b: F32, c: F32) -> F32:
-    """Return a * b + c, rounded once to float32, as a fused multiply-add does. The product is exact in float64. The sum
-    is not, and rounding it twice could be wrong. Therefore it is first rounded to odd in float64, which makes the
-    second rounding, to float32, correct."""
+    """Return a * b + c, rounded once to float32, as a fused multiply-add does. The product is exact in float64, but the
+    sum is not. The sum is therefore rounded to odd in float64; only then does rounding it again, to float32, give the
+    right result."""
     product, c64 = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)  # the product is exact
     total = product + c64
     back = total - product
@@ -131,9 +130,8 @@ def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple
 # Twice the values of 4-bit floats.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
-# For each type, a function that decodes n blocks. Its arguments are the blocks [n, bytes], then their scales, then
-# their minima if the type has minima. It returns the integer values, and the scale and the offset (or None) of each
-# group.
+# For each type, a function that decodes n blocks. Its arguments are the blocks [n, bytes], their scales and, for types
+# with minima, the minima. It returns the integer values, and the scale and the offset (or None) of each group.
 _DECODERS: dict[Dtype, Any] = {
     Dtype.Q8_0: lambda b, s: (b[:, 2:].view(np.int8), s, None),
     Dtype.Q4_0: lambda b, s: (_nibbles(b[:, 2:], 16).astype(np.int8) - 8, s, None),

@@ -1,8 +1,8 @@
-"""The step table: everything that differs between launches of a program, as one int32 array with a fixed layout.
+"""The step table is the input of a launch: everything that differs between launches of a program. It is one int32 array
+with a fixed layout. Float fields contain the bits of float32.
 
-Views in Python and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields contain the bits of float32. A
-table is valid if it satisfies the conditions listed in `megakernel.runtime.step_check`; with MEGAKERNEL_CHECK_STEPS=1,
-they are checked before every launch.
+The Python views and the C++ `StepView` are generated from `STEP_FIELDS`. `megakernel.runtime.step_check` defines which
+tables are valid. With MEGAKERNEL_CHECK_STEPS=1, every table is checked before its launch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("positions", _T, "absolute position of the row in its sequence"),
     StepField("row_seq", _T, "index of the row's sequence in block_tables; -1: padding, whose K and V are not stored"),
     StepField("block_tables", ("max_seqs", "pages_per_seq"), "KV page ids of each sequence"),
-    # -- Attention items, the units of attention work: some consecutive rows of one sequence, some KV heads and some KV
-    # blocks. The rows lie in one row block (group of rows). Each rank has its own items, and numbers its KV heads from
-    # 0.
+    # -- Attention items, the units of attention work: consecutive rows of one sequence (in one row block, a group of
+    # rows), some KV heads and some KV blocks. Each rank has its own items, and numbers its KV heads from 0.
     StepField(
         "slot_items", ("attention_slots",), "slot s runs items slot_items[s] to slot_items[s+1] - 1", False, 1, True
     ),

@@ -28,9 +28,9 @@ class Rope:
     """A model's rotary position embedding (RoPE), with its scaling for long contexts. `kind` is the scaling method.
 
     LINEAR divides all frequencies by `factor`. LLAMA3 and YARN divide only low frequencies, keep high ones, and blend
-    in between. A frequency is low if it makes fewer than `low_freq_factor` turns within `original_context` tokens, and
-    high if it makes more than `high_freq_factor` turns. YaRN calls these two limits beta_slow and beta_fast. If
-    `truncate` is true, YaRN rounds the limits to whole RoPE pairs.
+    in between. A frequency is low if its RoPE pair turns fewer than `low_freq_factor` times within `original_context`
+    tokens, and high if the pair turns more than `high_freq_factor` times. YaRN calls these two limits beta_slow and
+    beta_fast. If `truncate` is true, YaRN rounds the limits to whole RoPE pairs.
 
     LONGROPE and FACTORS divide each frequency by its own number in `factors`. LONGROPE uses `short_factors` instead if
     the context is at most `original_context`.

@@ -30,11 +30,8 @@ class PhasePart:
 class PhaseCost:
     """The work of one phase in a step, all layers together, and the least times for this work. Each amount is the
     maximum over the ranks. `instruction` is the phase's name. `sent_bytes` go to other ranks in `hops` messages, one
-    after another.
-
-    `comms_s` is computed from the links' rates, and `comms_measured_s` from bandwidths of collectives that were
-    measured for this message size; None if there are none.
-    """
+    after another. `comms_s` is computed from the links' rates, and `comms_measured_s` from measured bandwidths of
+    collectives, or None."""
 
     instruction: str
     family: OperationFamily
@@ -60,12 +57,9 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """The least times of a step in seconds, for each kind of work. Each is the maximum over the ranks.
-
-    `t_latency_s` is the latency of all messages, one after another. `t_comms_s` adds the time to send the bytes at the
-    links' rates. `t_comms_measured_s` is computed from measured bandwidths of collectives instead; None if there are
-    none.
-    """
+    """The least times of a step in seconds, for each kind of work: the maximum over the ranks. `t_latency_s` is the
+    latency of all messages, one after another. `t_comms_s` adds the time to send the bytes at the links' rates.
+    `t_comms_measured_s` is computed from measured bandwidths of collectives instead; None if there are none."""
 
     t_math_s: float
     t_vector_s: float

@@ -85,10 +85,10 @@ def log_sum_exp(z: F32) -> np.float32:
 
 
 def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: float, frequency: float) -> F32:
-    """Return logits z after penalties.
+    """Return logits z after three penalties.
 
-    For tokens in `seen` (prompt and output), a positive logit is divided by `repetition`, any other multiplied by it.
-    Then the logits of tokens in `output` decrease by `frequency` per occurrence, and once by `presence`.
+    `repetition` divides positive logits of the tokens in `seen` (prompt and output), and multiplies the others. Then
+    each logit of a token in `output` decreases by `frequency` per occurrence of the token, and once by `presence`.
     """
     z = z.copy()
     ids = np.unique(seen)

@@ -27,25 +27,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class Family:
-    """Declares a model family: its forward pass, and how to read its files. These fields are for all files:
+    """Declares a model family: its forward pass, and how to read its files.
 
     `name`           `model_type` in config.json
     `architecture`   the class name in config.json
     `gguf`           the architecture's names in GGUF files; the first is used when a file is written
     `weights`        the tensor names of each buffer
     `interleaved`    whether the two rows of a RoPE pair are adjacent in GGUF files
-
-    These are for config.json; `read_gguf` and `gguf_keys` are the same as `read` and `keys`, but for GGUF files:
-
-    `read`           returns fields of ModelConfig that the common reader does not set; the additional entry `longest`
-                     limits the context, in tokens
+    `read`           returns fields of ModelConfig that the reader of config.json does not set for all families. Its
+                     result may also have the entry `longest`, a limit of the context in tokens.
     `keys`           the keys of config.json that only this family has
-    `defaults`       values of absent keys, where they are not those of Llama. `partial_rotary_factor` is supported
-                     only if it is among these keys.
-    `activations`    the allowed names of the MLP's activation
-    `two_ropes`      `rope_parameters` has one table for layers with sliding windows and one for all others
-
-    If `read_gguf` returns no `window`, sliding windows are not supported, so a GGUF file's window limits the context.
+    `defaults`       the values of keys that are absent in config.json, where they are not those of Llama. The key
+                     `partial_rotary_factor` is supported only if it is listed here.
+    `activations`    the allowed names of the MLP's activation in config.json
+    `two_ropes`      `rope_parameters` in config.json has one table for layers with sliding windows, one for others
+    `read_gguf`      as `read`, but for GGUF files. If its result has no `window`, sliding windows are not supported, so
+                     the window in a file limits the context.
+    `gguf_keys`      as `keys`, but for GGUF files
     """
 
     name: str

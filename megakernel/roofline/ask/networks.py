@@ -1,5 +1,8 @@
-"""Questions about collectives and networks. The formulas are exact: they keep the factor (N - 1) / N, which the book
-"How to Scale Your Model" drops. docs/roofline.md lists the differences. Link rates are in one direction."""
+"""Questions about collectives and networks. Link rates are in one direction.
+
+The formulas keep the factor (N - 1) / N, which the book "How to Scale Your Model" drops. docs/roofline.md lists all
+differences from the book.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Questions about a model on many GPUs: the limits of data, tensor, expert and pipeline parallelism.
 
-The formulas compare the arithmetic of one layer with its communication. The layer is an MLP, x[B, D] W_in[D, F]
-W_out[F, D], in bf16. Its forward pass takes 4 B D F FLOPs, and its backward pass 8 B D F. X, Y and Z are the numbers of
-GPUs for data, tensor and expert parallelism, C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and
-alpha = C / W.
+The formulas compare arithmetic with communication for one layer: an MLP, x[B, D] W_in[D, F] W_out[F, D], in bf16. Its
+forward pass takes 4 B D F FLOPs, and its backward pass 8 B D F. X, Y and Z are the numbers of GPUs for data, tensor and
+expert parallelism. C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and alpha = C / W.
 """
 
 from __future__ import annotations
