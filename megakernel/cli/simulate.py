@@ -50,8 +50,8 @@ def register(add: AddVerb) -> None:
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
     """Make the step to simulate: `tokens` new tokens, divided evenly among as many sequences as the program allows.
-    Afterwards, each sequence has `context` tokens in the KV cache. Each sequence samples one next token. If the program
-    has fewer logit rows than sequences, only the first sequences do."""
+    Afterwards, each sequence has `context` tokens in the KV cache. Each sequence samples one next token. But if the
+    program has fewer logit rows than sequences, only the first sequences sample."""
     pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)

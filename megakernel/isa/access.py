@@ -55,8 +55,8 @@ class Access:
     instruction. None, for ITEM only, means that each row is written on the rank that owns the row. Other ranks' copies
     are only written, never read.
 
-    `share` is used only to predict times. It is the mean fraction of the box that is touched: below 1 for experts,
-    whose boxes have columns for every expert that a row might choose, and 1 for all others.
+    `share` is used only to predict times. It is the mean fraction of the box that is touched. It is below 1 only for
+    experts, because their boxes have columns for every expert that a row might choose.
     """
 
     buffer: Buffer

@@ -66,20 +66,22 @@ class Rope:
 class ModelConfig:
     """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
 
-    `experts`              if not 0, the MLP is a mixture of experts, and `ffn` is the width of one expert
-    `normalised_routes`    the weights of a token's experts are divided by their sum
-    `clipped_gates`        experts have the gate of gpt-oss
-    `nope_layers`          layers without RoPE
-    `window`               if not 0, a token attends to this many tokens, itself included, except in `full_layers`
-    `local_theta`          if not 0, layers with a window have an unscaled RoPE with this base
-    `post_norms`           outputs of attention and of the MLP are normalised before they are added to the residual
-    `whole_norms`          q and k are normalised, each over all heads
-    `rounds_embedding`     `embedding_multiplier` is rounded to the compute type
+    `experts`               if not 0, the MLP is a mixture of experts, and `ffn` is the width of one expert
+    `normalised_routes`     the weights of a token's experts are divided by their sum
+    `clipped_gates`         experts have the gate of gpt-oss
+    `nope_layers`           layers without RoPE
+    `window`                if not 0, a token attends to this many tokens, itself included, except in `full_layers`
+    `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base
+    `post_norms`            outputs of attention and of the MLP are normalised before they are added to the residual
+    `whole_norms`           q and k are normalised, each over all heads
+    `rounds_embedding`      `embedding_multiplier` is rounded to the compute type
+    `embedding_multiplier`  multiplies embeddings
+    `residual_multiplier`   multiplies the outputs of attention and of the MLP
+    `attention_multiplier`  multiplies attention scores; None means 1 / sqrt(head_dim)
+    `logits_scaling`        divides logits
 
-    Four fields scale values: `embedding_multiplier` the embeddings, `residual_multiplier` the outputs of attention and
-    of the MLP, `attention_multiplier` the attention scores (None: 1 / sqrt(head_dim)), and `logits_scaling` divides the
-    logits. No operation has code for these fields. Instead, other numbers are adapted with the same result: the scales
-    of the embedding and of the last norm, the RoPE table, and the epsilon of the norms.
+    No operation has code for the last four. Instead, other numbers are adapted, with the same result: the scales of the
+    embedding and of the last norm, the RoPE table, and the epsilon of the norms.
     """
 
     vocab: int

@@ -129,8 +129,8 @@ def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict
     """Return the special tokens that chat templates can use: a text for each name, such as `bos_token`, and lists of
     texts for each name. They are in `special_tokens_map.json` and in the tokenizer's configuration.
 
-    If both files have a name, the map's text counts, as in transformers. But the configuration's text counts if the
-    configuration has the key `added_tokens_decoder`.
+    If both files have a name, `special_tokens_map.json` counts, as in transformers. But if the configuration has the
+    key `added_tokens_decoder`, the configuration counts.
     """
     mapped = _optional(folder / "special_tokens_map.json")
     config = {name: value for name, value in config.items() if value is not None}

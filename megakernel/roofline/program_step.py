@@ -30,8 +30,8 @@ class PhasePart:
 class PhaseCost:
     """The work of one phase in a step, all layers together, and the least times for this work. Each amount is the
     maximum over the ranks. `instruction` is the phase's name. `sent_bytes` go to other ranks in `hops` messages, one
-    after another. `comms_s` is computed from the links' rates, and `comms_measured_s` from measured bandwidths of
-    collectives, or None."""
+    after another. `comms_s` is computed from the links' rates. `comms_measured_s` is computed from measured bandwidths
+    of collectives; it is None if there are none."""
 
     instruction: str
     family: OperationFamily

@@ -1,6 +1,6 @@
-"""All operations, one file each. A file declares what data the operation's instructions access, what they cost, how the
-scheduler divides a phase into instructions, and which buffers a phase needs. It also has a function that computes an
-instruction in NumPy, which defines the operation's results."""
+"""All operations, one file each. A file declares which data the operation's instructions access, what they cost, how
+the scheduler divides a phase into instructions, and which buffers a phase needs. A function in NumPy executes an
+instruction; its results are the reference for all backends."""
 
 from __future__ import annotations
 
