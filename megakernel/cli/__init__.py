@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_files() -> None:
-    """Open /dev/null in place of standard input, output or error if it is closed. Otherwise, the next file or socket
-    that the process opens would get the descriptor 0, 1 or 2, and would receive what other code writes there."""
+    """Open /dev/null for those of the descriptors 0, 1 and 2 that are closed. Otherwise, the next file or socket would
+    get such a number, and code that prints to standard output or error would write into that file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -102,8 +102,8 @@ def _drop_output() -> None:
 
 
 def _about_unknown(unknown: Sequence[str], usage: str, hints: Mapping[str, str]) -> str:
-    """Return an error message for the flags `unknown`, which a verb does not have. `hints` says what to use instead of
-    a flag; the message includes the hint for the first unknown flag."""
+    """Return the error message for flags that a verb does not have. `unknown` are these flags. `hints` says, for some
+    flags, what to use instead. The message includes the hint for the first unknown flag."""
     flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
     near = difflib.get_close_matches(flag, re.findall(r"--[a-z][a-z-]+", usage), 1)
     hint = hints.get(flag) or (f"did you mean {near[0]}?" if near else "")

@@ -87,9 +87,9 @@ def run_latency(args: argparse.Namespace) -> int:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """Measure and return the figures of `bench latency`: the speed of prefill and decode, the hardware's maximum rates
-    (`ceilings`), and a comparison with each of the other programs `peers`. Every peer runs once after each of our runs,
-    so that changes in the machine's speed affect all alike."""
+    """Run the model `runs` times, and return the figures of `bench latency`: the speed of prefill and decode, the
+    hardware's maximum rates (`ceilings`), and a comparison with each of the other programs `peers`. After each of our
+    runs, every peer runs once too, so that changes in the machine's speed affect all programs alike."""
     from megakernel.serving.bench.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
@@ -107,8 +107,8 @@ def latency(
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return an output row (name, text) that says how many tokens were proposed by speculative decoding, and how many
-    of them were accepted. The list is empty if no token was proposed."""
+    """Return a row (name, text) of the output about speculative decoding: how many tokens were proposed, and how many
+    of these were accepted. Return no row if no token was proposed."""
     if not figures["proposed"]:
         return []
     right = f"{figures['accepted']:,} of {figures['proposed']:,} proposed tokens were right"

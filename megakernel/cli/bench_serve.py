@@ -171,8 +171,8 @@ def _checked(given: Any, url: str) -> Ceilings:
 
 
 def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:
-    """Return the model's name, its sizes and the requests to send. Without --model, the server is asked for the model's
-    name, and the name must be one whose sizes are known."""
+    """Return the model's name, its sizes and the requests to send. Without --model, the name comes from the server. It
+    must then be the name of a model whose sizes are known."""
     name = args.model or server.model or ""
     if not args.model and name not in PACKAGES and not name.startswith("random:"):
         raise MegakernelError(

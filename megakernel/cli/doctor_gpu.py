@@ -90,9 +90,9 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A small model to check on the GPU: its sizes, and the number of tokens of the step. `matmul` (CUDA cores, "dots",
-    or tensor cores) and `norm` (where norms are computed) are compiler options. `tp` is the number of tensor-parallel
-    ranks."""
+    """A small model to check on the GPU: its sizes, and the number of token rows of the step. `matmul` and `norm` are
+    compiler options: which units multiply matrices (CUDA cores, "dots", or tensor cores), and where norms are computed.
+    `tp` is the number of tensor-parallel ranks."""
 
     name: str
     config: ModelConfig

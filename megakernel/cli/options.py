@@ -31,8 +31,9 @@ STORED = ("weights", "kv cache dtype", "activations")
 
 
 def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """Add the flag of the setting `name`. If the flag is missing, its value is the setting's default, or None if
-    `optional`. A verb that also accepts a program file needs None to know that the flag was not given."""
+    """Add the flag of the setting `name`. A flag that the user leaves out has the setting's default value. With
+    `optional`, it has the value None, so that a verb that also accepts a compiled program knows that the flag was not
+    given."""
     setting = SETTINGS[name]
     parser.add_argument(
         setting.flag,
@@ -144,10 +145,10 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return a model's sizes, and the arguments of `compile_program` for its weights: their types in memory, and how
-    they are multiplied. This needs neither the machine nor the weights, so a step can be predicted for a machine that
-    is not here. If the weights are not on this computer, they count as bf16. Raises MegakernelError if `context` tokens
-    exceed the model's limit."""
+    """Return a model's sizes, and the arguments of `compile_program` that describe its weights: their types in memory,
+    and how they are multiplied. Neither the weights nor the machine are needed, so a program can be compiled for a
+    machine that does not exist here. Weights that are not on this computer count as bf16. Raises MegakernelError if
+    `context` tokens exceed the model's limit."""
     from megakernel.serving.text.llm import parse_dtype
 
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)

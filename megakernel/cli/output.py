@@ -111,8 +111,9 @@ def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
 
 
 def lowering_text(lowering: dict[str, str]) -> str:
-    """Return the compiler's choices as text, such as `O sharded, residual dealt, norm own`. `lowering` has a choice for
-    each of these names: how ranks share the O projection and the residual, and where norms are computed."""
+    """Return the compiler's choices as text, such as `O sharded, residual dealt, norm own`. `lowering` maps each of
+    these names to its choice. The first two say how ranks share the O projection and the residual; `norm` says where
+    norms are computed."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
 
 

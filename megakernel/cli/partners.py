@@ -124,8 +124,8 @@ class LocalModel:
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Within the block, Ctrl-C raises KeyboardInterrupt only when the block calls the yielded function. The block calls
-    it between two steps of the engine, so that no step is interrupted."""
+    """Delay Ctrl-C within the block, so that no step of the engine is interrupted. The block calls the yielded function
+    between two steps. If Ctrl-C was pressed, the function raises KeyboardInterrupt."""
     asked = False
 
     def note(*_: object) -> None:

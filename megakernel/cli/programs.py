@@ -68,8 +68,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
-    """Compile a program as the flags added by `add_machine` say, and return it with its model and machine. `sizes` are
-    arguments of `compile_program`, such as the maximum number of token rows. Without `sizes`, flags give them."""
+    """Compile a program for the model and the machine that the flags of `add_machine` name. Return the program, the
+    model and the machine. `sizes` are further arguments of `compile_program`, such as the maximum number of token rows.
+    Without `sizes`, the sizes come from flags."""
     from megakernel.scheduler.tune import Fastest
 
     machine = machines.load(args.machine, args.workers)

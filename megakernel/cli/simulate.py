@@ -49,9 +49,9 @@ def register(add: AddVerb) -> None:
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """Return a step that computes `tokens` rows, divided among as many sequences as the program allows. After the step,
-    each sequence has `context` tokens in the KV cache. If the program computes logits for fewer rows than there are
-    sequences, only some sequences get logits."""
+    """Make the step to simulate: `tokens` new tokens, divided evenly among as many sequences as the program allows.
+    Afterwards, each sequence has `context` tokens in the KV cache. Each sequence samples one next token. But if the
+    program has fewer logit rows than sequences, only the first sequences sample."""
     pages = range(-(-context // dims.bucket.kv_page))
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)
@@ -118,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine with as many workers as the program has, and whether the LM head shares the
-    weights of the embedding table (tied). A program file does not say whether it does, so True is assumed."""
+    """Return the program, the machine with as many workers as the program, and whether the LM head and the embedding
+    table are the same matrix (tied). A program file does not say whether its model is tied, so True is assumed."""
     if args.file:
         for setting in map(SETTINGS.__getitem__, STORED):
             if getattr(args, setting.flag.lstrip("-").replace("-", "_")) != setting.value():

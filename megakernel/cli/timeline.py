@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
-    """Run the model with tracing. Return the program, its traces, and the part of the machine that one rank has. The
-    traces are of the last step of a prompt's prefill, or of several decode steps that ran the same program."""
+    """Run the model with tracing. Return the program, its traces, and one rank's share of the machine. For prefill, the
+    trace is that of the prompt's last step. For decode, there are traces of several steps that ran the same program."""
     from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:

@@ -53,8 +53,8 @@ def opened(
     sizes: tuple[int, int, int],
     phases: Sequence[Timed],
 ) -> Iterator[list[Contest]]:
-    """Open the other programs (peers), find the best settings of each, and yield them as running comparisons. `sizes`
-    are the numbers of sequences, of tokens per prompt, and of decode steps."""
+    """Start the other programs (peers), find the best settings of each, and yield them, ready to be measured. `sizes`
+    are three numbers: sequences, tokens per prompt, and decode steps."""
     if not found:
         yield []
         return

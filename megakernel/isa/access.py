@@ -22,19 +22,18 @@ class Kind(Enum):
 
 
 class Index(Enum):
-    """Which part of its box an instruction touches. A box is a range of rows and columns of a buffer. If the step table
-    selects the part, the compiler does not know it.
+    """Tells which part of a box (a range of rows and columns of a buffer) an instruction touches. For all members
+    except NONE, the step table (the input of a launch) selects the part. The compiler then knows only the box.
 
     NONE         The whole box.
-    ITEM         The rows and KV heads of the attention items that the step table gives to the instruction. The items of
-                 all attention instructions of a rank and layer together cover the box once. `item_columns` gives the
-                 columns of KV heads. An item also reads K and V of the row blocks (groups of consecutive token rows)
-                 for which it waits (`item_wait_block`, `item_wait_blocks`).
-    LOGIT_ROW    The row `logit_rows[i]` for each logit row i of the instruction; `logit_rows` is a field of the step
-                 table. The box has all rows that may be selected. If each rank owns some of the rows, an instruction
-                 touches only rows of its own rank.
-    LOGIT_OWNER  The rows i of the box for which the instruction's rank owns token row `logit_rows[i]`. Every rank has
-                 an instruction with this box, and exactly one rank writes each row (rank 0 writes padding rows).
+    ITEM         The rows and KV heads of the instruction's attention items (pieces of attention work). The step table
+                 gives items to instructions so that a layer's items cover the rank's box once. `item_columns` converts
+                 KV heads to columns. In K and V, an item also touches the earlier token rows to which its rows attend.
+    LOGIT_ROW    Only rows whose logits are computed: row `logit_rows[i]` for each logit row i of the instruction. The
+                 step table contains `logit_rows`. If the rows are divided among ranks, an instruction touches only the
+                 rows of its own rank.
+    LOGIT_OWNER  Row i of the box if the instruction's rank owns token row `logit_rows[i]`. Every rank has an
+                 instruction with this box, and exactly one rank writes each row. Rank 0 writes padding rows.
     """
 
     NONE = "none"
@@ -45,20 +44,19 @@ class Index(Enum):
 
 @dataclass(frozen=True)
 class Access:
-    """One kind of access to `buffer` by n instructions. Instruction i touches rows [row[i], row_end[i]) and columns
-    [col[i], col_end[i]).
+    """Says which part of `buffer` each of n instructions reads or writes. The verifier finds races from these
+    declarations. Instruction i touches rows [row[i], row_end[i]) and columns [col[i], col_end[i]).
 
-    A row number counts the tokens of the step, also in K_CACHE and V_CACHE, although the step table decides where in
-    the cache a token's K and V are stored. Only buffers with one row per logit row, and REDUCE, number their rows
-    differently. A column is an element of a row. Weights, and the K and V of earlier steps, do not change during a
-    launch and are not listed.
+    Row r is token row r of the step. This also holds for K_CACHE and V_CACHE, wherever in the cache the token's K and V
+    are stored. The exceptions are buffers with one row per logit row, and REDUCE. A column is an element of a row. Data
+    that does not change during a launch is not listed: weights, and the K and V of earlier steps.
 
     `rank` says which rank's copy of the buffer is touched: OWN, EVERY, a rank, or an array with one rank per
-    instruction. An instruction may write other ranks' copies, but it never reads them. In an ITEM access, `rank` may be
-    None: each row is then written on the rank that owns it.
+    instruction. None, for ITEM only, means that each row is written on the rank that owns the row. Other ranks' copies
+    are only written, never read.
 
-    `share` is the mean fraction of a box that is touched, for predictions of time. It differs from 1 only for experts,
-    where a box has columns for every expert that a row might choose (operations/experts.py).
+    `share` is used only to predict times. It is the mean fraction of the box that is touched. It is below 1 only for
+    experts, because their boxes have columns for every expert that a row might choose.
     """
 
     buffer: Buffer
@@ -73,8 +71,9 @@ class Access:
 
 
 def item_columns(buffer: Buffer, dims: Dims, first: int, end: int) -> tuple[int, int]:
-    """Return the columns [begin, end) of `buffer` that belong to KV heads [first, end), counted from the rank's first
-    KV head. In Q and ATTN, these are the columns of the query heads that share these KV heads."""
+    """Convert the KV heads [first, end) of a rank to columns [begin, end) of `buffer`. KV heads are counted from the
+    rank's first one. Q and ATTN have columns of query heads; the result is the columns of the query heads that share
+    these KV heads."""
     if buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         return first * dims.model.head_dim, end * dims.model.head_dim
     base = dims.split.o_first if buffer is Buffer.ATTN else 0

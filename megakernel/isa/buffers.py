@@ -69,15 +69,13 @@ Sizes = Callable[[ModelSizes, Split, Bucket], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Declares a buffer. `shape` is the shape of one rank's copy in elements, row-major. The dtype None means the
-    compute dtype (f32 or bf16).
+    """Declares a buffer. `shape` returns the shape of one rank's copy in elements, row-major. Its second argument is
+    the number of KV pages, which is known only when a backend is created. If `layered` is true, the buffer has one such
+    array per layer. The dtype None means the compute dtype (f32 or bf16).
 
-    A `layered` buffer has a further axis for layers in front of `shape`. The second argument of `shape` is the number
-    of KV pages, which is known only when a backend is created.
-
-    K and V may be quantised as Q8_0; their shape is then in bytes. In each KV page, the head_dim elements of a head are
-    divided into blocks of KV_UNIT elements; the last block may have fewer. A block has first the scales of all tokens
-    of the page, and then their values, in the order that `cache_bytes` in context.py gives.
+    For K and V quantised as Q8_0, the shape is in bytes. A KV page then stores the head_dim elements of a head in
+    groups of KV_UNIT elements; the last group may be shorter. Each group has first the scales of all tokens of the
+    page, and then their values, in the order that `cache_bytes` in context.py defines.
     """
 
     buffer: Buffer

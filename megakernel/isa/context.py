@@ -1,7 +1,7 @@
-"""The data that an instruction can access while the reference interpreter runs it in NumPy.
+"""The data that an instruction can access while the reference interpreter, written in NumPy, executes the instruction.
 
 All values are float32. A result is rounded to its buffer's type once, when it is stored. Dot products are added in
-float64, because BLAS libraries add in different orders, and in float64 the order hardly ever changes the result.
+float64, because BLAS libraries add in different orders. In float64, the order hardly ever changes the result.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Context:
-    """The data that one instruction can access: its phase, its rank's sizes and step table, and its
-    layer's part of buffers.
+    """The data that one instruction can access: its phase, the sizes and the step table as its rank sees them, and the
+    buffers of its layer. `layer` is the layer's number; before or after the layers, it is that of the nearest layer.
 
-    `buffer(buffer, ahead=0)` returns the rank's own copy for the layer that is `ahead` layers
-    later, or for the last layer if there are fewer layers. Other ranks' copies can only be written,
-    by `send(buffer, rank, index, values)`, whose values have the buffer's own type. `codes(buffer, ahead=0)` returns
-    the rows of weights that are multiplied in integers: for each part of a matrix, its first row and its codes.
-    `layer` is the number of the layer, or of the nearest one outside the layers.
+    `buffer(buffer, ahead=0)` returns the rank's own copy of a buffer for the layer that is `ahead` layers later, or for
+    the last layer if there is no such layer. `send(buffer, rank, index, values)` writes to another rank's copy; reading
+    it is impossible. `values` must have the buffer's type.
+
+    `codes(buffer, ahead=0)` returns the weights that are multiplied as integers: for each such group of rows, the
+    number of its first row, and the integers.
     """
 
     phase: Phase
@@ -138,10 +139,10 @@ class Context:
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
-    """Return where the bytes of a token's quantised K or V are in the cache: a NumPy index of shape [..., kv_row].
+    """Return where a token's quantised K or V is stored in the cache, as a NumPy index of shape [..., kv_row]: one
+    position per byte, in the order of Q8_0 blocks.
 
-    The bytes are in the order of Q8_0 blocks. `token` is the token's index in its KV page. The shapes of `page`, `head`
-    and `token` must broadcast.
+    `token` is the token's index in its KV page. The shapes of `page`, `head` and `token` must broadcast.
     """
     page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
     # For each byte of a row: the number of its block, and its place in this block, which is a scale and then elements.

@@ -25,8 +25,8 @@ KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 # results. All programs use the same number, because another number would change the rounding of results.
 KV_BLOCK = 128
 
-# The maximum number of experts of a layer. A CPU computes at most this many columns of a row in one pass of a matmul,
-# and the router's logits of all experts must be complete when it chooses the best.
+# The maximum number of experts of a layer. The router chooses the best experts when the logits of all experts are
+# complete. A CPU computes at most this many logits of a row in one pass.
 MOST_EXPERTS = 512
 # The value of `ModelSizes.span` for a layer without a sliding window: more tokens than any context has.
 ALL_TOKENS = 1 << 30
@@ -36,7 +36,8 @@ Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
 
 
 class Units(IntEnum):
-    """The kind of processor unit that computes matmuls. It determines in which order products are added.
+    """The kind of processor unit that computes matmuls. The kind determines in which order products are added, and
+    therefore the last bits of results.
 
     CORE    a CPU core's vector unit; the order of additions is the same for any number of rows
     DOTS    a GPU's CUDA cores: one dot product per output, for few rows
@@ -50,11 +51,11 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model, and the types of its numbers. Most fields are counts. `window_from` and `full_at` are
-    numbers of layers.
+    """The sizes of a model, and the types of its numbers. Most fields are counts.
 
-    A layer has a sliding window if `window` is not 0, its number is at least `window_from`, and its number modulo
-    `full_every` is not `full_at`. In such a layer, a token attends to the last `window` tokens, itself included.
+    Four fields say which layers have a sliding window, in which a token attends only to the last `window` tokens,
+    itself included. These are the layers with number >= `window_from` and number % `full_every` != `full_at`. If
+    `window` is 0, no layer has one.
     """
 
     vocab: int
@@ -118,11 +119,11 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Split:
-    """How `tp` ranks divide a model, as seen by rank `rank`. Properties named `rank_...` are sizes of this rank's part.
+    """How `tp` ranks divide a model, as rank `rank` sees it. Properties named `rank_...` are sizes of this rank's part.
 
-    Query heads, FFN columns and vocabulary rows are divided into contiguous shards, one per rank. The sizes of shards
-    differ by at most one unit (a head, or SHARD_UNIT columns), and larger shards come first. A shard may be empty. A
-    rank has the KV heads that its query heads use, so two neighbouring ranks may both have a KV head.
+    Query heads, FFN columns and vocabulary rows are divided into one contiguous shard per rank. All shards have the
+    same size, or the first ones are larger by one head, or by SHARD_UNIT columns. A shard may be empty. A rank has all
+    KV heads that its query heads use. Therefore two neighbouring ranks may both have the same KV head.
     """
 
     model: ModelSizes
@@ -261,8 +262,8 @@ class Worker:
 class Dims:
     """All sizes of a program, as one rank sees them. `Program.dims` has those of rank 0.
 
-    Token rows are divided into row blocks (groups of consecutive rows). Rank b % tp owns row block b: it keeps the
-    residual of these rows. If the residual is replicated, every rank keeps the residual of all rows.
+    Token rows are divided into row blocks (groups of consecutive rows). Row block b has one owner, rank b % tp, which
+    keeps the residual of its rows. With a replicated residual, every rank keeps the residual of all rows.
     """
 
     split: Split
@@ -282,15 +283,16 @@ class Dims:
 
     @property
     def by_expert(self) -> int:
-        """How the work of a mixture-of-experts layer is divided into instructions. 1: an instruction computes all rows
-        that use one expert, so that the expert's weights are read once. 0: an instruction computes one row with one of
-        the row's experts. 0 is for steps with so few rows that there are not more such pairs than experts."""
+        """How the matmuls of a mixture-of-experts layer are divided into instructions. 1: an instruction computes all
+        rows that have chosen one expert, so that the expert's weights are read once. 0: an instruction computes one row
+        with one of the row's experts. 0 is used if a step has no more such (row, expert) pairs than experts, so that
+        few are read twice."""
         return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
 
     @property
     def places(self) -> int:
-        """The number of EXPERTS instructions (mixture-of-experts matmuls) that may compute a row, per column tile. If
-        `by_expert` is 1, it is the number of all experts, otherwise the number of experts that a token uses."""
+        """The number of EXPERTS instructions (mixture-of-experts matmuls) per row and column tile. It is the number of
+        all experts if `by_expert` is 1, and otherwise the number of experts that a token uses."""
         return self.model.experts if self.by_expert else self.model.experts_per_token
 
     @property

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 
 class Dtype(IntEnum):
-    """The types of stored numbers. Q8_0 and all types after it are GGML's quantised blocks. The types after I32 are
-    used for weight matrices only, except Q8_0, which is also used for K and V."""
+    """The types of stored numbers. The types from Q8_0 on are GGML's quantised blocks. Types after I32 are used for
+    weight matrices only. One of them, Q8_0, is also used for K and V."""
 
     F32 = 0
     BF16 = 1
@@ -55,11 +55,10 @@ class Dtype(IntEnum):
 
 
 class Block(NamedTuple):
-    """The layout of a block of neighbouring weights that are quantised together. csrc/cpu/packed.h explains its bytes.
+    """The layout of a quantised block: neighbouring weights that share a scale. csrc/cpu/packed.h explains the bytes.
 
-    `scales` has the byte offset of the block's float16 scale and, if the type has a float16 minimum, also the offset of
-    the minimum. All other bytes of a block are integers. A block of MXFP4 has an exponent, and then
-    floats of 4 bits.
+    `scales` has the byte offset of the block's float16 scale. In types with a float16 minimum, `scales` also has the
+    minimum's offset. All other bytes are integers. MXFP4 differs: its block is an exponent and then 4-bit floats.
     """
 
     weights: int
@@ -82,11 +81,11 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
 
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
-    """Whether an array of `dtype` (elements, or rows of quantised blocks) contains neither NaN nor infinity.
+    """Return whether an array contains neither NaN nor infinity. `dtype` says whether it has elements or rows of
+    quantised blocks.
 
-    The bits of floats are compared as integers, which is ten times as fast as NumPy's `isfinite`. Read as integers, NaN
-    and infinity are greater than all finite floats of the same sign. So the maximum for each sign shows whether any
-    float is not finite.
+    The bits of floats are compared as integers, which is ten times as fast as NumPy's `isfinite`. As integers, NaN and
+    infinity are greater than all finite floats of the same sign. So it is enough to look at the maximum for each sign.
     """
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)

@@ -1,10 +1,10 @@
 """Multiplies quantised weights with activations that are rounded to 8-bit integers (`--activations q8`).
 
-A row of activations is rounded in units of 32 elements with one scale each. Weights are processed in groups that share
-a scale: 32 weights, or 16 for Q6_K. The sum of the integer products of a group is exact, so it does not depend on the
-order of additions. For every group in ascending order, acc = fma(sum, weights' scale * activations' scale, acc). If the
-weights' type has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows.
-csrc/cpu/integers.h is the fast version of this module.
+A row of activations is rounded in units of 32 elements, which share a scale. Weights that share a scale form a group:
+32 weights, or 16 for Q6_K. The integer products of a group are added exactly, so their order does not matter. The
+groups are then added in ascending order: acc = fma(sum, weights' scale * activations' scale, acc). If the weights' type
+has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows. csrc/cpu/integers.h
+is the fast version of this module.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Rounded(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """The integers of quantised weights: weight = scale * value + offset.
+    """Quantised weights as integers: weight = scale * value + offset.
 
-    Neighbouring weights of a row that share a scale form a group. `values` is [rows, groups, weights per group];
-    `scale` and, for types with minima, `offset` are [rows, groups].
+    Neighbouring weights of a row that share a scale form a group. `values` has the shape [rows, groups, weights per
+    group]. `scale` has the shape [rows, groups]. So has `offset`, which is None for types without minima.
     """
 
     values: NDArray[np.int64]
@@ -72,8 +72,9 @@ def multiply(a: Rounded, w: Codes) -> F32:
 
 
 def _fma(a: F32, b: F32, c: F32) -> F32:
-    """Return a * b + c, rounded once to float32, as a fused multiply-add does. The product is exact in float64. The sum
-    is rounded to odd in float64, so that rounding it again to float32 gives the right result."""
+    """Return a * b + c, rounded once to float32, as a fused multiply-add does. The product is exact in float64, but the
+    sum is not. The sum is therefore rounded to odd in float64; only then does rounding it again, to float32, give the
+    right result."""
     product, c64 = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)  # the product is exact
     total = product + c64
     back = total - product
@@ -129,8 +130,8 @@ def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple
 # Twice the values of 4-bit floats.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
-# For each type, a function that decodes blocks. Its arguments are blocks [n, bytes], their scales and, if the type has
-# them, their minima. Its results are the integer values, and the scale and the offset (or None) of each group.
+# For each type, a function that decodes n blocks. Its arguments are the blocks [n, bytes], their scales and, for types
+# with minima, the minima. It returns the integer values, and the scale and the offset (or None) of each group.
 _DECODERS: dict[Dtype, Any] = {
     Dtype.Q8_0: lambda b, s: (b[:, 2:].view(np.int8), s, None),
     Dtype.Q4_0: lambda b, s: (_nibbles(b[:, 2:], 16).astype(np.int8) - 8, s, None),

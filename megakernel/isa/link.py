@@ -15,22 +15,22 @@ Bytes = NDArray[np.int64]
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """Return the bytes that the instructions of rank `dims.rank` with operands `columns` store on each rank, as an
-    array [tp]. The rank's own entry is 0.
+    """Return how many bytes a rank's instructions store on each other rank, as an array [tp]. The instructions are
+    those of `phase` on rank `dims.rank`, with the operands `columns`. The rank's own entry is 0.
 
-    For attention, `columns` must have all of the rank's instructions in a layer, because the step table divides the
-    work among them. The final norm counts as if rank 0 sent all rows. In fact, the step table decides which rank
-    sends a row, but this does not change the total.
+    For attention, `columns` must contain all instructions of the rank in a layer, because only their total is known:
+    the step table divides the work among them. All rows of the final norm count as sent by rank 0. In fact the step
+    table chooses the sender, but the total of all ranks is the same.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total
 
 
 def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """Return the bytes that each of n instructions stores on each rank, as an array [n, tp]. The entries of the
-    instructions' own rank, `dims.rank`, are 0.
+    """Return the bytes that each of n instructions of rank `dims.rank` stores on each rank, as an array [n, tp]. The
+    entries for rank `dims.rank` itself are 0.
 
-    The step table divides a layer's attention among the attention instructions. Here, each counts with an equal part.
+    Attention instructions of a layer count with equal parts of the total, because the step table divides their work.
     """
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.split.tp), dtype=np.int64)

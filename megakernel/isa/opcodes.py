@@ -1,8 +1,8 @@
-"""The numbers that identify operations, the sets of rows that they compute, and the uses of matmul results.
+"""Assigns numbers to operations, to the sets of rows that phases compute, and to the uses of matmul results.
 
-A phase of a forward pass is an operation with parameters (`phases.py`). Each operation is declared
-in a file of its own in `operations/`. `csrc/common/isa.h` is generated from these declarations. Each new number needs a
-case in every backend; a backend without this case does not compile.
+A phase, such as the QKV projection, is an operation with parameters (`phases.py`). `operations/` has one file per
+operation. `csrc/common/isa.h` is generated from these declarations. Each new number needs a case in every backend; a
+backend without this case does not compile.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TILE = Layout("Tile", ("row", "rows", "col", "cols"))
 
 
 class Operation(IntEnum):
-    """An operation. Its value is its number in program files; `family` gives its colour in charts, and `layout` the
-    operands of its instructions.
+    """An operation, such as MATMUL. Its value is its number in program files. `family` selects its colour in charts,
+    and `layout` lists the operands of its instructions.
 
     `operations/` has one file for each member, with the same name in lower case.
     """
@@ -80,8 +80,9 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What happens to the results of a matmul, after its bias has been added. COMBINE (the sum over a token's experts)
-    uses RESIDUAL and PARTIAL too. A REDUCE may have STORED, and a NORM may have RESIDUAL or HEADS.
+    """What happens to the results of a matmul after its bias has been added. Some other operations have a Result too:
+    COMBINE (the sum over a token's experts) may have RESIDUAL or PARTIAL, REDUCE may have STORED, and NORM RESIDUAL or
+    HEADS.
 
     NONE      no matmul, or a matmul of EXPERTS that stores its products as they are
     HEADS     RoPE rotates q and k; q is stored in Q, k and v are stored in the KV cache

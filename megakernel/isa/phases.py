@@ -1,8 +1,8 @@
 """Describes a model's forward pass as data: a list of phases in the order in which a step runs them.
 
 A phase is an operation with parameters, such as the QKV projection. Each model family lists its phases
-(`megakernel/model/families`). Accessed data, costs, shared-memory pages and dependencies follow from the parameters. No
-code depends on a phase's name, which is only for people; an instruction contains the phase's number.
+(`megakernel/model/families`). All other code derives what it needs from the parameters: accessed data, costs,
+shared-memory pages and dependencies. Instructions contain the phase's number. The phase's name is only for people.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Phase:
     """One operation with its parameters. The instructions of a phase differ only in their operands, such as rows and
     columns.
 
-    `weights`      the matrices of a matmul, the scales of a norm or None, the table of a gather, or the sinks of
-                   attention or None. For a phase that adds partial sums or outputs of experts: the matrices with
-                   which these were computed
+    `weights`      the weights that the operation uses: a matmul's matrices, a norm's scales, a gather's table or
+                   attention's sinks; None if there are none. If the operation adds partial sums or outputs of experts:
+                   the matrices that were multiplied before
     `bias`         added to the results; None if the model has none
     `norm`         the scales of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
-    `ahead`        0 if the weights are those of the current layer; n if they are those of the layer n layers later, or
-                   of the last layer if there are fewer
+    `ahead`        usually 0; n if the weights are those of the layer n layers later, or of the last layer if there are
+                   fewer
     `weight_bits`  mean bits per weight in memory; None means the compute type's bits
     `number`       the number of the phase in its forward pass (`Forward`), which instructions contain
     """

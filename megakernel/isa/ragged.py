@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def ragged(counts: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For lists with `counts` elements, stored one after another, return two arrays with an entry per element: the
-    number of the element's list, and the element's index in this list."""
+    """Return two arrays with one entry for each element of several lists that are stored one after another: the number
+    of the element's list, and the element's index in this list. `counts` has the length of each list."""
     at = np.repeat(np.arange(len(counts)), counts)
     return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,8 +1,8 @@
-"""The step table: everything that differs between launches of a program, as one int32 array with a fixed layout.
+"""The step table is the input of a launch: everything that differs between launches of a program. It is one int32 array
+with a fixed layout. Float fields contain the bits of float32.
 
-Views in Python and the C++ `StepView` are generated from `STEP_FIELDS`. Float fields contain the bits of float32. A
-table is valid if it satisfies the conditions listed in `megakernel.runtime.step_check`; with MEGAKERNEL_CHECK_STEPS=1,
-they are checked before every launch.
+The Python views and the C++ `StepView` are generated from `STEP_FIELDS`. `megakernel.runtime.step_check` defines which
+tables are valid. With MEGAKERNEL_CHECK_STEPS=1, every table is checked before its launch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .dims import Dims
 
 @dataclass(frozen=True)
 class StepField:
-    """A field of the step table. Its length in words is the product of the sizes named in `of`, plus `plus`. If
-    `per_rank`, each rank has a field of this length."""
+    """Declares a field of the step table. Its length in words is the product of the sizes named in `of`, plus `plus`.
+    If `per_rank` is true, the table contains the field once for each rank."""
 
     name: str
     of: tuple[str, ...]
@@ -48,8 +48,8 @@ STEP_FIELDS: tuple[StepField, ...] = (
     StepField("positions", _T, "absolute position of the row in its sequence"),
     StepField("row_seq", _T, "index of the row's sequence in block_tables; -1: padding, whose K and V are not stored"),
     StepField("block_tables", ("max_seqs", "pages_per_seq"), "KV page ids of each sequence"),
-    # -- Attention items, the units of attention work. An item has consecutive rows of one sequence (inside one row
-    # block), some KV heads and some KV blocks. Each rank has its own items, and counts KV heads from its first one.
+    # -- Attention items, the units of attention work: consecutive rows of one sequence (in one row block, a group of
+    # rows), some KV heads and some KV blocks. Each rank has its own items, and numbers its KV heads from 0.
     StepField(
         "slot_items", ("attention_slots",), "slot s runs items slot_items[s] to slot_items[s+1] - 1", False, 1, True
     ),
@@ -117,11 +117,11 @@ def step_words(dims: Dims) -> int:
 
 
 class StepTable:
-    """A step table as rank `dims.rank` sees it. Each field of STEP_FIELDS is an attribute, which is a view into
+    """The input of a launch, as rank `dims.rank` sees it. Each field of STEP_FIELDS is an attribute: a view into
     `words`.
 
-    The attribute of a per-rank field has only this rank's values. The method `rank` returns the same table as another
-    rank sees it. block_tables and masks are 2-D.
+    A per-rank field has only this rank's values. The method `rank` returns the same table as another rank sees it.
+    `block_tables` and `masks` are 2-D arrays.
     """
 
     def __init__(self, dims: Dims, words: NDArray[np.int32] | None = None) -> None:

@@ -22,8 +22,8 @@ _OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# The limits of numbers in machine files. Whole numbers count SMs, links or rows. Their limit is 2^16, because a trace
-# stores the number of an SM in 16 bits. The limits of other numbers keep products of several numbers from overflowing.
+# The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are at most 2^16, because a trace
+# stores the number of an SM in 16 bits. All other numbers are limited so that their products do not overflow.
 _MOST_WHOLE = 1 << 16
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -36,12 +36,12 @@ def names() -> tuple[str, ...]:
 
 
 def read(name: str, cores: int | None = None) -> Hardware:
-    """Return the description of the machine `name`: a known machine (`h100`), a known machine with fewer
-    GPUs (`h100x4`), the path of a TOML file, or `host` (this computer, with `cores` cores or all of them).
+    """Return the description of the machine `name`. A name is one of these: a known machine (`h100`), a known machine
+    with fewer GPUs (`h100x4`), the path of a TOML file, or `host` (this computer, with `cores` cores or all of them).
 
-    The files in `known/` show the format of a TOML file. A file may extend another machine: it then has the line
-    `base = NAME`, and only the values that differ. A list in the file replaces the base's whole list. All figures must
-    be positive. Raises MegakernelError for an unknown name or an invalid file.
+    The files in `known/` show the format of a TOML file. A file that extends another machine has the line `base =
+    NAME`, and only the values that differ; a list replaces the base's whole list. All figures must be positive. Raises
+    MegakernelError for an unknown name or an invalid file.
     """
     if name == HOST:
         return _hardware(HOST, table(cores or cpu_count()), HOST)

@@ -104,10 +104,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Issue:
-    """The least number of cycles that the warps of an SM need to issue their work, read from the machine code.
+    """The minimum time, in cycles, that the warps of an SM need to issue their instructions. The machine code shows it.
 
-    Loader warps fill pages of shared memory, and consumer warps compute on these pages, with matrix units or, for a few
-    rows, with dot products on CUDA cores. If warps of a kind share a warp scheduler, their cycles add up.
+    Loader warps fill pages of shared memory. Consumer warps compute on these pages, either with matrix units or, for
+    few rows, with dot products on CUDA cores. If warps of a kind share a warp scheduler, their cycles add up.
     """
 
     pass_page: float  # cycles of a loader warp to skip a page that the other loader fills
@@ -133,10 +133,12 @@ class Issue:
 
 @dataclass(frozen=True)
 class Core:
-    """Measured rates of one CPU core that works alone, executing this package's interpreter in bfloat16.
+    """Measured rates of one CPU core that executes this package's interpreter in bfloat16 while all other cores are
+    idle.
 
-    Arithmetic rates are given for several numbers of rows of a matmul tile, and of (row, head) pairs of an attention
-    work item. Rates between two of these numbers are interpolated linearly in log(rows).
+    Arithmetic rates depend on the number of rows of a matmul tile, or on the number of (row, head) pairs of a piece of
+    attention work. They were measured for some numbers; rates between two of these are interpolated linearly in
+    log(rows).
     """
 
     memory_bytes_per_s: float

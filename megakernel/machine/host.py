@@ -31,8 +31,8 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """Return a description of this machine with `cores` cores, in the form of a machine file. A core counts as an SM
-    with one vector unit. The rates are assumed, because the compiler only uses them to place work."""
+    """Describe this machine, with `cores` cores, in the form of a machine file. A core counts as an SM with one vector
+    unit. The rates are rough assumptions. They are good enough because the compiler only uses them to place work."""
     return {
         "chip": {
             "generation": processor(),

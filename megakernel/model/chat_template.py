@@ -13,8 +13,8 @@ from .limited import Ended, LimitedProcess
 from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_CHARACTERS, MOST_TEMPLATE_SECONDS
 from .template_worker import environment
 
-# Template variables that a request must not set in `chat_template_kwargs`, because the server sets them, or because
-# other fields of the request do. `now` is the time that the template's function `strftime_now` returns.
+# Template variables that a request must not set in `chat_template_kwargs`: the server or other fields of the request
+# set them. `now` is the time that the template's function `strftime_now` returns.
 OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "now"}
 _WORKER = Path(__file__).with_name("template_worker.py")
 

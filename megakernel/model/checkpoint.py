@@ -56,8 +56,8 @@ class Storage:
 class Checkpoint(Protocol):
     """The weights of one model.
 
-    `dtype` is the compute type that suits the weights best: float32 or bfloat16. `storage` lists the matrices that a
-    backend may keep in memory in other types, those of the file.
+    `dtype` is the compute type that suits the weights best: float32 or bfloat16. `storage` lists the matrices that the
+    file has in other types. A backend may keep these matrices in memory as they are.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Checkpoint(Protocol):
     storage: dict[Buffer, Storage]
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        """Return the rows of a weight buffer (of one layer, if layered) that rank `split.rank` has. The matrices of the
-        buffer follow each other in the order that `megakernel.isa.buffers` declares.
+        """Return those rows of a weight buffer (of one layer, if layered) that rank `split.rank` has. A buffer may have
+        several matrices; `megakernel.isa.buffers` declares their order.
 
-        A matrix in `storage` has the types listed there, any other matrix has the type `split.model.dtype`, and vectors
-        are float32. In q and k, the two rows of each RoPE pair are adjacent. The arrays may be read-only views of a
-        file. The model must use the buffer (see `families.weights`). Raises MegakernelError if the file is damaged, or
-        if a rank's columns begin inside a quantised block.
+        The matrices in `storage` have the types listed there. All other matrices have the type `split.model.dtype`, and
+        vectors are float32. In q and k, the two rows of each RoPE pair are adjacent. The arrays may be read-only views
+        of a file. The model must use the buffer (see `families.weights`). Raises MegakernelError if the file is
+        damaged, or if a rank's columns begin inside a quantised block.
         """
 
 
@@ -85,8 +85,8 @@ class Share(NamedTuple):
 
 
 def row_shares(buffer: Buffer, split: Split) -> list[Share]:
-    """Return which rows rank `split.rank` has of each matrix or vector in a weight buffer, in the buffer's order. For a
-    layer with experts, there is an entry for each expert's matrices."""
+    """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
+    order. In a layer with experts, each expert's matrices have their own entries."""
     match buffer:
         case Buffer.W_QKV | Buffer.B_QKV:
             size = split.model.head_dim

@@ -25,17 +25,19 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True)
 class Rope:
-    """A model's rotary position embedding (RoPE), with its scaling for long contexts.
+    """A model's rotary position embedding (RoPE), with its scaling for long contexts. `kind` is the scaling method.
 
-    `factor` divides all frequencies (LINEAR) or only low ones (LLAMA3, YARN). A frequency is low if its RoPE pair turns
-    fewer than `low_freq_factor` times (YaRN's beta_slow) within `original_context` tokens. Pairs that turn more than
-    `high_freq_factor` times (beta_fast) keep their frequency. YaRN interpolates between the pairs at these two borders,
-    whose numbers are rounded if `truncate` is true. `attention` multiplies all cosines and sines.
+    LINEAR divides all frequencies by `factor`. LLAMA3 and YARN divide only low frequencies, keep high ones, and blend
+    in between. A frequency is low if its RoPE pair turns fewer than `low_freq_factor` times within `original_context`
+    tokens, and high if the pair turns more than `high_freq_factor` times. YaRN calls these two limits beta_slow and
+    beta_fast. If `truncate` is true, YaRN rounds the limits to whole RoPE pairs.
 
-    `factors` are divisors of the individual frequencies. With LONGROPE, `short_factors` replace them if the context is
-    not longer than `original_context`. If `ends` is true, contexts end at `original_context`, because queries after it
-    would be multiplied by a number that depends on their position, which no operation does. Only the first `dims`
-    elements of a head are rotated; 0 means all.
+    LONGROPE and FACTORS divide each frequency by its own number in `factors`. LONGROPE uses `short_factors` instead if
+    the context is at most `original_context`.
+
+    `attention` multiplies all cosines and sines. If `dims` is not 0, only the first `dims` elements of a head are
+    rotated. If `ends` is true, the context is limited to `original_context`, because later queries would need a scale
+    that is not supported.
     """
 
     theta: float = 10000.0
@@ -52,8 +54,8 @@ class Rope:
     dims: int = 0
 
     def longest(self, context: int) -> int:
-        """Return the model's longest context. `context` is the number in its file. Files with YaRN often contain the
-        shorter context before its extension; the result is the longer one, as in vLLM."""
+        """Return the model's longest context. `context` is the length in the model's file. With YaRN, many files give
+        the length before the extension; the result is then the extended length, as in vLLM."""
         if self.ends:
             return min(context, self.original_context)
         extended = int(self.original_context * min(self.factor, 1e9)) if self.kind is RopeKind.YARN else 0
@@ -62,21 +64,24 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and properties of a model. Most fields have the names of Hugging Face's config.json.
+    """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
 
-    RoPE does not rotate q and k in the layers `nope_layers`. If a layer has `experts`, `ffn` is the width of one
-    expert, and with `normalised_routes`, the routing weights of a token's experts are divided by their sum. In all
-    layers except `full_layers`, a token attends to the last `window` tokens, itself included; 0 means that no layer has
-    a sliding window. In layers with a window, RoPE has the base `local_theta` and no scaling, unless `local_theta` is
-    0. With `post_norms`, the outputs of attention and of the MLP are normalised before they are added to the residual.
-    With `whole_norms`, q and k are normalised, each over all heads. With `clipped_gates`, experts have the gate of
-    gpt-oss.
+    `experts`               if not 0, the MLP is a mixture of experts, and `ffn` is the width of one expert
+    `normalised_routes`     the weights of a token's experts are divided by their sum
+    `clipped_gates`         experts have the gate of gpt-oss
+    `nope_layers`           layers without RoPE
+    `window`                if not 0, a token attends to this many tokens, itself included, except in `full_layers`
+    `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base
+    `post_norms`            outputs of attention and of the MLP are normalised before they are added to the residual
+    `whole_norms`           q and k are normalised, each over all heads
+    `rounds_embedding`      `embedding_multiplier` is rounded to the compute type
+    `embedding_multiplier`  multiplies embeddings
+    `residual_multiplier`   multiplies the outputs of attention and of the MLP
+    `attention_multiplier`  multiplies attention scores; None means 1 / sqrt(head_dim)
+    `logits_scaling`        divides logits
 
-    Embeddings are multiplied by `embedding_multiplier` (rounded to the compute type with `rounds_embedding`), the
-    outputs of attention and of the MLP by `residual_multiplier`, and attention scores by `attention_multiplier` (None:
-    1 / sqrt(head_dim)). Logits are divided by `logits_scaling`. No operation knows these numbers. Instead, they change
-    the embedding's scale, the RoPE table and the scale of the last norm. For `residual_multiplier`, the whole residual
-    is divided by it, and the epsilon of RMS norms by its square, which leaves the norms' results unchanged.
+    No operation has code for the last four. Instead, other numbers are adapted, with the same result: the scales of the
+    embedding and of the last norm, the RoPE table, and the epsilon of the norms.
     """
 
     vocab: int
@@ -127,8 +132,8 @@ class ModelConfig:
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
 
     def full_places(self) -> dict[str, int]:
-        """Return the fields of ModelSizes that say which layers have no sliding window. They can express some layers at
-        the start and then every n-th layer; `check_config` refuses other `full_layers`."""
+        """Return the fields of ModelSizes that say which layers have no sliding window. These fields can express only
+        some layers at the start and then every n-th layer. `check_config` refuses any other `full_layers`."""
         full = set(self.full_layers)
         first = next(layer for layer in itertools.count() if layer not in full)
         rest = sorted(layer for layer in full if layer > first)

@@ -51,14 +51,17 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Naming:
-    """The tensor names of a file format, for each buffer in the order of its rows. `{}` stands for the layer. A name
-    that occurs several times is one tensor that has the rows of several matrices. If layers have `experts`, the names
-    are those of one expert, and `{expert}` stands for its number; a name without it is a tensor [experts, rows,
-    columns] of all experts.
+    """Names the tensors of a file that contain each buffer's rows, and says how the file stores them.
 
-    In the first `halved` tensors of a buffer, the two rows of a RoPE pair are half a head apart; in all others, they
-    are adjacent. With `biases_optional`, an absent bias counts as zero. Tensors whose names end with one of `ignored`
-    are not read, because they only repeat what the configuration says. The vectors in `plus_one` are stored minus 1.
+    `parts`            the names for each buffer, in the order of its rows. `{}` stands for the layer. A repeated name
+                       means one tensor that contains the rows of several matrices.
+    `experts`          the number of experts. `{expert}` in a name stands for the expert's number. A name without
+                       `{expert}` means one tensor [experts, rows, columns].
+    `halved`           in this many first tensors of a buffer, the two rows of a RoPE pair are half a head apart; in all
+                       other tensors, they are adjacent
+    `biases_optional`  an absent bias counts as zero
+    `ignored`          endings of the names of tensors that are not weights, and are allowed in the file
+    `plus_one`         vectors that are stored minus 1
     """
 
     parts: Mapping[Buffer, tuple[str, ...]]
@@ -80,7 +83,7 @@ class Naming:
 class FileCheckpoint:
     """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
-    `widened` lists the bytes that the file stores in types which must be converted, by the type's name.
+    `widened` counts the stored bytes that must be converted when they are read. It has one entry for each such type.
     """
 
     def __init__(
@@ -136,9 +139,9 @@ class FileCheckpoint:
         return Storage(tuple(tuple(StoredRows(self._tensors.dtype(n), s.whole) for n, s in layer) for layer in parts))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
-        """Return a rank's part of a tensor in the float type `dtype`. If the tensor has this type, or if `dtype` is
-        None, the result is a view of the file. Raises MegakernelError if a weight is NaN or infinite: it would make
-        every token meaningless, and later errors could not name it."""
+        """Return a rank's part of a tensor in the float type `dtype`. The result is a view of the file if the tensor
+        has this type, or if `dtype` is None. Raises MegakernelError if a weight is NaN or infinite: such a weight would
+        make every token meaningless, and later errors could not name the cause."""
         kind, end = self._tensors.dtype(name), share.first + share.size
         length = 1 if BUFFERS[buffer].matrix else math.prod(self._tensors.shapes[name][1:])
 
@@ -162,9 +165,8 @@ class FileCheckpoint:
 
 
 def _interleave(rows: NDArray[Any], config: ModelConfig, *, back: bool = False) -> NDArray[Any]:
-    """Reorder rows of q or k so that the two rows of each RoPE pair are adjacent. In Hugging Face's order, they are
-    half of the rotated part of a head apart; `back` restores this order. Rows of a head that are not rotated stay where
-    they are."""
+    """Reorder rows of q or k so that the two rows of each RoPE pair are adjacent. `back` restores Hugging Face's order:
+    there, a pair's rows are half of the rotated part of a head apart. Rows that RoPE does not rotate stay in place."""
     rotated = config.rope.dims or config.head_dim
     order = np.arange(config.head_dim)
     order[:rotated] = order[:rotated].reshape((-1, 2) if back else (2, -1)).T.ravel()

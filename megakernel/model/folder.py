@@ -46,8 +46,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def model_file(path: Path, *, weights: bool) -> Path:
-    """Return the Hugging Face folder or the GGUF file that `path` means: `path` itself, or the only GGUF model in a
-    folder. If `weights` is false, a folder needs only a config.json. Raises MegakernelError."""
+    """Find a model's weights: `path` itself, if it is a Hugging Face folder or a GGUF file, or the only GGUF model in
+    the folder `path`. If `weights` is false, a folder needs only a config.json. Raises MegakernelError."""
     with file_errors(f"read {path}"):
         if not path.is_dir():
             return _gguf(path)

@@ -48,12 +48,12 @@ def ggml_tokenizer(
     special: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Tokenizer | None:
-    """Build a tokenizer from GGUF metadata: byte-level BPE ("gpt2"), which first splits a text by the rule that
-    `tokenizer.ggml.pre` names, or SentencePiece's BPE ("llama"). Return None if the file has no tokenizer.
+    """Build a tokenizer from GGUF metadata. There are two kinds: SentencePiece's BPE ("llama"), and byte-level BPE
+    ("gpt2"), which first splits a text by the rule that `tokenizer.ggml.pre` names. Return None if the file has no
+    tokenizer.
 
-    `special` maps names of special tokens to their texts, which replace those of the metadata. `more` is passed to
-    `Tokenizer`. Raises UnknownTokenizer for another kind of tokenizer or another rule, and MegakernelError for damaged
-    data.
+    `special` maps names of special tokens to texts, which replace those in the metadata. `more` is passed to
+    `Tokenizer`. Raises UnknownTokenizer for another kind or another rule, and MegakernelError for damaged data.
     """
     keys = Keys(dict(metadata), source, "tokenizer.ggml.")
     model, pre = keys.get("model"), keys.get("pre") or "default"

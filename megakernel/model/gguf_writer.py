@@ -25,11 +25,11 @@ _ROUTER = Buffer.W_ROUTER
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path | None = None) -> None:
-    """Write a checkpoint as a GGUF file. Matrices get the type `kind`, quantised as by `--weights`; vectors and routers
-    get float32.
+    """Write a checkpoint as a GGUF file. Matrices are quantised to the type `kind`, as by `--weights`. Vectors and
+    routers (which choose experts) are written as float32.
 
-    `tokenizer` is a GGUF file whose tokenizer is copied. Without it, the new file works with token ids only. Raises
-    MegakernelError.
+    `tokenizer` is a GGUF file whose tokenizer is copied. Without `tokenizer`, the new file works with token ids only.
+    Raises MegakernelError.
     """
     config = checkpoint.config
     family, naming = FAMILIES[config.family], gguf_naming(config)

@@ -22,10 +22,9 @@ _READ = {
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
 
-# Keys of config.json that never change the logits, each group under the reason. Some more are recognised by their
-# names: keys that begin with "_" are notes of the software that wrote the file, keys with "drop" are for training, keys
-# with "flash" choose a kernel, and keys that end with "_token_id" name tokens that a forward pass treats like any
-# other.
+# Keys of config.json that never change the logits, in groups; a group's name is the reason. Some further keys are
+# recognised by their names. Keys that begin with "_" are notes, keys with "drop" are for training, keys with "flash"
+# choose a kernel, and keys that end with "_token_id" name tokens that a forward pass treats like any other.
 _HARMLESS = {
     "for training": """aux_loss_alpha gradient_checkpointing ignore_index initializer_factor initializer_range
         label_smoothing neftune_noise_alpha use_reentrant_checkpointing z_loss""",

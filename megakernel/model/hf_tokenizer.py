@@ -126,10 +126,11 @@ def _ggml(path: Path, facts: dict[str, Any], **more: Any) -> Tokenizer | None:
 
 
 def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the special tokens that templates can use: their texts by name, and lists of further texts by name.
+    """Return the special tokens that chat templates can use: a text for each name, such as `bos_token`, and lists of
+    texts for each name. They are in `special_tokens_map.json` and in the tokenizer's configuration.
 
-    As in transformers, `special_tokens_map.json` takes precedence over the configuration, unless that lists added
-    tokens.
+    If both files have a name, `special_tokens_map.json` counts, as in transformers. But if the configuration has the
+    key `added_tokens_decoder`, the configuration counts.
     """
     mapped = _optional(folder / "special_tokens_map.json")
     config = {name: value for name, value in config.items() if value is not None}

@@ -19,11 +19,11 @@ class Ended(Exception):
 
 
 class LimitedProcess:
-    """Runs `script` in a process that may use `seconds` of processor time per answer, and `memory_bytes` bytes of
-    memory. Further arguments are passed to the script.
+    """Runs `script` in a process with limits: `seconds` of processor time per answer, and `memory_bytes` bytes of
+    memory. `more` is passed to the script as further arguments.
 
-    The process starts at the first request. Its first input line is `begin`. An answer is one line of JSON, {kind:
-    text}. If the kind is "broken", the next request starts a new process.
+    The process starts at the first request, and its first input line is `begin`. Each answer is one line of JSON,
+    {kind: text}. After an answer of the kind "broken", the next request starts a new process.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:

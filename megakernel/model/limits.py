@@ -32,8 +32,8 @@ MOST_METADATA_ELEMENTS = 1 << 22
 MOST_STRING_BYTES = 1 << 22
 # The largest alignment of tensors in a GGUF file, in bytes.
 MOST_ALIGNMENT = 1 << 20
-# A limit on the work of deriving BPE merges from a SentencePiece vocabulary, which splits each token at every place:
-# the maximum total number of characters of all parts. At the limit, it takes seconds. Published vocabularies need 2^26.
+# The merges of a SentencePiece vocabulary are found by splitting each token at every place. This is the maximum total
+# number of characters of all parts. At the limit, the work takes seconds. Published vocabularies need 2^26.
 MOST_SPLIT_CHARACTERS = 1 << 30
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .gguf_checkpoint import GgufFile
     from .tokenizer import Tokenizer
 
-# Functions import the modules for each kind of model when they need them. So a model of one kind runs without the
-# packages that only other kinds need (gguf, tokenizers, jinja2, huggingface_hub).
+# Functions import the modules for a kind of model when they need them. So a user needs the packages (gguf, tokenizers,
+# jinja2, huggingface_hub) only for the kinds of models that are opened.
 
 _RANDOM = "random:"
 _POOLINGS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}  # names of sentence-transformers
@@ -81,8 +81,8 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
 
 
 def load_pooling(spec: str) -> str:
-    """Return how the model `spec` turns the hidden states of a text's tokens into an embedding: "last" (token), "mean",
-    or the name of another way. Models that do not say use the last token, as in vLLM."""
+    """Return how the model `spec` makes one embedding of the hidden states of a text's tokens: "last" (that of the last
+    token), "mean", or the name of an unsupported way. A model that does not say uses the last token, as in vLLM."""
     if spec.startswith(_RANDOM):
         return "last"
     path = _resolve(spec, weights=False)

@@ -78,9 +78,9 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
     ),
 }
 
-# Turns random bits into bfloat16 weights: all bits of the exponent except the lowest are fixed, and the sign, the
-# lowest bit of the exponent and the mantissa stay random. The magnitude then lies in [2^-7, 2^-5), and the standard
-# deviation is 0.019, close to 0.02, with which Llama is initialised.
+# Masks that turn random bits into bfloat16 weights. The sign, the mantissa and the lowest bit of the exponent stay
+# random; all other bits are fixed. So magnitudes lie in [2^-7, 2^-5). The standard deviation is 0.019, close to the
+# 0.02 with which Llama is initialised.
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
 _CHUNK = 1 << 18  # 64-bit words generated at a time; each has the bits of four weights
@@ -88,11 +88,12 @@ _NORMS = [buffer for buffer in Buffer if buffer.name.endswith("NORM")]
 
 
 class RandomCheckpoint:
-    """A Checkpoint of random bfloat16 weights and biases, with log-uniform magnitudes and random signs.
+    """A Checkpoint of random bfloat16 weights and biases, with log-uniform magnitudes and random signs. Activations
+    stay finite at any depth.
 
-    Norm weights are float32, uniform in [0.5, 1.5). If all were 1, a norm that used another norm's weights by mistake
-    would pass every check. Activations stay finite at any depth. Each layer of a buffer is generated from its own
-    random stream, which depends only on (seed, buffer, layer). So any buffer can be generated alone.
+    Norm weights are float32, uniform in [0.5, 1.5). If all were 1, a test could not notice that a norm uses another
+    norm's weights. Each layer of a buffer has its own random stream, which depends only on (seed, buffer, layer). So
+    any buffer can be generated alone.
     """
 
     dtype = Dtype.BF16

@@ -11,11 +11,11 @@ from .config import ModelConfig, Rope, RopeKind
 
 
 def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
-    """Return the weights of the RoPE operation for a layer, float32 [2, head_dim / 2]: the inverse frequency of each
-    pair for contexts of `config.max_context` tokens, and a factor by which the pair's cosine and sine are multiplied.
+    """Return the weights of the RoPE operation for a layer, float32 [2, head_dim / 2]. Row 0 has the inverse frequency
+    of each RoPE pair; 0 means that the pair is not rotated. Contexts have at most `config.max_context` tokens.
 
-    A pair that is not rotated has the frequency 0. The factors multiply both q and k. With them, attention scores can
-    have another multiplier than 1 / sqrt(head_dim).
+    Row 1 has a factor for each pair's cosine and sine. The factors multiply q and k, and so can replace the usual
+    multiplier of attention scores, 1 / sqrt(head_dim), by another.
     """
     table = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
     local = config.local_theta and layer not in config.full_layers
@@ -30,12 +30,11 @@ def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
 
 def inverse_frequencies(rope: Rope, head_dim: int, context: int | None = None) -> NDArray[np.float32]:
     """Return RoPE's inverse frequencies, theta ** (-2i / head_dim) for i < head_dim / 2, scaled as `rope` says, as a
-    float32 array [head_dim / 2]. `context` is the longest context in tokens (None: any); it matters only for LongRoPE.
+    float32 array [head_dim / 2]. `context` is the longest context in tokens (None: any); only LongRoPE uses it.
 
-    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`. Otherwise, tokens far into
-    a context would be rotated by a slightly different angle than in Hugging Face's code. Only the power differs: here
-    it is correctly rounded, while Hugging Face's result may differ by one unit in the last place. Llama 3's scaling
-    follows "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`.
+    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`, so that tokens far into a
+    context are rotated by the same angle as there. Only the power may differ, by one unit in the last place: here it is
+    correctly rounded. Llama 3's scaling follows "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = np.power(np.float64(np.float32(rope.theta)), exponent.astype(np.float64)).astype(np.float32)
@@ -73,9 +72,9 @@ def _llama3(rope: Rope, frequencies: NDArray[np.float32]) -> NDArray[np.float32]
 
 
 def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale frequencies as YaRN does ("YaRN: Efficient Context Window Extension of Large Language Models", 2023):
-    divide low ones by `factor`, keep high ones, and interpolate linearly between them by the number of the RoPE pair.
-    """
+    """Scale frequencies as in "YaRN: Efficient Context Window Extension of Large Language Models" (2023). Low
+    frequencies are divided by `factor`, and high ones stay the same. Between these, the result is interpolated linearly
+    in the pair's number."""
     pairs = len(power)
 
     def pair(turns: float) -> float:

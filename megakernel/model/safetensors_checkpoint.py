@@ -29,8 +29,8 @@ _FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype
 _DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # bytes have quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
-# How other kinds of models name the tensors whose names usually begin with "model.": embedding models, which have no LM
-# head, and models that also see images, as saved by older and newer software.
+# Prefixes of tensor names in other models, each with the usual prefix in its place. Embedding models, which have no LM
+# head, have no prefix. Models that also see images have one of two, from older or newer software.
 _PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OF_IMAGES = tuple(f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower"))
 
@@ -172,8 +172,8 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Raise MegakernelError if the configuration says that the LM head shares the embedding table (tied), but the file
-    has an LM head with other values. Programs disagree about which of the two to use."""
+    """Raise MegakernelError if the configuration says that the LM head and the embedding table are the same matrix
+    (tied), but the file has a different LM head. Programs disagree about which matrix to use then."""
     if not config.tied or _HEAD not in tensors.shapes:
         return
     same = tensors.shapes[_HEAD] == tensors.shapes.get(_EMBED) and all(

@@ -1,7 +1,8 @@
-"""Reads the experts of gpt-oss in safetensors files, where the rows of gate and up alternate in one tensor.
+"""Reads gpt-oss's experts from safetensors files. There, one tensor has the rows of gate and up, alternating.
 
-Tensors of floats have the axes [expert, input, output]. In MXFP4, a matrix is two tensors of bytes: `_blocks` has 16
-for 32 inputs, [expert, output, block, 16], and `_scales` an exponent for each block, [expert, output, block].
+A tensor of floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks`
+[expert, output, block, 16] has 16 bytes for 32 inputs, and `_scales` [expert, output, block] has one exponent per
+block.
 """
 
 from __future__ import annotations

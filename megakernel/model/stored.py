@@ -40,9 +40,8 @@ def quantised_kv(name: str) -> bool:
 
 
 def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
-    """Whether, with the value `name` of `--activations`, inputs of quantised weights are rounded to 8 bits. `storage`
-    lists the matrices that are kept in other types than the compute type. Raises MegakernelError for an unknown value.
-    """
+    """Return whether inputs of quantised weights are rounded to 8 bits, if `--activations` has the value `name`.
+    `storage` lists the matrices that are not kept in the compute type. Raises MegakernelError for an unknown value."""
     if name not in ("auto", "q8", "float"):
         raise MegakernelError(f"cannot compute activations in {name!r}: choose from auto, q8, float")
     multiplied = [kept for buffer, kept in storage.items() if buffer is not Buffer.EMBED]
@@ -89,9 +88,8 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """Return the bytes that all matrices of a model take in memory, by the name of their type. If the LM head shares
-    the embedding table (tied), it counts once. `storage` lists the matrices that do not have the compute type `dtype`.
-    """
+    """Return how many bytes a model's matrices take in memory, for each type by name. `storage` lists the matrices that
+    do not have the compute type `dtype`. An LM head that is the embedding table (tied) counts once."""
     split, out = Split(config.sizes(dtype)), Counter[str]()
     for buffer, kept in {**_all_in(config, dtype), **storage}.items():
         if buffer is Buffer.LM_HEAD and config.tied:

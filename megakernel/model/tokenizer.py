@@ -23,10 +23,11 @@ class UnknownTokenizer(MegakernelError):
 class Tokenizer:
     """Converts between text and token ids. A token in `eos_ids` ends a text. `vocab_size` includes added tokens.
 
-    `special` maps names such as `bos_token` to the texts of special tokens. `templates` are the chat templates
-    `default` and `tool_use`; the latter is for conversations with tools. `listed` has further template variables.
-    `before` and `after` are ids to put before and after a text, in addition to those that `backend` (of the package
-    `tokenizers`) adds. `before` also begins a conversation unless the template has written it.
+    `templates` are the chat templates: `default`, and `tool_use` for conversations with tools. Their variables are
+    `special`, which maps names such as `bos_token` to the texts of special tokens, and the lists in `listed`.
+
+    `backend` (of the package `tokenizers`) may add ids to a text. In addition, the ids `before` and `after` are put
+    before and after each text. A conversation also begins with `before`, unless its template has already written them.
     """
 
     def __init__(
@@ -154,8 +155,8 @@ def backend_errors(what: str) -> Iterator[None]:
         raise MegakernelError(f"{what}: {str(e)[:500]}") from e
 
 
-# When an answer continues a message, this mark is appended to the message to find its end in the rendered conversation.
-# If the mark's final space is missing there, the template has removed white space from the message's end.
+# If an answer continues a message, this mark is appended to the message, to find the message's end in the rendered
+# conversation. If the mark's final space is then missing, the template removes white space at the end of messages.
 _MARK = "THE-ANSWER-CONTINUES-HERE "
 
 
@@ -195,10 +196,10 @@ class TextStream:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """Return a function from a vocabulary entry to its bytes, and whether the first space of a text must be dropped.
+    """Return a function that converts a vocabulary entry to bytes, and whether a text's first space must be dropped.
 
-    A vocabulary is written in one of two ways. In GPT-2's, a printable character stands for each byte. In
-    SentencePiece's, "▁" stands for a space and "<0x0A>" for a byte.
+    There are two kinds of vocabularies. In GPT-2's, each byte is written as a printable character. In SentencePiece's,
+    "▁" stands for a space and "<0x0A>" for a byte.
     """
     declared = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
     steps = declared.get("decoders", [declared])
@@ -213,9 +214,10 @@ def _decoder(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte for which each character of GPT-2's vocabulary stands (the inverse of its `bytes_to_unicode`).
+    """Return the byte for each character of GPT-2's vocabulary (the inverse of GPT-2's function `bytes_to_unicode`).
 
-    Printable Latin-1 characters stand for their own byte, and characters from U+0100 on for the other bytes, in order.
+    A printable Latin-1 character stands for its own byte. The other bytes, in order, have the characters from U+0100
+    on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

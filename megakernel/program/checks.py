@@ -1,8 +1,7 @@
-"""Checks a program before anything executes it. Most checks look at one instruction at a time, not at their order.
+"""Checks a program before anything executes it. A program without violations never accesses memory outside its arrays.
 
-Code that executes a program without violations never accesses memory outside the program's arrays. `scheduler.verify`
-begins with these checks. It also proves that the program computes the same as its phases run one after another, and
-that it ends.
+Most checks look at one instruction at a time. `scheduler.verify` runs these checks first, and then looks at the order
+of instructions: it proves that the program ends, and that it computes the same as its phases one after another.
 """
 
 from __future__ import annotations
@@ -325,8 +324,9 @@ def _boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Yield instructions that access residual rows which their rank does not own. Also yield those that access rows of
-    several row blocks, because the residual and partial sums are divided among ranks by row block."""
+    """Yield messages about instructions that access residual rows of other ranks, or that access more than one row
+    block. A row block is a group of rows with one owner; the residual and partial sums are divided among ranks by row
+    block."""
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
     if not residual and all(a.buffer not in phases.partial for a in use.accesses):

@@ -18,8 +18,8 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Word:
-    """All wait words, or all signal words, of some records, as arrays with an entry for each word that is not empty:
-    the index `row` of its record, the word's position `slot` in the record, and the fields of the word."""
+    """All waits, or all signals, of some instruction records. Each array has one entry per wait or signal: the index
+    `row` of its record, its place `slot` in the record, and the parts of the word that encodes it."""
 
     row: Ints
     slot: Ints
@@ -45,11 +45,12 @@ def _words(words: NDArray[np.int32]) -> Word:
 
 
 class Part:
-    """A decoded segment (prologue, body or epilogue): its records, the stream and the position in the stream of each
-    record, and all wait and signal words.
+    """A decoded segment (prologue, body or epilogue): its instruction records, where each record is in the streams, and
+    all waits and signals.
 
-    The body also contains the records of queues, after those of streams. For a record of a queue, `queue` is the
-    queue's number, counted over all ranks, and `position` its place in the queue. For all other records, `queue` is -1.
+    The body also has the records of queues (lists of instructions that any worker may take), after those of streams.
+    For these, `queue` is the queue's number, counted over all ranks, and `position` the place in the queue. For all
+    other records, `queue` is -1.
     """
 
     def __init__(self, program: Program, name: str) -> None:

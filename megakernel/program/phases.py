@@ -1,8 +1,8 @@
 """Checks that a program's phases (operations with parameters) make sense on every rank.
 
-A program file contains its phases, and what is known of its instructions follows from them. If a phase did not name
-exactly the buffers that its operation uses, with the right purpose, type and shape, an instruction could access other
-data than it declares.
+What an instruction may access is derived from its phase, and a program file contains its phases. A wrong phase could
+therefore lead to accesses outside the declared data. So each phase must name exactly the buffers that its operation
+uses, with the right purpose, type and shape.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .program import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# The maximum of each operand, each size, and each number of rows or columns that is a product of sizes. It is so small
-# that the sum of several such numbers fits into int32.
+# The maximum of any operand, any size, and any number of rows or columns. The sum of several such numbers fits into
+# int32.
 MOST = (1 << 28) - 1
 
 
@@ -41,7 +41,7 @@ class Phases:
         self.segment: Ints = np.full(256, -1)  # index of the phase's segment in SEGMENTS; -1: any
         self.segment[DRAIN.number] = _BODY
         # The least and the greatest allowed value of each operand, by phase number and operand. MOST is so small that
-        # the sum of two operands fits into int32. Words after a phase's operands may have any value.
+        # the sum of two operands fits into int32. The unused words of a record may have any value.
         self.least = np.full((256, bits.OPERANDS), -(1 << 31), dtype=np.int32)
         self.most = np.full((256, bits.OPERANDS), (1 << 31) - 1, dtype=np.int32)
         for number, phase in self.by_number.items():
@@ -54,8 +54,8 @@ class Phases:
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
         # The phases that compute only the rows that get logits. They wait for the row blocks that contain these rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # The buffers of the residual: the outputs of phases that look up embeddings or add to the residual. Unless
-        # every rank keeps the whole residual, a rank has only its own row blocks (groups of rows) in them.
+        # The buffers of the residual stream: phases write embeddings to them, or add to them. Usually, a rank's copy
+        # has only the row blocks (groups of rows) that the rank owns; with a replicated residual, it has all rows.
         writers = (Operation.GATHER, Operation.REDUCE)
         own = [p for p in forward if p.rows is Rows.OWN]
         self.residual = {

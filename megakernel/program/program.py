@@ -1,24 +1,25 @@
-"""A compiled program: a stream of instruction records for each worker (SM or CPU core) of each rank, and the counters
-by which instructions wait for each other.
+"""A compiled program, in the form in which it is stored and executed.
 
-A program has three segments: prologue, body and epilogue. The body is stored once and runs once per layer. Its run for
-layer l uses layer l of the weights and of the KV cache, and counter block l. Each rank has its own copy of the
-counters: `dims.layers` + 1 blocks of `counters` counters.
+Each worker (SM or CPU core) of each rank has a stream, a list of instruction records that it executes in order.
+Instructions of different streams are ordered by counters. An instruction that has stored its results adds to a counter;
+this is called a signal. An instruction that needs these results waits until the counter has reached its total, which is
+the sum of all additions in a launch.
 
-When an instruction has stored its results, it adds to a counter; this is called a signal. Layer l normally adds to
-counters in block l. If the signal has the NEXT bit, it adds to a counter in block l + 1, for which the next layer
-waits. The prologue signals to layer 0 through block 0. The last layer signals to the epilogue through the last block.
+A program has three segments: prologue, body and epilogue. The body is stored once and runs once per layer, each time
+with this layer's weights, KV cache and block of counters. Each rank has its own copy of all counters: one block per
+layer, and one more. Layer l signals in block l or, if the signal has the NEXT bit, in block l + 1, for which the next
+layer waits. So the prologue signals to layer 0 in block 0, and the last layer signals to the epilogue in the last
+block.
 
-A counter's total is the sum of all additions to it in a launch. Three sets of totals are stored: for the first block,
-for the last block, and for all blocks between. The first and the last set differ from the others because block 0 gets
-its signals from the prologue instead of a layer, and no layer runs with the last block.
+Three sets of totals are stored: for the first block, for the last block, and for each block between. The first set
+differs because the prologue signals instead of a layer before it, the last because no layer runs with the last block.
 
 A rank may also have queues. A queue is a list of body instructions that are not assigned to a worker. In each layer,
 workers take these instructions from the queue in order, by `drain` instructions in their streams. In traces and
 messages, the instructions of queues are numbered after those of streams.
 
-With more than one rank, a program ends in a barrier over all ranks: every stream's last instruction waits until all
-other work of every rank is done. Nothing else keeps the next launch from starting too early.
+With more than one rank, a program ends in a barrier: the last instruction of every stream waits until all other work of
+every rank is done. Without the barrier, the next launch could overwrite data that a slower rank still needs.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class Program:
         return self.dims.on(rank)
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Return the records of a segment in the order in which traces number them (a queue's records follow those of
-        streams), and the rank of each record. `index` is the segment's index in SEGMENTS."""
+        """Return the records of a segment and the rank of each record, in the order in which traces number
+        instructions: first those of streams, then those of queues. `index` is the segment's index in SEGMENTS."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))
         if SEGMENTS[index] != "body":
@@ -127,12 +128,12 @@ class Program:
                 yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
-        """Return a segment as a list of phases. Each phase is a Segment with all instructions of this phase, in the
-        streams of all ranks.
+        """Divide a segment into phases. Each phase becomes a Segment with all its instructions, in the streams of all
+        ranks.
 
-        The phases can run without counters: one after another, with a barrier over all ranks in between, and the body
-        repeated for each layer. With its counters, the program must give the same results. Control instructions are
-        left out, and the instructions of a queue are divided among the workers of its rank.
+        Such Segments are the reference for the program's results. They need no counters, because they run one after
+        another, with a barrier over all ranks in between; those of the body run once per layer. Control instructions
+        are left out, and the instructions of a queue are divided among the workers of its rank.
         """
         records, ranks = self.numbered(index)
         segment: Segment = getattr(self, SEGMENTS[index])

@@ -1,7 +1,7 @@
-"""Computes the least time of a step that the hardware allows (the roofline), and how close measured times come to it.
+"""Computes the least time that the hardware allows for a step (the roofline), and compares measured times with it.
 
-`work` and `ceilings` are about steps that have run, and `program_step` is about compiled programs. `ask` answers
-questions about chips, networks and parallelism without a program.
+`work` and `ceilings` are about steps that have run. `program_step` is about compiled programs. `ask` needs no program:
+it answers questions about chips, networks and parallelism.
 """
 
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure

@@ -23,8 +23,9 @@ QUIET = 0.05  # a measurement is valid if other programs use at most this fracti
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The maximum rates of all workers together. `unit` is the unit of `flops`, `how` says where the rates come from,
-    and `warning` says why they may be too low. These three texts are for people."""
+    """The maximum rates of all workers together, with which measured rates are compared. Three fields are texts for
+    people: `unit` is the unit of `flops`, `how` says where the rates come from, and `warning` why they may be too
+    low."""
 
     read_bytes_per_s: float
     flops: float  # multiply-adds per second, counted as two operations each
@@ -47,9 +48,9 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Measured:
-    """The highest rates that `threads` threads have reached on this CPU, in `probes` measurements until `date`.
-    `others` is the fraction of all cores' time that other programs used during the least disturbed measurement; None if
-    unknown."""
+    """The highest rates ever measured on this CPU with `threads` threads. `probes` is the number of measurements, and
+    `date` that of the last one. `others` is the fraction of all cores' time that other programs used during the least
+    disturbed measurement, or None if unknown."""
 
     threads: int
     read_bytes_per_s: float

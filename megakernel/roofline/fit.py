@@ -11,8 +11,8 @@ from ..isa import BUFFERS, Dims, Space, kv_bytes
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a step fits into memory: the bytes needed on the rank that needs most, and the bytes that each rank has
-    (`memory_bytes`). `sequences_at_most` is the maximum number of sequences of the same length that would fit."""
+    """Whether a step fits into memory. The sizes are those of the rank that needs most; every rank has `memory_bytes`.
+    `sequences_at_most` is how many sequences of the same length would fit."""
 
     weight_bytes: float
     kv_bytes: float
@@ -30,8 +30,8 @@ class Fit:
 
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
-    """Return the memory that a step needs on the rank that needs most: `weight_bytes`, a KV cache for `sequences` of
-    `context` tokens each, and activations. `ranks` are the sizes as each rank sees them."""
+    """Return the memory that a step needs on the rank that needs most: `weight_bytes`, activations, and a KV cache for
+    as many `sequences` of `context` tokens. `ranks` are the sizes as each rank sees them."""
     one = max(float(d.model.layers * d.split.rank_kv_heads * context * kv_bytes(d.model)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations

@@ -36,8 +36,8 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the plot. `flops_per_s` is what the machine allows, or what was achieved. `flops_per_byte` counts
-    bytes of main memory. `family` gives the point of an operation its colour."""
+    """A point of the plot. `flops_per_s` is a rate that the machine allows, or a rate that was achieved.
+    `flops_per_byte` counts bytes of main memory. `family` (a group of operations) gives the point its colour."""
 
     label: str
     flops_per_byte: float
@@ -47,8 +47,8 @@ class Point:
 
 
 def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: str, roof: str = "bf16") -> None:
-    """Write the plot to `path`, as an HTML page if its name ends in .html, otherwise as an SVG file. The rate of the
-    type `roof` is drawn as a roofline, and the machine's other rates as dashed lines. The labels of the points are on
+    """Write the plot to `path`, as an HTML page if its name ends in .html, otherwise as an SVG file. One roofline is
+    drawn solid: that of the type `roof`. The machine's other rates are dashed lines. The labels of the points are on
     the right, the highest rate first. Raises MegakernelError if matplotlib is missing, if a point is not positive, or
     if the file cannot be written."""
     try:

@@ -28,10 +28,10 @@ class PhasePart:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The work of one phase in a step, all layers together, and the least times for it. `instruction` is the phase's
-    name. Each amount is that of the rank with most of this work. The phase sends `sent_bytes` to other ranks, in `hops`
-    messages for which later instructions wait. `comms_measured_s` is the time at the bandwidth of collectives that was
-    measured for this message size; None if it was not measured."""
+    """The work of one phase in a step, all layers together, and the least times for this work. Each amount is the
+    maximum over the ranks. `instruction` is the phase's name. `sent_bytes` go to other ranks in `hops` messages, one
+    after another. `comms_s` is computed from the links' rates. `comms_measured_s` is computed from measured bandwidths
+    of collectives; it is None if there are none."""
 
     instruction: str
     family: OperationFamily
@@ -57,10 +57,9 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StepRoofline:
-    """The least times of a step in seconds, each for the rank with most of this work. `t_latency_s` is the latency of
-    all messages one after another. `t_comms_s` is this latency plus the bytes sent divided by the links' bandwidth.
-    `t_comms_measured_s` is the time at the bandwidth of collectives that was measured for these message sizes; None if
-    it was not measured."""
+    """The least times of a step in seconds, for each kind of work: the maximum over the ranks. `t_latency_s` is the
+    latency of all messages, one after another. `t_comms_s` adds the time to send the bytes at the links' rates.
+    `t_comms_measured_s` is computed from measured bandwidths of collectives instead; None if there are none."""
 
     t_math_s: float
     t_vector_s: float
@@ -178,9 +177,9 @@ def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:
-    """Return the time in seconds of a collective over `members` GPUs of a node, from measured all-reduce bandwidths.
-    The result is None if none was measured for this number of GPUs. An all-reduce has two `passes` over the array, and
-    a gather or a reduce-scatter one."""
+    """Return the seconds of a collective over `members` GPUs of a node, computed from measured all-reduce bandwidths.
+    None means that no bandwidth was measured for this number of GPUs. `passes` is 2 for an all-reduce, and 1 for a
+    gather or a reduce-scatter."""
     curve = hardware.curve("all_reduce", members)
     if curve is None:
         return None
@@ -188,8 +187,8 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Return the time in seconds of `messages` gathers of equal size at the measured bandwidth. The result is None if
-    no bandwidth was measured. `sent_bytes` is what one of N ranks sends in all gathers: (N - 1) / N of their arrays."""
+    """Return the seconds of `messages` gathers of equal size, computed from measured bandwidths, or None if there are
+    none. `sent_bytes` is what one of N ranks sends in all gathers, which is (N - 1) / N of the gathered arrays."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

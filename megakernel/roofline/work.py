@@ -42,8 +42,9 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The rates of a measured step. `fraction` is the least possible time divided by the measured time. If it is above
-    1, the maximum rates or the time were measured wrongly; then `error` says so, otherwise it is None."""
+    """The rates of a measured step. `fraction` is the least possible time divided by the measured time. A fraction
+    above 1 means that the time or the maximum rates were measured wrongly; `error` then says so. Otherwise, `error` is
+    None."""
 
     fraction: float
     read_bytes_per_s: float
@@ -68,17 +69,17 @@ def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
 def step_work(
     forward: Forward, split: Split, rows: Sequence[int], contexts: Sequence[int], logit_rows: int, *, tied: bool = False
 ) -> StepWork:
-    """Return the work that a step of the phases `forward` cannot avoid on rank `split.rank`.
+    """Return the least work of a step on rank `split.rank`: what no implementation of the phases `forward` can avoid.
 
     Sequence i adds `rows[i]` new tokens, and has `contexts[i]` KV tokens afterwards, including the new ones.
 
     FLOPs are those of matmuls, 2 x weights x rows, and of attention, 4 x query heads x head_dim x layers x (query, key)
-    pairs. A token attends to itself and to all tokens before it or, with a sliding window, to the last ones. Norms,
-    RoPE and softmax are ignored, because they take only a few operations per element.
+    pairs. A sliding window reduces the number of pairs. Norms, RoPE and softmax are ignored, because they take only a
+    few operations per element.
 
-    Every weight is read once. If B rows use k of E experts each, the weights of min(B k, E) experts are read. The LM
-    head is read only if there are logit rows. The embedding table is read for the step's tokens only. If the LM head
-    is `tied` to the table and is read, the table costs nothing more. K and V of every visible token are read once.
+    Every weight is read once, and K and V of every visible token once. If B rows use k of E experts each, the weights
+    of min(B k, E) experts are read. The LM head is read only if there are logit rows. Of the embedding table, only the
+    rows of the step's tokens are read; they cost nothing if the LM head is read and is the same matrix (`tied`).
     `_link_bytes` gives the bytes sent to other ranks.
     """
     if len(rows) != len(contexts):
@@ -117,8 +118,8 @@ def _used(buffer: Buffer, split: Split, rows: int) -> float:
 
 
 def attended(model: ModelSizes, new: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, int]:
-    """Return two sums over all layers and sequences: the number of (query, key) pairs, and the number of tokens to
-    which at least one new token attends. Sequence i has new[i] new tokens, and after[i] tokens in all."""
+    """Return two sums over all layers and sequences: the (query, key) pairs of attention, and the tokens whose K and V
+    are read because some new token attends to them. Sequence i has new[i] new tokens, and after[i] tokens in all."""
     pairs, tokens = 0, 0
     for span, layers in model.spans.items():
         before = after - new
@@ -131,11 +132,12 @@ def attended(model: ModelSizes, new: NDArray[np.int64], after: NDArray[np.int64]
 def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
     """Return the bytes that each of Y ranks stores on the other ranks, if all shards have equal sizes.
 
-    A layer has four exchanges: two gathers of normalised rows, and the reductions of the attention output and of the
-    MLP's output. Each moves (Y - 1) / Y of `rows` rows of the hidden size. With a replicated O projection, the
-    attention output is not reduced: each rank sends its own heads of a row to the rank that owns the row, which is only
-    1 / Y as much. If all ranks keep the whole residual, there are no gathers, and the two reductions send their rows to
-    every rank. In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample.
+    A layer has two gathers of normalised rows, and two reductions: of the attention output and of the MLP's output.
+    Each of the four sends (Y - 1) / Y of `rows` rows of the hidden size. Two options change this. With a replicated O
+    projection, the first reduction is replaced: each rank sends its own heads of a row to the row's owner, 1 / Y as
+    much. With a replicated residual, there are no gathers, and the two reductions send their rows to every rank.
+
+    In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample.
     """
     others = (split.tp - 1) / split.tp
     copies = split.tp if split.replicated_residual else 1

@@ -1,5 +1,6 @@
-"""All operations. Each file declares one: which data its instructions access, what they cost, how the scheduler divides
-a phase into instructions, which buffers a phase needs, and what an instruction computes, in NumPy."""
+"""All operations, one file each. A file declares which data the operation's instructions access, what they cost, how
+the scheduler divides a phase into instructions, and which buffers a phase needs. A function in NumPy executes an
+instruction; its results are the reference for all backends."""
 
 from __future__ import annotations
 

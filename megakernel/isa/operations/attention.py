@@ -1,8 +1,9 @@
-"""ATTENTION computes attention items (some rows, KV heads and KV tokens). Each launch's step table says which items.
+"""ATTENTION computes attention items: some token rows, some KV heads and some KV tokens of a sequence. The step table,
+an input of each launch, says which items an instruction computes.
 
-An instruction therefore selects its counters at run time. It waits until q, k and v are complete: one counter for each
-row block (group of token rows) and each group of `group_heads` KV heads. It signals to one counter per row block. The
-wait word and the signal word name the first counter of each array.
+Therefore an instruction also selects at run time which counters it waits for. Q, K and V have one counter for each row
+block (group of token rows) and each group of `group_heads` KV heads. The instruction signals to one counter per row
+block. Its wait and signal words name the first counter of each kind.
 """
 
 from __future__ import annotations
@@ -48,21 +49,20 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def attention_cost(model: ModelSizes, row_kv_heads: int, kv_tokens: float) -> tuple[float, float]:
-    """Return (FLOPs, KV bytes) of one attention item. `row_kv_heads` is the product of the item's
-    query rows and KV heads. Each row attends to `kv_tokens` tokens.
+    """Return the FLOPs of an attention item, and the bytes of K and V if every row reads them separately.
+    `row_kv_heads` is the product of the item's query rows and KV heads. Each row attends to `kv_tokens` tokens.
 
-    FLOPs = 4 x query heads x head_dim x tokens: two products (QK and PV), two FLOPs each. KV bytes
-    count one read per row.
+    FLOPs = 4 x query heads x head_dim x tokens: two products (QK and PV) with two FLOPs each.
     """
     flops = 4.0 * row_kv_heads * model.group_size * model.head_dim * kv_tokens
     return flops, row_kv_heads * kv_tokens * kv_bytes(model)
 
 
 def item_work(view: StepTable) -> tuple[Floats, Floats]:
-    """Return the FLOPs of each attention item of the view's rank, and the bytes of K and V that it reads: two [items].
-    Both are means over the layers, because layers with a sliding window have less work.
+    """Return two arrays [items] for the rank of `view`: the FLOPs of each attention item, and the bytes of K and V that
+    the item reads. An item reads K and V once for all its rows. Padding items have zeros.
 
-    Both are zero for padding items. An item reads K and V once, however many rows it has.
+    The numbers are means over the layers, because layers with a sliding window have less work.
     """
     dims, n = view.dims, int(view.slot_items[-1])
     row, rows = view.item_row[:n].astype(np.int64), view.item_rows[:n].astype(np.int64)

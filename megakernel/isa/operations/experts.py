@@ -1,14 +1,14 @@
 """EXPERTS multiplies rows by the matrices of the experts that ROUTE has chosen for them.
 
-A row has k experts, and k rows of results: those of its best expert, of its second best, and so on. An instruction
-computes the results of one place. If a step has few rows (see `Dims.by_expert`), place j is a row's j-th expert, and an
-instruction finds the expert's number in ROUTES. If it has many, a place is an expert, and an instruction has all rows
-of which it is an expert, perhaps none. Both give the same bits.
+A row has k experts and therefore k rows of results, those of its best expert first. The operand `place` of an
+instruction selects an expert. In small steps (see `Dims.by_expert`), place j means the j-th expert of each row. In
+large steps, place e means expert e, and the instruction computes only those of its rows that have chosen expert e. Both
+ways give bit-identical results.
 
-The declared accesses have columns for every place, as if each row had results for all of them. They do not depend on
-the routing, so the verifier's proof holds for every routing. A row's experts all differ, so two of its places never use
-the same address in one layer. The next layer may use that address for another place. This is safe, because ROUTE
-overwrites ROUTES only after all instructions have read them, and the next layer's instructions read them afterwards.
+The routing is unknown when a program is verified. Therefore the declared accesses have columns for every place, as if
+each row had results for all places, and the proof holds for any routing. In memory, a row has only k rows of results.
+Two places of a row never share one of these within a layer, because a row's experts all differ. The next layer may
+reuse them, because ROUTE changes the routing only after all instructions of the layer have read it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def _of_tokens(p: Phase) -> bool:
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Return the cost of instructions. Each instruction reads one expert's weights. If B rows use k of E experts each,
-    a step counts the weights of min(B k, E) experts, the most that it can need.
-    """
+    """Return the cost of instructions. Each instruction reads one expert's weights. If B rows have chosen k of E
+    experts each, min(B k, E) experts are read at most. A step counts this number."""
     rows = c["rows"] * share(d) if d.by_expert else c["rows"].astype(np.float64)
     memory = weight_bytes(p, c["cols"], d)
     matrix = 2.0 * rows * c["cols"] * p.matrices(d.split) * p.inner(d.split)

@@ -233,9 +233,9 @@ def weight_bytes(phase: Phase, cols: NDArray[Any], dims: Dims) -> NDArray[np.flo
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Return the cost of matmul tiles. Tiles with the same columns share weights. The tile with the rank's first
-    row reads them from memory, and the others from a cache. A norm applied to the inputs is computed once per tile.
-    """
+    """Return the cost of matmul tiles. Tiles with the same columns use the same weights. Only one of them, with the
+    rank's first row, counts as reading the weights from memory; the others find them in a cache. If the phase
+    normalises its inputs, each tile does so once."""
     # The positions of the tiles' first rows among the rank's rows.
     place = d.reduce_place(c["row"]) if p.rows is Rows.OWN else c["row"]
     products = c["cols"].astype(np.float64) * p.matrices(d.split) * p.inner(d.split)

@@ -1,7 +1,7 @@
 """ROUTE chooses the experts of each row.
 
-For each token row, ROUTES has the numbers of its experts, the best first, and ROUTE_WEIGHTS has their weights. A row's
-experts depend only on the row itself. Therefore its results do not depend on the other rows of a batch.
+For each token row, it writes the numbers of the row's experts to ROUTES, the best first, and their weights to
+ROUTE_WEIGHTS. A row's experts depend only on the row itself. Therefore its results do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from .spec import Cost, Cut, OperationSpec, activations, box, contents, vector, 
 
 
 def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.intp], F32]:
-    """Return the `count` experts with the largest logits of each row, and their weights: softmax, divided by the sum
-    of the row's weights if `normalised`. If logits are equal, the expert with the lower number is chosen first. NaN
-    counts as -infinity, so that no expert is chosen twice.
-    """
+    """Return the `count` experts of each row with the largest logits, and the experts' weights. The weights are the
+    softmax of all logits; if `normalised`, they are divided by their sum. Of experts with equal logits, the lower
+    number comes first. NaN counts as -infinity, so that no expert is chosen twice."""
     logits = np.where(np.isnan(logits), -np.inf, logits)
     experts = np.argsort(-logits, axis=1, kind="stable")[:, :count]
     with np.errstate(invalid="ignore"):

@@ -72,9 +72,9 @@ def philox(counter: Four, key: tuple[int, int]) -> Four:
 
 
 def uniform(seed_low: int, seed_high: int, position: int, choice: int) -> float:
-    """Return a random number in [0, 1), a multiple of 2^-24, that depends only on the request's seed, the token's
-    position, and `choice`, the index of the completion within the request. So the result does not depend on the batch.
-    """
+    """Return the random number for sampling a token: a multiple of 2^-24 in [0, 1). It depends only on the request's
+    seed, the token's position and `choice`, the index of the completion within the request. So it does not depend on
+    the batch."""
     first = philox((position & _WORD, choice & _WORD, 0, 0), (seed_low & _WORD, seed_high & _WORD))[0]
     return float(first >> 8) * 2.0**-24
 
@@ -85,10 +85,10 @@ def log_sum_exp(z: F32) -> np.float32:
 
 
 def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: float, frequency: float) -> F32:
-    """Return logits z after penalties.
+    """Return logits z after three penalties.
 
-    For tokens in `seen` (prompt and output), a positive logit is divided by `repetition`, any other multiplied by it.
-    Then the logits of tokens in `output` decrease by `frequency` per occurrence, and once by `presence`.
+    `repetition` divides positive logits of the tokens in `seen` (prompt and output), and multiplies the others. Then
+    each logit of a token in `output` decreases by `frequency` per occurrence of the token, and once by `presence`.
     """
     z = z.copy()
     ids = np.unique(seen)
@@ -99,11 +99,11 @@ def penalised(z: F32, seen: I32, output: I32, *, repetition: float, presence: fl
 
 
 def kept(z: F32, *, min_p: float, top_k: int, top_p: float) -> NDArray[np.intp]:
-    """Return the token ids that remain after the filters min-p, top-k and top-p, which are applied in this order. The
-    most probable id comes first; of equally probable ids, the smaller comes first.
+    """Return the token ids that remain after the filters min-p, top-k and top-p, in this order. The most probable id
+    comes first. Of equally probable ids, the smaller comes first.
 
-    z are logits after temperature. min_p = 0, top_k = 0 and top_p = 1 remove nothing. top_p keeps the fewest ids, at
-    least one, that have together the fraction top_p of the probability that min-p and top-k have left.
+    z are logits after temperature. min_p = 0, top_k = 0 and top_p = 1 remove nothing. top_p looks only at the ids that
+    the other filters have left. Of their total probability, it keeps the fraction top_p, with as few ids as possible.
     """
     order: NDArray[np.intp] = np.argsort(-z, kind="stable")
     p = np.exp(z[order] - z[order[0]])

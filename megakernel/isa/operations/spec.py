@@ -1,7 +1,7 @@
 """Defines what an operation declares, and helper functions for these declarations.
 
-In functions of an operation, `p` is a phase, `d` the sizes as one rank sees them, and `c` the operands of some
-instructions: a dict of columns with one element per instruction.
+The functions of an operation have short arguments. `p` is a phase, and `d` the sizes as one rank sees them. `c` is a
+dict of columns: for each operand, an array with one element per instruction.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Cut(Enum):
     """How the scheduler divides a phase into instructions.
 
     NEVER   not at all: these are control instructions, which the scheduler adds where they are needed
-    RUNS    into runs of whole rows, of nearly equal length, enough for all workers
+    RUNS    into groups of consecutive rows, nearly equal in size, enough for all workers
     ROWS    into single rows
     TILES   into tiles of rows x columns
-    SLOTS   into as many instructions as the step table has lists of attention work (slots)
+    SLOTS   into a fixed number of attention instructions; the step table lists the work of each
     PLACES  into column tiles for each expert, or for each of a token's experts (see `Dims.by_expert`)
     """
 
@@ -49,9 +49,9 @@ class Cut(Enum):
 class Cost:
     """The work of each instruction, as float64 columns. A multiply-add counts as two FLOPs.
 
-    `memory_bytes` counts the weights and embeddings that must be read from main memory once per step even with perfect
-    caches. Activations are assumed to stay in caches. The cost of attention depends on the step table and is zero here;
-    `attention_cost` gives it for a context length. `link_bytes` gives the bytes sent to other ranks.
+    `memory_bytes` counts weights and embeddings once per step, as if caches were perfect. Activations are assumed to
+    stay in caches. Attention counts as zero here, because its work depends on the step table; `attention_cost` gives
+    its cost for a context length. Bytes sent to other ranks are not included; `link_bytes` gives them.
     """
 
     matrix_flops: NDArray[np.float64]

@@ -12,11 +12,11 @@ from ..config import Keys, ModelConfig
 
 @dataclass(frozen=True)
 class Weight:
-    """The tensor names of a buffer in safetensors and GGUF files, in the order of its rows. `{}` is the layer's number.
-    A name that is repeated is one tensor with the rows of several matrices.
+    """Names the tensors that contain a buffer's rows, in safetensors and in GGUF files, in the order of the rows. `{}`
+    stands for the layer's number. A repeated name means one tensor that contains the rows of several matrices.
 
-    The rows of the first `rotated` tensors form RoPE pairs. With `plus_one`, safetensors files have values that are 1
-    less than the weights.
+    The rows of the first `rotated` tensors are rotated by RoPE. If `plus_one` is true, a safetensors file contains each
+    weight minus 1, and 1 is added when the file is read.
     """
 
     safetensors: tuple[str, ...]
@@ -27,17 +27,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `name` is the `model_type` of config.json, and `architecture` is the class that config.json
-    lists. `gguf` has the names of the architecture in GGUF files, first the one that is written.
+    """Declares a model family: its forward pass, and how to read its files.
 
-    `weights` maps each buffer to its tensor names. `interleaved` says that the rows of a RoPE pair are adjacent in GGUF
-    files. `read` returns the ModelConfig fields that follow from the family, or from the config.json keys that only
-    this family has, which `keys` lists. Its entry `longest`, if any, limits the context, in tokens. `defaults` has the
-    values of other config.json keys that are absent, where they are not those of Llama; the key `partial_rotary_factor`
-    also says that the family supports it. `read_gguf` and `gguf_keys` are `read` and `keys` for GGUF files. If
-    `read_gguf` returns no `window`, the window of a file limits the context. `activations` has the names of the MLP's
-    activation in config.json. With `two_ropes`, the key `rope_parameters` has one table for layers with sliding windows
-    and another one for all other layers.
+    `name`           `model_type` in config.json
+    `architecture`   the class name in config.json
+    `gguf`           the architecture's names in GGUF files; the first is used when a file is written
+    `weights`        the tensor names of each buffer
+    `interleaved`    whether the two rows of a RoPE pair are adjacent in GGUF files
+    `read`           returns fields of ModelConfig that the reader of config.json does not set for all families. Its
+                     result may also have the entry `longest`, a limit of the context in tokens.
+    `keys`           the keys of config.json that only this family has
+    `defaults`       the values of keys that are absent in config.json, where they are not those of Llama. The key
+                     `partial_rotary_factor` is supported only if it is listed here.
+    `activations`    the allowed names of the MLP's activation in config.json
+    `two_ropes`      `rope_parameters` in config.json has one table for layers with sliding windows, one for others
+    `read_gguf`      as `read`, but for GGUF files. If its result has no `window`, sliding windows are not supported, so
+                     the window in a file limits the context.
+    `gguf_keys`      as `keys`, but for GGUF files
     """
 
     name: str

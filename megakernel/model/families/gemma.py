@@ -1,6 +1,5 @@
-"""Gemma and Gemma 3, without images. Their MLP has a GELU gate, and files have weights of norms less 1. Gemma 3 also
-has norms after attention and the MLP, and sliding windows in five of six layers, whose RoPE has another base.
-"""
+"""Gemma and Gemma 3, without images. The MLP has a GELU gate. Files contain the weights of norms minus 1. Gemma 3 also
+has norms after attention and the MLP. Five of six layers have sliding windows, and another RoPE base."""
 
 from __future__ import annotations
 

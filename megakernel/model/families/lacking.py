@@ -1,6 +1,6 @@
-"""Well-known families that do not run, with what their forward pass needs and no operation computes.
+"""Well-known families that do not run. Each says what its forward pass needs and no operation computes.
 
-A family has the name that is its `model_type` in config.json, and those of its architecture in GGUF files.
+A family is found by its `model_type` in config.json, or by the names of its architecture in GGUF files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""OLMo 2 and 3: Llama's layers with norms of what they add to the residual instead of norms of their inputs, and with
-norms of q and k that span all heads. OLMo 3 also has sliding windows in three of four layers, whose RoPE is not scaled.
-"""
+"""OLMo 2 and 3. Their layers are those of Llama, but norms follow attention and the MLP instead of preceding them, and
+q and k have norms over all heads. OLMo 3 also has sliding windows, with an unscaled RoPE, in three of four layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The verbs of a forward pass. Each returns one phase, which computes rows `r` of its output.
+"""Functions with which a model family writes its forward pass. Each returns one phase: an operation with parameters
+that computes rows `r` of its output.
 
-They say what one device computes. The passes of the compiler decide how ranks share it.
+A forward pass says what one device computes. The compiler later decides how ranks share this work.
 """
 
 from __future__ import annotations

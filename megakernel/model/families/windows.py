@@ -11,10 +11,9 @@ from ..config import Keys, short
 
 
 def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict[str, Any]:
-    """Return the fields of ModelConfig for a model whose layers have windows. The layers without one are those that
-    `layer_types` names, or else `full`. A config.json without the key `sliding_window` means a window of `default`
-    tokens, and null means none.
-    """
+    """Return the fields of ModelConfig about sliding windows. Layers without a window are those that `layer_types`
+    names or, if that key is absent, those in `full`. If the key `sliding_window` is absent, a window has `default`
+    tokens; null means that no layer has a window."""
     layers = min(config.count("num_hidden_layers"), MOST_LAYERS)
     types = config.names("layer_types", "full_attention", "sliding_attention")
     if types and len(types) < layers:

@@ -24,9 +24,10 @@ def alpha_node(machine: Hardware) -> float:
 
 
 def alpha_beyond(machine: Hardware) -> float:
-    """Return the number of FLOPs (bf16) that a GPU can do while its whole node sends one byte to other nodes.
+    """Return how many FLOPs (bf16) a GPU can do while its whole node sends one byte to other nodes.
 
-    The rate of the node counts rather than a GPU's, because a collective sends each array out of a node only once."""
+    A single GPU's share of the network does not matter, because a collective sends each array out of a node only once.
+    """
     return machine.flops_per_s("bf16") / machine.node.egress_bytes_per_s
 
 

@@ -1,5 +1,8 @@
-"""Questions about collectives and networks. The formulas are exact: they keep the factor (N - 1) / N, which the book
-"How to Scale Your Model" drops. docs/roofline.md lists the differences. Link rates are in one direction."""
+"""Questions about collectives and networks. Link rates are in one direction.
+
+The formulas keep the factor (N - 1) / N, which the book "How to Scale Your Model" drops. docs/roofline.md lists all
+differences from the book.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ LINKS_PER_SWITCH = {"a100": (2,) * 6, "h100": (5, 4, 4, 5), "h800": (3,) * 4, "b
 
 
 def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each level of a network needs for an all-gather or a reduce-scatter, from inside a node
-    outwards.
+    """Return the seconds that each level of a network needs for an all-gather or a reduce-scatter. The first level is
+    inside a node. The slowest level determines the time.
 
-    A level connects D children (GPUs, or groups of GPUs), each with S GPUs and a link of W bytes/s. It needs B (D - 1)
-    S / (D max(Y, S) W) seconds. B is `array_bytes`, the size of the whole array, and Y = `inner` is the number of GPUs
-    among which the array is divided along another axis. The slowest level determines the time.
+    A level connects D children (GPUs or groups of GPUs). A child has S GPUs and a link of W bytes/s. The level needs B
+    (D - 1) S / (D max(Y, S) W) seconds, where B is `array_bytes`, the size of the whole array. If the array is also
+    divided along another axis, Y = `inner` is the number of GPUs along that axis.
     """
     shares = level_shares(array_bytes, levels, inner)
     return [share * (level.degree - 1) / level.degree for share, level in zip(shares, levels, strict=True)]
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each level of a network needs for an all-reduce if the switches add: the link of each
-    child carries the child's share of the array once in each direction. The arguments are those of `level_seconds`."""
+    """Return the seconds that each level of a network needs for an all-reduce if the switches add. A child's share of
+    the array then crosses its link once in each direction. The arguments are those of `level_seconds`."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
@@ -122,9 +125,9 @@ def levels(machine: Hardware, gpus: int) -> Figures:
     formula="a fat tree with full bisection: half of a leaf's ports go up; a core layer if a spine has too few ports",
 )
 def switches(machine: Hardware, gpus: int) -> Figures:
-    """The network consists of whole SuperPOD units. Half of each leaf switch's ports lead up to spine switches. If a
-    spine switch has too few ports for all leaf switches, half of its ports lead up to a third level of core switches.
-    """
+    """Count the switches of a network of whole SuperPOD units. Half of a leaf switch's ports lead up to spine switches.
+    If there are more leaf switches than ports of a spine switch, a third level of core switches connects the spine
+    switches."""
     fabric = machine.fabric
     if fabric is None:
         raise MegakernelError(f"the network between nodes of {machine.name} is not described")

@@ -1,9 +1,8 @@
 """Questions about a model on many GPUs: the limits of data, tensor, expert and pipeline parallelism.
 
-The formulas compare the arithmetic of one layer with its communication. The layer is an MLP, x[B, D] W_in[D, F]
-W_out[F, D], in bf16. Its forward pass takes 4 B D F FLOPs, and its backward pass 8 B D F. X, Y and Z are the numbers of
-GPUs for data, tensor and expert parallelism, C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and
-alpha = C / W.
+The formulas compare arithmetic with communication for one layer: an MLP, x[B, D] W_in[D, F] W_out[F, D], in bf16. Its
+forward pass takes 4 B D F FLOPs, and its backward pass 8 B D F. X, Y and Z are the numbers of GPUs for data, tensor and
+expert parallelism. C is the FLOP/s of a GPU, W the bytes/s of a link in one direction, and alpha = C / W.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def tensor_parallel(machine: Hardware, ffn: int, ways: int | None = None) -> Fig
     formula="4 B k D F / (Z C) against 4 B D (Z - S) min(S k / Z, 1) / (W Z), S a node's GPUs; F > S alpha for Z >> k",
 )
 def expert_parallel(machine: Hardware, ffn: int, active: int, gpus: int) -> Figures:
-    """The communication is two all-to-alls, which send tokens to their experts and back. A token is sent to at most k
-    of the Z / S nodes, where k is `active`, the number of experts of a token, and S is the number of GPUs of a node."""
+    """Compare an expert's arithmetic with two all-to-alls, which send tokens to their experts and back. A token has
+    `active` = k experts. It is sent to at most k of the Z / S nodes, where S is the number of GPUs of a node."""
     node, beyond = machine.node.gpus, alpha_beyond(machine)
     if gpus <= node:
         raise MegakernelError(f"{gpus} GPUs fit in one node: use --gpus above {node}")
