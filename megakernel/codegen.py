@@ -86,6 +86,8 @@ _DERIVED = (
     *("head_ranks", "by_expert", "places"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
+# Derived sizes that need no division, except by a power of two. A GPU's block has no shared memory to spare for them.
+_QUICK = {"by_expert", "places", "head_ranks", "mask_words"}
 _FUNCTIONS = ("span", "query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
 _HELPERS = ("ceil_div", "start", "shard")
 
@@ -149,20 +151,21 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Return the lines of the C++ struct `Sizes`. It extends Dims by a field for each derived size, computed once, and
-    by a method that returns it."""
+    """Return the lines of the C++ struct `Sizes`. It extends Dims by a field for each derived size that is slow to
+    compute, and by a method that returns the field."""
+    kept = [name for name in _DERIVED if name not in _QUICK]
     return [
-        "// Dims and all sizes derived from it. The derived sizes need integer divisions, so they are computed once.",
+        "// Dims and the sizes derived from it that need divisions, which are computed only once.",
         "struct Sizes : Dims {",
-        *(f"  int32_t {name}_;" for name in _DERIVED),
-        *(f"  MK_DIMS_FN int32_t {name}() const {{ return {name}_; }}" for name in _DERIVED),
+        *(f"  int32_t {name}_;" for name in kept),
+        *(f"  MK_DIMS_FN int32_t {name}() const {{ return {name}_; }}" for name in kept),
         *map(_method, _FUNCTIONS),
         "};",
         "",
         "MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {",
         "  Sizes s;",
         "  static_cast<Dims&>(s) = d;",
-        *(f"  s.{name}_ = d.{name}();" for name in _DERIVED),
+        *(f"  s.{name}_ = d.{name}();" for name in kept),
         "  return s;",
         "}",
     ]

@@ -85,7 +85,7 @@ constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
 // The operations whose operands pass through shared-memory pages of the CUDA interpreter.
-enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7, kExperts = 11 };
+enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7 };
 enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
 enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5, kStored = 6, kGeluGated = 7 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
@@ -196,13 +196,12 @@ struct Dims {
   MK_DIMS_FN int32_t reduce_row(int32_t from_rank, int32_t row) const { return ((from_rank * own_rows()) + reduce_place(row)); }
 };
 
-// Dims and all sizes derived from it. The derived sizes need integer divisions, so they are computed once.
+// Dims and the sizes derived from it that need divisions, which are computed only once.
 struct Sizes : Dims {
   int32_t row_blocks_;
   int32_t pages_per_seq_;
   int32_t own_rows_;
   int32_t own_logit_rows_;
-  int32_t mask_words_;
   int32_t kv_row_;
   int32_t group_size_;
   int32_t rank_heads_;
@@ -213,9 +212,6 @@ struct Sizes : Dims {
   int32_t rank_ffn_;
   int32_t first_vocab_;
   int32_t rank_vocab_;
-  int32_t head_ranks_;
-  int32_t by_expert_;
-  int32_t places_;
   int32_t q_cols_;
   int32_t kv_cols_;
   int32_t qkv_cols_;
@@ -225,7 +221,6 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t pages_per_seq() const { return pages_per_seq_; }
   MK_DIMS_FN int32_t own_rows() const { return own_rows_; }
   MK_DIMS_FN int32_t own_logit_rows() const { return own_logit_rows_; }
-  MK_DIMS_FN int32_t mask_words() const { return mask_words_; }
   MK_DIMS_FN int32_t kv_row() const { return kv_row_; }
   MK_DIMS_FN int32_t group_size() const { return group_size_; }
   MK_DIMS_FN int32_t rank_heads() const { return rank_heads_; }
@@ -236,9 +231,6 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t rank_ffn() const { return rank_ffn_; }
   MK_DIMS_FN int32_t first_vocab() const { return first_vocab_; }
   MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
-  MK_DIMS_FN int32_t head_ranks() const { return head_ranks_; }
-  MK_DIMS_FN int32_t by_expert() const { return by_expert_; }
-  MK_DIMS_FN int32_t places() const { return places_; }
   MK_DIMS_FN int32_t q_cols() const { return q_cols_; }
   MK_DIMS_FN int32_t kv_cols() const { return kv_cols_; }
   MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
@@ -259,7 +251,6 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.pages_per_seq_ = d.pages_per_seq();
   s.own_rows_ = d.own_rows();
   s.own_logit_rows_ = d.own_logit_rows();
-  s.mask_words_ = d.mask_words();
   s.kv_row_ = d.kv_row();
   s.group_size_ = d.group_size();
   s.rank_heads_ = d.rank_heads();
@@ -270,9 +261,6 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.rank_ffn_ = d.rank_ffn();
   s.first_vocab_ = d.first_vocab();
   s.rank_vocab_ = d.rank_vocab();
-  s.head_ranks_ = d.head_ranks();
-  s.by_expert_ = d.by_expert();
-  s.places_ = d.places();
   s.q_cols_ = d.q_cols();
   s.kv_cols_ = d.kv_cols();
   s.qkv_cols_ = d.qkv_cols();

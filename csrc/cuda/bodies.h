@@ -3,12 +3,10 @@
 #include "ablation.h"
 #include "matmul.h"
 #include "ops/attention.h"
-#include "ops/combine.h"
 #include "ops/gather.h"
 #include "ops/norm.h"
 #include "ops/reduce.h"
 #include "ops/rope.h"
-#include "ops/route.h"
 #include "ops/sample.h"
 
 namespace mk {
@@ -19,12 +17,10 @@ struct Bodies {
     return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
   }
 
-  // Does the part of the work that needs no data of this launch: prefetches the weights of a norm or a
-  // router.
+  // Does the part of the work that needs no data of this launch: prefetches the weights of a norm.
   template <class P>
   MK_FN static void prepare(P& p, const Call& c) {
     if (normed(c)) prefetch_norm(p, c);
-    if (c.task->is(Operation::kRoute)) prefetch_router(p, c);
   }
 
   template <class P, class Pages>
@@ -47,7 +43,6 @@ struct Bodies {
       case Operation::kRope:
         return rope(p, c, operands<Run>(record));
       case Operation::kMatmul:
-      case Operation::kExperts:
         return matmul(p, c, pages);
       case Operation::kAttention:
         return attention(p, c, pages);
@@ -55,14 +50,10 @@ struct Bodies {
         return reduce(p, c, operands<Tile>(record));
       case Operation::kSample:
         return sample(p, c, operands<Run>(record));
-      case Operation::kRoute:
-        // In builds without waits, it would change ROUTES while others read it.
-        if constexpr (kSms == 1 && kAblation == Ablation::kNone) route(p, c, operands<Run>(record));
-        return;
-      case Operation::kCombine:
-        if constexpr (kSms == 1) combine(p, c, operands<Run>(record));
-        return;
       case Operation::kNorm:
+      case Operation::kRoute:  // this and the next two: the host refuses models with experts
+      case Operation::kExperts:
+      case Operation::kCombine:
       case Operation::kJoin:
       case Operation::kDrain:
         return;

@@ -1,7 +1,6 @@
 // The controller warp reads its worker's stream of instructions and hands each one to the other warps, on
 // both SMs if the worker has two. It also claims instructions from queues that all workers of a rank share.
 #pragma once
-#include "counters.h"
 #include "plan.h"
 
 namespace mk {
@@ -27,7 +26,8 @@ class Controller {
       const bool body = segment == kBody;
       MK_LOOP for (int32_t layer = body ? params_.layer_begin : 0; layer < (body ? params_.layer_end : 1);
                    ++layer) {
-        if (!run_segment({segment, layer, 0, 0})) return false;
+        if (!run_segment({segment, layer, 0, segment == kEpilogue ? block_.dims.layers : layer}))
+          return false;
       }
     }
     return true;
@@ -35,45 +35,35 @@ class Controller {
 
   MK_FN bool run_segment(Where where) {
     const int32_t* offsets = params_.offsets[where.segment] + block_.rank * params_.workers + block_.worker;
-    const int32_t end = offsets[1];
-    MK_LOOP for (where.number = offsets[0]; where.number < end; ++where.number) {
-      int32_t claimed = -1, done = 0;
-      MK_LOOP do {
-        // All this is computed anew for each part of the record, because registers are scarce.
-        const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
-        if (done == 0 && operation_of(record) == Operation::kDrain &&
-            !claim(operands<Drain>(record), where, claimed))
-          return false;
-        if (aborted()) return false;
-        Where at = where;
-        if (claimed >= 0) {
-          record = params_.records[kQueues] + static_cast<int64_t>(claimed) * kWords;
-          at.number = params_.offsets[kBody][block_.dims.tp * params_.workers] + claimed;
-        }
-        done = publish(record, at, done);
-      }
-      while (done > 0 || claimed >= 0);
+    MK_LOOP for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
+      const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
+      if (operation_of(record) == Operation::kDrain && !drain(operands<Drain>(record), where)) return false;
+      if (aborted()) return false;
+      publish(record, where);
     }
     return true;
   }
 
-  // Claims the next instruction of the queue that the drain instruction `op` names. `claimed` becomes the
-  // number of its record in the list of all queues, or -1 if the queue's first `op.end` instructions are
-  // claimed. A claim is made as late as possible, so that whichever worker is free gets the work: all earlier
-  // instructions of this worker but one have finished, and the last one waits for nothing but its loads.
-  // Returns false if the launch is aborted.
-  MK_FN bool claim(const Drain& op, const Where& where, int32_t& claimed) {
-    if (aborted()) return false;
-    if (!wait_for_room(kClaimSlots, where)) return false;
-    if (published_ > 0 && !wait_for(published_ - 1, &Slot<P>::loaded, where)) return false;
-    const int32_t queue = here(op.queue);
-    const int32_t* offsets = params_.offsets[kQueues] + block_.rank * params_.queues + queue;
-    const int32_t first = offsets[0];
-    const uint32_t length = offsets[1] - first;
-    int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + queue;
-    const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
-    claimed = item < 0 ? -1 : first + item;
-    return true;
+  // Runs a drain instruction: claims instructions from a queue that workers share, and hands each to the
+  // other warps, until all of the queue's first op.end instructions have been claimed. A worker claims as
+  // late as possible, so that work goes to whichever worker is free. At a claim, the worker's previous
+  // instruction has requested all its loads, and the instructions before that one are finished.
+  MK_FN bool drain(const Drain& op, const Where& where) {
+    const int32_t stream = block_.rank * params_.queues + op.queue;
+    const int32_t first = params_.offsets[kQueues][stream];
+    const uint32_t length = params_.offsets[kQueues][stream + 1] - first;
+    const int32_t body = params_.offsets[kBody][block_.dims.tp * params_.workers];
+    int32_t* claims = params_.claims[block_.rank] + where.layer * params_.queues + op.queue;
+    while (true) {
+      if (aborted()) return false;
+      if (!wait_for_room(kClaimSlots, where)) return false;
+      if (published_ > 0 && !wait_for(published_ - 1, &Slot<P>::loaded, where)) return false;
+      const int32_t item = p_.claim(claims, (params_.launch - 1) * length, op.end);
+      if (item < 0) return true;
+      Where claimed = where;
+      claimed.number = body + first + item;
+      publish(params_.records[kQueues] + static_cast<int64_t>(first + item) * kWords, claimed);
+    }
   }
 
   // Waits until fewer than n of the instructions handed to the other warps are unfinished. Returns false if
@@ -102,14 +92,12 @@ class Controller {
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Hands an instruction's record to the other warps of the block, or the part of an experts record that
-  // begins with its row `done`. A null record marks the end of the stream. Returns the row with which the
-  // next part begins, or 0 if there is none.
-  MK_FN int32_t publish(const int32_t* record, const Where& where, int32_t done = 0) {
-    if (!wait_for_room(kSlots, where)) return 0;
+  // Hands an instruction's record to the other warps of the block; a null record marks the end of the stream.
+  MK_FN void publish(const int32_t* record, const Where& where) {
+    if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();
     Operation operation = Operation::kJoin;
-    int32_t ahead = 0, next = 0;
+    int32_t ahead = 0;
     if constexpr (kSms > 1) {
       if (record) operation = operation_of(record);
       if (operation == Operation::kAttention)
@@ -123,7 +111,6 @@ class Controller {
         task.record[i] = record ? word_of(record, i, operation, sm) : 0;
       if (p_.lane() == 0) {
         task.where = where;
-        task.where.block = where.segment == kEpilogue ? block_.dims.layers : where.layer;
         if constexpr (kSms > 1) {
           task.sm = sm;
           const int32_t behind = sm == 0 ? -ahead : ahead;
@@ -138,18 +125,10 @@ class Controller {
         auto* to = reinterpret_cast<int32_t*>(&task.phase);
         for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
       }
-      if constexpr (kSms == 1) {
-        p_.sync_warp();
-        if (is_experts(task)) {
-          if (!wait_words(p_, params_, block_.dims, task)) return 0;
-          next = choose_rows(p_, Routes(params_, block_.dims), task, done);
-        }
-      }
       p_.hand_over_at(sm, slot.fetched);
     }
     if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
     ++published_;
-    return next;
   }
 
   // Returns word i of an instruction record, as SM `sm` of the worker gets it. If a worker has two SMs, they

@@ -42,7 +42,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   };
   if (use.whole) {
     if (p.lane() == 0) {
-      if (use.pieces) {
+      if (uses_dots(block.dims) && use.pieces) {
         // Weight pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two
         // matrices, the pages have the same columns of one matrix each. With one matrix, page 0 has the even
         // columns of the pair and page 1 the odd ones.
@@ -59,9 +59,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
     }
   } else if (use.pieces) {
     use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) {
-      int64_t row = box.y;
-      if (is_experts(task) && use.fill == Fill::kInputs) row = Routes(params, block.dims).input(task, box.y);
-      const int64_t element = row * use.inner + box.x;
+      const int64_t element = static_cast<int64_t>(box.y) * use.inner + box.x;
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
@@ -71,17 +69,15 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
 }
 
 // For a matmul that is computed as dot products, returns the address from which a loader copies pieces of
-// rows: the inputs if `inputs` is set, otherwise the instruction's weights. Returns null if the loader copies
-// no pieces for this task.
+// rows: the inputs if `inputs` is set, otherwise the weights of the current layer. Returns null if the loader
+// copies no pieces for this task.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
-  if (!is_experts(task) && !(uses_dots(block.dims) && task.is(Operation::kMatmul))) return nullptr;
+  if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
   if (inputs && matmul_of(task).normed()) return nullptr;
-  const Phase& phase = task.phase;
-  const auto* start =
-      static_cast<const char*>(params.at(block.rank, inputs ? phase.inputs : phase.weights, 0));
-  if (inputs) return start;
-  return start + int64_t{first_matrix(block.dims, task, 1)} * phase.matrices * phase.width * phase.inner * 2;
+  const int32_t layer = inputs ? 0 : first_matrix(block.dims, task, 1);
+  return static_cast<const char*>(
+      params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
 // Called by a loader (0 weights, 1 inputs) when its stream ends, after it has processed `page` pages. After
@@ -171,7 +167,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              ++page;
              return true;
            });
-    if (waits) p.arrive(slot.inputs);  // aborted, or there are no rows
+    if (waits) p.arrive(slot.inputs);  // aborted
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive_at(0, slot.loaded);
     p.arrive_at(0, slot.retired);

@@ -184,16 +184,6 @@ class ToGated : public To {
   const bool gelu_;
 };
 
-// Stores the results, rounded to bf16.
-class ToRows : public To {
- public:
-  using To::To;
-  using Row = uint16_t*;
-
-  MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
-  MK_FN void store(Row row, int col, float a, float b) const { store_pair(row + col, a, b); }
-};
-
 // Stores this rank's vocabulary columns of the logits in the output buffer of the rank that samples the row.
 class ToLogits : public To {
  public:

@@ -118,5 +118,4 @@ EXPERTS = OperationSpec(
     _buffers,
     _experts,
     results=(Result.GATED, Result.NONE),
-    paged=True,
 )

@@ -28,9 +28,6 @@ dots
   blocks do not meet after their set-up  roles.h: p.sync_block()  bar\.sync 0
   a consumer does not release a page  block.h: p.arrive(block.empty[slot], count)  mbarrier\.arrive
   signals are sent twice  counters.h: p.signal(told.first, 1, scope_)  (red\..*)  \1; \1
-  the controller acquires nothing before it reads ROUTES  controller.h: wait_words(p_, params_, block_.dims, task)  ld\.acquire  ld.relaxed
-  a row's expert is read from another place of ROUTES  routes.h: return load_int(experts  \[(%\w+)\]  [\1+4]
-  results of experts are added with the weights of others  combine.h: load_float(weights + first + j)  \[(%\w+)\]  [\1+4]
   columns come from the next row of the map  loaders.h: p.load_columns(page, map  \{(\S+), (\S+), (\S+), (\S+), (\S+)\}  {\1, \2, \4, \3, \5}
 tensor
   an item's signals release nothing  pages.h: signal_item(  red\.release  red.relaxed
@@ -61,7 +58,6 @@ tensor
   full is complete after one loader  roles.h: p.init(block.full[i], 2)  (mbarrier\.init\S* \S+), \S+$  \1, 1
   a consumer does not report the end  consumer.h: p.arrive_at(0, slot.retired)  mbarrier\.arrive
   signals go to the next counter  counters.h: p.signal(told.first, 1, scope_)  (red\S+ \[%\w+)\]  \1+4]
-  each part of experts signals  routes.h: task.record[i] = 0  st\.
   the coordinates of tiles are exchanged  loaders.h: p.load_tile(to, map, x, y, use.z, full)  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
   loads go to the page's second half  loaders.h: load_tile(page, use.x, use.y)  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
   pages of weights are not loaded  loaders.h: load_tile(page, use.x, use.y)  cp\.async

@@ -43,8 +43,6 @@ _MORE: Sequence[dict[str, Any]] = (
     {"window": 20, "full_layers": (0,)},
     {"window": 150, "family": "glm4", "post_norms": True},
 )
-# What seeds from 20 on have, in programs for single SMs.
-_EXPERTS = {"family": "mixtral", "ffn": 72, "experts": 5, "experts_per_token": 2, "normalised_routes": True}
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     "dots": ({}, {"norm": "inside"}, {"queue": "body"}),
     "tensor": ({}, {"queue": "attention"}, {"norm": "next", "interleave": False}),
@@ -83,7 +81,7 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     rng = np.random.default_rng(seed)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
-    more = _EXPERTS if seed >= 20 else _MORE[seed % len(_MORE)]
+    more = _MORE[seed % len(_MORE)]
     config = replace(config, **more | {"family": more.get("family", config.family)})
     chosen = dict(rng.choice(np.array(_OPTIONS[kind])))
     ranks = int(rng.choice([1, 1, 2, 4])) if tp is None else tp
@@ -196,7 +194,7 @@ def varied(kind: str, **changes: Any) -> list[str]:
 
 
 # Seeds of the steps in which faults are planted. Together, they execute the code of all faults of a kind of build.
-_FAULT_STEPS = {"dots": (5, 6, 2, 8, 20, 21), "tensor": (5, 6, 20), "pairs": (10, 5)}
+_FAULT_STEPS = {"dots": (5, 6, 2, 8), "tensor": (5, 6), "pairs": (10, 5)}
 
 
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
