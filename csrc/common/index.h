@@ -15,7 +15,7 @@ MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
 }
 
-// Returns the size in bytes of a block of the quantised KV cache. The block covers kKvUnit elements of one KV
+// Quantised KV cache: returns the size in bytes of a quantisation block. It covers kKvUnit elements of one KV
 // head, for all tokens of a KV page. Each token has one scale (kKvScale bytes) and kKvUnit one-byte values.
 MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
 
@@ -26,10 +26,10 @@ MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
-// For a long context, several attention work items share one set of rows: each item processes some of the KV
-// blocks, and stores its partial results in the buffer PARTIALS. This function returns where in PARTIALS the
-// result for one row, one KV head and KV block 0 is stored. The results for the next KV blocks follow it.
-// `row` and `head` are counted from the item's first row and first KV head.
+// Returns where a partial result of attention is stored in the buffer PARTIALS. For a long context, several
+// work items share the same rows, and each one processes some of the KV blocks (ranges of tokens). The
+// returned place is for one row, one KV head and KV block 0. The results for the next KV blocks follow. `row`
+// and `head` count from the first row and KV head of the work item.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }

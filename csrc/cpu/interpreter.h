@@ -88,9 +88,9 @@ class Interpreter {
     int segment = 0, layer = 0;
     // Index of the stream's next record (instruction) in the list of the segment.
     int32_t next = 0;
-    // The instruction record that is being executed, or null if none has been fetched yet. It is record
-    // number `next` of the segment. If that record is a DRAIN instruction, it may instead be a record that
-    // DRAIN has claimed from a shared queue.
+    // The instruction that is being executed, or null if none has been fetched yet. Normally it is number
+    // `next` of the segment. While a DRAIN is number `next`, it may be an instruction taken from a shared
+    // queue instead.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;    // the phase of `record`
     int32_t number = 0;              // the number by which a trace identifies `record`
