@@ -57,11 +57,11 @@ class Controller {
     return true;
   }
 
-  // Claims the next instruction of the queue that the drain instruction `op` names. `claimed` becomes the
-  // number of its record in the list of all queues, or -1 if the queue's first `op.end` instructions are
-  // claimed. A claim is made as late as possible, so that whichever worker is free gets the work: all earlier
-  // instructions of this worker but one have finished, and the last one waits for nothing but its loads.
-  // Returns false if the launch is aborted.
+  // Takes the next instruction of a queue that all workers of the rank share. `op`, a drain instruction,
+  // names the queue and says up to which instruction (op.end) to take. Sets `claimed` to the number of the
+  // instruction's record, or to -1 if none is left. To leave the work to whichever worker is free, the
+  // function first waits until this worker has only one unfinished instruction, and all loads of that one
+  // have been requested. Returns false if the launch is aborted.
   MK_FN bool claim(const Drain& op, const Where& where, int32_t& claimed) {
     if (aborted()) return false;
     if (!wait_for_room(kClaimSlots, where)) return false;
@@ -102,9 +102,9 @@ class Controller {
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Hands an instruction's record to the other warps of the block, or the part of an experts record that
-  // begins with its row `done`. A null record marks the end of the stream. Returns the row with which the
-  // next part begins, or 0 if there is none.
+  // Hands an instruction to the other warps of the block, as a copy of its record. A null record marks the
+  // end of the stream. An experts instruction may be handed over in several parts; this call hands over the
+  // part that begins with row `done`. Returns the first row of the next part, or 0 if there is none.
   MK_FN int32_t publish(const int32_t* record, const Where& where, int32_t done = 0) {
     if (!wait_for_room(kSlots, where)) return 0;
     [[maybe_unused]] const uint64_t begin = p_.now();
@@ -169,9 +169,9 @@ class Controller {
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // A copy of the rank's phases (the model's operations, isa.h) in registers, divided among the lanes, so
-  // that they need no shared memory. With two SMs per worker, registers are short, so lanes load a phase from
-  // memory, word by word. This costs relatively little, because instructions take longer on two SMs.
+  // A copy of the rank's phases (the model's operations, isa.h) in registers, divided among the lanes. This
+  // saves shared memory. With two SMs per worker too few registers are free, so phases are read from memory
+  // instead.
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];
