@@ -3,9 +3,9 @@
 // `for_pages` and gets the same list, without communicating. The callback `each` is a role's code for one
 // page. It is inlined, so each kind of instruction calls it in only one place.
 //
-// A page has one of two formats. A page of tiles has boxes of kBoxRows rows x 128 bytes. A page of pieces has
-// up to kPieces pieces, each with up to kPiece successive elements of a row. If PageUse::whole is set, one
-// bulk copy loads the page; otherwise each box or piece has its own copy.
+// A page has one of two formats: boxes (of tiles) or pieces. A box has kBoxRows rows of 128 bytes. A piece
+// has up to kPiece successive elements of one row, and a page has up to kPieces pieces. If PageUse::whole is
+// set, one bulk copy loads the page; otherwise each box or piece has its own copy.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -102,10 +102,10 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 // Experts are always computed as dot products, also in programs whose matmuls use tensor cores.
 MK_FN bool by_dots(const Sizes& d, const Task& task) { return uses_dots(d) || is_experts(task); }
 
-// A matmul instruction, or a part of an experts instruction, whose rows routes.h explains. It multiplies the
-// tile's rows of the inputs [rows][inner] by the transpose of the weights [columns][inner]. With two weight
-// matrices (gate and up), the second follows the first in the buffer. Each has `width` rows, and an output
-// column uses one row of each.
+// A matmul instruction, or a part of an experts instruction (routes.h). It multiplies the tile's rows of the
+// inputs [rows][inner] by the transpose of the weights [columns][inner]. With two weight matrices (gate and
+// up), the second follows the first in the buffer. Each matrix has `width` rows, and an output column uses
+// one row of each matrix.
 struct Matmul {
   const Phase& phase;
   const Tile& tile;
@@ -125,9 +125,9 @@ MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   return layer * matrices;
 }
 
-// Returns how many output columns a matmul on tensor cores computes at a time (a chunk). For each chunk, the
-// ring first gets pages of inputs and weights, kTileInner elements of the inner dimension per step, and then
-// pages for the chunk's results.
+// Returns how many output columns a matmul on tensor cores computes at a time (a chunk). To compute a chunk,
+// the ring of shared-memory pages first receives inputs and weights, step by step: kTileInner elements of the
+// inner dimension per step. After that, pages of the ring take the chunk's results.
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
 // Whether the results are written to output pages, which the storer copies to global memory.
 MK_FN bool by_pages(Result result) {
@@ -162,9 +162,9 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
     const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // Each step along the inner dimension uses a page of inputs and a page of weights for the chunk's first
-    // kTileRows columns. With two matrices, a page of the second matrix's weights for the same columns
-    // follows. With one matrix, a page of weights for the chunk's other columns follows, if there are any.
+    // The pages of a step along the inner dimension, in order: inputs; then weights for the chunk's first
+    // kTileRows columns; then, if needed, a second page of weights. With two matrices, it is for the same
+    // columns of the second matrix. With one matrix, it is for the chunk's other columns, if there are any.
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
@@ -228,13 +228,13 @@ MK_FN int32_t dot_pieces(const Matmul& m) {
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
 // dot_weight_pages() returns how many weight pages a dot-product matmul uses in all. lap_weights() returns
-// how many fit in the ring at once, beside the inputs. That number is even, because weight pages come in
-// pairs.
+// how many weight pages fit in the ring at once, beside the inputs. The second number is even, because weight
+// pages come in pairs.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
-// Returns a table with one 4-bit entry per number of pieces (parts of the inner dimension). Entry n is how
-// many units (groups of columns) have weight pages that fit into kAheadPages if a row has n pieces. The
-// kernel uses a table because an integer division would take as long as the work on a page.
+// Returns a table for prefetching weights into the L2 cache. Entry n (4 bits) is for rows of n pieces (parts
+// of the inner dimension): how many units (groups of 16 columns) have weight pages that fit into kAheadPages.
+// The kernel uses a table because an integer division would take as long as the work on a page.
 MK_DIMS_FN constexpr uint32_t ahead_units() {
   uint32_t bits = 0;
   for (int pieces = 1; pieces < 8; ++pieces)
@@ -344,10 +344,10 @@ MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
 // page, but for heads of at most kTileInner elements, one page has both halves of the keys and one page has
 // all values.
 //
-// An item without KV blocks to read has one empty page, which becomes full once the item's counters are
-// complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.
-// With two SMs per worker, the SM that uses fewer pages adds `task.empty` empty ones, so both use equally
-// many.
+// Some work items have no KV blocks to read: padding, and items whose blocks are all before the layer's
+// sliding window. Such an item gets one empty page, which becomes full once the item's counters are complete.
+// With two SMs per worker, both must use equally many pages, so the SM that uses fewer adds `task.empty`
+// empty ones.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const bool behind = kSms > 1 && item >= end_item(s, task);

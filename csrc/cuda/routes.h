@@ -1,7 +1,7 @@
-// The rows and the expert of an experts instruction. The controller waits for the instruction's counters,
-// reads ROUTES and publishes parts of the instruction, so that no other role must wait for ROUTES to know
-// which pages to load. A part has so many token rows that dot products can have them all, and uses those of
-// them that have chosen the expert.
+// Which rows and which expert an experts instruction computes. This is known only at run time, from the
+// buffer ROUTES. So that no other warp must wait for ROUTES, the controller warp waits for the instruction's
+// counters, reads ROUTES and hands over the instruction in parts. A part covers as many token rows as dot
+// products allow, and uses those of them that have chosen the expert.
 #pragma once
 #include "ops/call.h"
 #include "ops/memory.h"
@@ -72,8 +72,8 @@ struct Routes {
   }
 };
 
-// Makes the part of the task, an experts record, that begins with its row `done`. Only the last part signals.
-// Returns the row with which the next part begins, or 0 if there is none.
+// Makes the part of an experts instruction that begins with row `done`, in `task`. Only the last part signals
+// the instruction's counters. Returns the first row of the next part, or 0 if there is none.
 template <class P>
 MK_FN int32_t choose_rows(P& p, const Routes& routes, Task& task, int32_t done) {
   const ExpertTile& op = operands<ExpertTile>(task.record);

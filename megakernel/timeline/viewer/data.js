@@ -35,8 +35,8 @@ const workerOfLane = (l) => { const s = sourceOfLane(l); return (l - s.lane0) % 
 const phaseOf = (i) => meta.phases[shadeOf[i]];
 const endOf = (i) => begin[i] + length[i];
 const isWait = (i) => kind[i] === COUNTER_WAIT || kind[i] === PAGE_WAIT;
-// The shapes of intervals. The storer is a warp that copies results to memory while the worker goes on computing, so
-// its STORE intervals are drawn as thin strips, as loads are.
+// The shapes of intervals. Loads and STORE intervals of the storer (a warp that copies results to memory) are thin
+// strips, because the worker goes on computing meanwhile.
 const SHAPE = { wait: 0, load: 1, work: 2, store: 3 };
 // Each phase, such as the QKV projection, has a shade, numbered as in `meta.phases`. The hue shows the phase's family
 // (kind of operation), and the lightness distinguishes phases of a family.

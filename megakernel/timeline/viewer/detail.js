@@ -57,9 +57,9 @@ const FINEST = 16384, COARSEST = 1024;
 const pyramids = new Map();
 const forgetBins = () => pyramids.clear();
 
-// Sums up how much time each part (a phase, or waiting) takes in each column of pixels; 0 unless the part is `touched`.
-// A range may cover many whole columns. To be fast, `changes` then only gets +1 at the first of them and -1 after the
-// last, and `settle` finally adds the running totals of `changes` to the sums.
+// For each column of pixels, the time that each part (a phase, or waiting) takes; 0 unless the part is `touched`. An
+// interval may cover many whole columns. To be fast, `changes` then only notes where these begin and end: +1 at the first
+// and -1 after the last. `settle` finally adds the running totals of `changes` to the sums.
 class Share {
   constructor(columns) {
     this.columns = columns;
@@ -131,8 +131,9 @@ function makePyramid(row) {
 }
 const piecesIn = (row) => pieceStart[row.lane1] - pieceStart[row.lane0];
 
-// Add a row's intervals from time t0 on to `share`, which has one sum per screen column (`px` columns per unit of time),
-// and return the finished sums. If `narrow`, leave out intervals of at least two columns, which are drawn one by one.
+// Adds a row's intervals from time t0 on to `share` (the time per screen column), and returns the finished sums. `px`
+// is the number of columns per unit of time. With `narrow`, leaves out intervals of at least two columns, because they
+// are drawn one by one.
 function rowShare(row, share, t0, px, narrow) {
   if (piecesIn(row) > 4 * share.columns) {
     const { levels, parts } = remembered(pyramids, row.key, () => makePyramid(row));

@@ -8,8 +8,8 @@ const hiddenAt = (i) => hidden.has(shapeOf[i] === SHAPE.wait ? "wait" : shapeOf[
 const filtering = () => matchFlags !== null || showPath;
 const dimmed = (i) => (matchFlags !== null && !matchFlags[i]) || (showPath && !onPath[i]);
 
-// Each function below turns the value of a search term into a test of intervals. Intervals are many but lanes and names
-// few, so the result for each lane or name is computed once and kept in a list.
+// Each function below turns the value of a search term into a test of intervals. There are many intervals but few lanes
+// and names. So the result for each lane or name is computed once and kept in a list.
 const chosen = (many, test) => Uint8Array.from({ length: many }, (_, n) => (test(n) ? 1 : 0));
 const ofLanes = (test) => { const some = chosen(lanes, test); return (i) => some[lane[i]]; };
 const named = (names, column, v) => { const some = chosen(names.length, (n) => names[n].startsWith(v)); return (i) => some[column[i]]; };

@@ -169,9 +169,9 @@ function paintPieces(row, least, y, box, labelled) {
 function note(i, x0, x1, y, h, labelled) {
   if (!dimmed(i) && x1 - Math.max(x0, gutter()) > 26 * size.k && h >= 11 * size.k) labelled.push({ i, x: x0, y, w: x1 - x0, h });
 }
-// Returns the visible intervals of lane l (a worker) that are at least `least` pixels wide, as a list for each shape.
-// If many are visible (not `few`), most are narrow. Then it is faster to go through all of the lane's intervals from
-// the longest on, and to stop at the first narrow one.
+// Returns the visible intervals of lane l (a worker) that are at least `least` pixels wide, as one list per shape. If
+// there are many (not `few`), most are narrow. To skip these, the function goes through the lane's intervals from the
+// longest on, and stops at the first narrow one.
 function wideIntervals(l, least) {
   const found = [[], [], [], []], px = scale(), { t0, t1 } = view;
   const ranges = [];
