@@ -3,10 +3,10 @@
 // program.
 //
 // Each thread is assigned some streams. It looks for a stream whose next instruction has all its waits
-// satisfied, and executes that instruction. So a program for 8 ranks of 132 workers runs even on two cores. A
-// thread without work takes over streams of threads that the operating system has descheduled. The
-// instructions of a stream always run in order. Memory order: a signal releases and a satisfied wait
-// acquires. When a stream moves between threads, the old thread releases it and the new one acquires it.
+// satisfied, and executes that instruction. So a program for 8 ranks of 132 workers runs even on two cores.
+// If the operating system has descheduled a thread, idle threads take over its streams. The instructions of a
+// stream always run in order. Memory order: a signal releases and a satisfied wait acquires. When a stream
+// moves to another thread, the old thread releases and the new thread acquires.
 #pragma once
 #include <atomic>
 #include <chrono>

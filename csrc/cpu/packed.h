@@ -95,9 +95,9 @@ struct Exponent {
   uint8_t exponent[kPanel];
 };
 
-// Returns which stored integer stands for a weight of 0. Symmetric types of fewer than 8 bits store unsigned
-// integers, so zero is in the middle of their range. 8-bit integers are signed, so it is 0. For types with an
-// offset, no integer stands for 0, and the result is 0 as well.
+// Returns the stored integer that stands for a weight of 0. In symmetric types of fewer than 8 bits, integers
+// are unsigned, so it is the middle of their range. In signed 8-bit types it is 0. For types with an offset,
+// no integer stands for 0, and the result is 0 as well.
 constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
 
 // The quantisation blocks of a panel's 16 columns that begin at the same step along K.

@@ -13,9 +13,9 @@
 
 namespace mk::verify {
 
-// Replays all accesses to each buffer of each rank, in the order of a sequential execution. The results:
-// `found` has the faults that are certain in any order of events. `pairs` has the pairs of events whose order
-// the program must guarantee, and about[i] is the fault to report if it does not guarantee pairs[i].
+// Replays all accesses to each buffer of each rank, in the order of a sequential execution. Two results:
+// `found` has the faults that are certain whatever the order of events. `pairs` has the pairs of events whose
+// order the program must guarantee; if it does not guarantee pairs[i], about[i] is the fault to report.
 class Walk {
  public:
   Walk(const Graph& graph, const Step& step) : graph_(graph), step_(step), seen_(graph.rows, -1) {

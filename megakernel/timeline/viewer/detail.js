@@ -58,8 +58,8 @@ const pyramids = new Map();
 const forgetBins = () => pyramids.clear();
 
 // For each column of pixels, the time that each part (a phase, or waiting) takes; 0 unless the part is `touched`. An
-// interval may cover many whole columns. To be fast, `changes` then only notes where these begin and end: +1 at the first
-// and -1 after the last. `settle` finally adds the running totals of `changes` to the sums.
+// interval may cover many whole columns. To be fast, `changes` then only notes where these begin and end: +1 at the
+// first and -1 after the last. `settle` finally adds the running totals of `changes` to the sums.
 class Share {
   constructor(columns) {
     this.columns = columns;
