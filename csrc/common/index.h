@@ -64,9 +64,9 @@ MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
   return {owner, owner + 1};
 }
 
-// Returns the ranks that receive a row which this rank has normalised. If every rank has a copy of the
-// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only the
-// row's owner normalises it, and the result is all ranks.
+// Returns the ranks to which this rank sends a row that it has normalised. If every rank has a copy of the
+// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only one
+// rank, the row's owner, normalises the row, and the result is all ranks.
 MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }

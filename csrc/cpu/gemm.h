@@ -212,9 +212,9 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Prepares inputs for a matmul: converts kChunk elements from index `begin` on, of each selected row, to
-  // float32 or (`pairs`) to pairs of bfloat16 values. Rows of `out` are kChunkStride floats apart. If the row
-  // ends inside a unit of kUnit elements, the unit is padded with zeros.
+  // Prepares inputs for a matmul: converts kChunk elements of each selected row, from index `begin` on, to
+  // float32 or (`pairs`) to pairs of bfloat16 values. Rows of `out` are kChunkStride floats apart. If a row
+  // ends inside a group of kUnit elements, the group is padded with zeros.
   void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {

@@ -74,9 +74,10 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // Adds up, for each row, the partial sums of all lanes. In each step, lanes work in pairs: each lane keeps
-  // half of its rows, and gives its sums of the other half to its partner. In the end, each lane has the
-  // total of one row. For a single row, reduce() adds in the same order.
+  // Adds up, for each row, the partial sums of all lanes. Lanes exchange sums in pairs. In the first steps,
+  // each lane adds its partner's sums to its own. In the last steps, each lane keeps half of its rows, and
+  // gives its sums of the other half to its partner. In the end, each lane has the total of one row. For a
+  // single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask >= kDotRows) {

@@ -48,11 +48,12 @@ MK_FN void for_pairs(int blocks, const Each& each) {
   }
 }
 
-// Writes results to output pages in shared memory, from page number `page` on: `blocks` accumulator blocks of
-// 8 columns each. Returns the number of the page after the last one. A result has kElement bytes, so a page
-// has kTileRowBytes / kElement columns. The caller supplies two functions. `take(first)` returns the values
-// of kTurn blocks from block `first` on. `put(taken, first, i, h, e, at)` receives them as `taken`, and
-// stores the pair in block first + i that `h` and `e` select (see for_pairs) at address `at`.
+// Writes a tile's results to output pages in shared memory, from page number `page` on, and returns the
+// number of the page after the last one. The results are in `blocks` accumulator blocks of 8 columns each. A
+// result has kElement bytes, so a page has kTileRowBytes / kElement columns. The caller supplies two
+// functions, which are called for kTurn blocks at a time. `take(first)` returns the values of the blocks from
+// `first` on. `put(taken, first, i, h, e, at)` gets these values as `taken`, and stores at address `at` the
+// pair of block first + i that `h` and `e` select (see for_pairs).
 //
 // Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
 // host function.

@@ -135,9 +135,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // For dot products, pages of weights come before pages of inputs. For these weight pages, the input
-    // loader must also wait until their slots are empty, and arrive at their barriers. It does so before it
-    // waits for the counters of the inputs, because the slots become free earlier.
+    // In dot products, pages of weights come before pages of inputs. For these weight pages, the input loader
+    // must also wait until their slots in the ring are empty, and arrive at their barriers. It does so before
+    // it waits for the counters of the inputs, because the slots become free earlier.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;

@@ -441,9 +441,9 @@ class Engine {
       ++w.flows[kBodyPart];
     }
     add_reads(w);
-    // If the worker's next task comes from a queue, the worker claims it when the current task has requested
-    // its last data. To know that time, the simulator makes the last part of the load, as many bytes as the
-    // ring buffer holds, a load of its own.
+    // If the worker's next task comes from a queue, the worker claims that task when the current task has
+    // requested its last data. To find this time, the simulator splits off the last part of the load, as many
+    // bytes as the ring buffer holds, as a load of its own.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;

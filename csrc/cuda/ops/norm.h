@@ -35,10 +35,10 @@ class Norm {
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
-  // For each row i in [row, row + rows): normalises row source(i) of the inputs, multiplies it by the
-  // weights, and stores it as row i of the output, on every rank that needs it. (A matmul that normalises its
-  // own inputs stores it in shared memory instead, as row i - row of Scratch.) If source(i) is kNone, zeros
-  // are stored; if it is kSkip, nothing is stored.
+  // Normalises rows: for each i in [row, row + rows), normalises row source(i) of the inputs, multiplies it
+  // by the weights, and stores the result as row i of the output, on every rank that needs it. If source(i)
+  // is kNone, zeros are stored; if it is kSkip, nothing is stored. (A matmul that normalises its own inputs
+  // stores the result in shared memory instead, as row i - row of Scratch.)
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {

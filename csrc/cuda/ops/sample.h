@@ -239,9 +239,9 @@ class Sampler {
   // smallest logit that is needed: all logits above `bound` are kept, and some of those equal to `bound`.
   // Returns how many of the equal ones.
   //
-  // The search is a bisection over order keys (logits mapped to integers in the same order). The logits with
-  // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings the two
-  // closer together, and the search ends when high is low + 1. After kRoundsBeforeList rounds, the logits
+  // A bisection over order keys (integers in the same order as the logits) finds the bound. The logits with
+  // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings `low` and
+  // `high` closer together; the search ends when high is low + 1. After kRoundsBeforeList rounds, the logits
   // between them are copied to a list, and later rounds read only this list.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;

@@ -1,5 +1,6 @@
-// Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. For rows
-// with many pieces, their times are summed over bins of time, at several levels, each with half as many bins as before.
+// Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. A row with
+// many pieces is drawn from sums instead: the pieces' times are summed over bins of time, at several levels. Each level
+// has half as many bins as the one before.
 
 // Intervals of a worker may overlap, because its warps have several roles. A piece shows the interval that comes first
 // in this order: work, a store by the storer warp, a wait of the consumer warps (which delays the arithmetic), another
