@@ -71,8 +71,8 @@ MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }
 
-// Returns whether this rank normalises row i of the list `logit_rows`, the token rows for which logits are
-// computed. A rank normalises the rows whose residual it stores. Padding entries are negative and count as
+// Returns whether this rank normalises row i of the list `logit_rows` (the token rows that need logits). A
+// rank normalises the rows whose residual it stores. Entries that are only padding are negative, and count as
 // rows of rank 0.
 MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
   if (d.replicated_residual) return true;

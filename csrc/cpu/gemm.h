@@ -260,10 +260,11 @@ class Inputs {
 using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
 
 // Runs a matmul for one tile of its output, inputs weights^T + bias, and passes the results to the callback
-// `take`, one panel (kPanel columns) after another. `weights` lists the panels of all columns. A matmul with
-// two matrices, gate and up, has alternating panels. Each call of `take` then gets a panel's results for
-// every matrix, kPanel floats apart. `from` says which input row each row of the tile reads, and `to` says
-// which output row is passed to `take`. `bias` has the biases of one matrix after another, or is null.
+// `take`, one panel (kPanel columns) after another. `weights` lists the panels of all columns. If there are
+// several matrices, such as gate and up, their panels alternate. Each call of `take` then gets the results of
+// one panel of each matrix, kPanel floats apart. `from` says which input row each row of the tile reads, and
+// `to` says which output row is passed to `take`. `bias` has the biases of one matrix after another, or is
+// null.
 template <class T>
 void gemm(const Call& call, const Tile& tile, const Panel* weights, const float* bias, TakeResult take,
           RowList from = {}, RowList to = {}) {

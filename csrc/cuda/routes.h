@@ -1,6 +1,6 @@
-// Which rows and which expert an experts instruction computes. This is known only at run time, from the
-// buffer ROUTES. So that no other warp must wait for ROUTES, the controller warp waits for the instruction's
-// counters, reads ROUTES and hands over the instruction in parts. A part covers as many token rows as dot
+// Which token rows an experts instruction computes, and with which expert. This depends on the router's
+// choices in the buffer ROUTES. So that no other warp must wait for ROUTES, the controller warp waits for
+// that buffer, reads it and hands over the instruction in parts. A part covers as many token rows as dot
 // products allow, and uses those of them that have chosen the expert.
 #pragma once
 #include "ops/call.h"

@@ -200,8 +200,8 @@ class Engine {
   }
 
   // Takes the worker's next task. If the current instruction is a drain, the worker claims an instruction
-  // from a queue that all workers share, and takes that instruction's first task. If the queue is empty, the
-  // worker takes the drain's own task.
+  // from a queue that all workers of its rank share, and takes that instruction's first task. If the queue is
+  // empty, the worker takes the drain's own task.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
