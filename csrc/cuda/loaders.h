@@ -86,9 +86,9 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
 
 // Called by a loader (0 weights, 1 inputs) when its stream ends, after `page` pages. It matters after an
 // abort: loads may still be in flight, and a block must not end before they complete. So this function waits
-// for the `full` barriers of all pages in the ring. These barriers need both loaders of the worker's blocks,
-// so a loader that has processed fewer pages than another first arrives for the pages that it has missed. A
-// page is skipped if the other SM should have loaded it for both but has not.
+// for the `full` barriers of all pages in the ring. Both loaders must arrive at each of these barriers. A
+// loader that has processed fewer pages than another therefore first arrives for the pages that it has
+// missed. A page is skipped if the other SM should have loaded it for both but has not.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
