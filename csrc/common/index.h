@@ -15,7 +15,7 @@ MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
 }
 
-// Returns the size in bytes of a block of the quantised KV cache. The block covers kKvUnit elements of one KV
+// Quantised KV cache: returns the size in bytes of a quantisation block. It covers kKvUnit elements of one KV
 // head, for all tokens of a KV page. Each token has one scale (kKvScale bytes) and kKvUnit one-byte values.
 MK_DIMS_FN inline int32_t kv_block_bytes(const Dims& d) { return (kKvScale + kKvUnit) * d.kv_page; }
 
@@ -26,10 +26,10 @@ MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
-// For a long context, several attention work items share one set of rows: each item processes some of the KV
-// blocks, and stores its partial results in the buffer PARTIALS. This function returns where in PARTIALS the
-// result for one row, one KV head and KV block 0 is stored. The results for the next KV blocks follow it.
-// `row` and `head` are counted from the item's first row and first KV head.
+// Returns where a partial result of attention is stored in the buffer PARTIALS. For a long context, several
+// work items share the same rows, and each one processes some of the KV blocks (ranges of tokens). The
+// returned place is for one row, one KV head and KV block 0. The results for the next KV blocks follow. `row`
+// and `head` count from the first row and KV head of the work item.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
@@ -64,15 +64,15 @@ MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
   return {owner, owner + 1};
 }
 
-// Returns the ranks that receive a row which this rank has normalised. If every rank has a copy of the
-// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only the
-// row's owner normalises it, and the result is all ranks.
+// Returns the ranks to which this rank sends a row that it has normalised. If every rank has a copy of the
+// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only one
+// rank, the row's owner, normalises the row, and the result is all ranks.
 MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }
 
-// Returns whether this rank normalises row i of the list `logit_rows`, the token rows for which logits are
-// computed. A rank normalises the rows whose residual it stores. Padding entries are negative and count as
+// Returns whether this rank normalises row i of the list `logit_rows` (the token rows that need logits). A
+// rank normalises the rows whose residual it stores. Entries that are only padding are negative, and count as
 // rows of rank 0.
 MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
   if (d.replicated_residual) return true;

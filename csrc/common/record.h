@@ -18,9 +18,9 @@ MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0]
 // counters.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
-// A signal is a word of an instruction record that names a counter to add to. Returns the rank whose counter
-// it names. There are two special values: kAllRanks means every rank, and kOwner means the rank that owns the
-// instruction's rows, or every rank if the residual is replicated.
+// Returns the rank whose counter a signal adds to. (A signal is a word of an instruction record that names a
+// counter to add to.) Two results are special: kAllRanks means every rank, and kOwner means the rank that
+// owns the instruction's rows, or every rank if the residual is replicated.
 MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
 
 template <class Operands>

@@ -85,10 +85,10 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
       -1);
 }
 
-// Makes `data` the memory of a rank's buffer. The caller still owns `data`, and must keep it allocated as
-// long as the engine uses it. Normally `data` is a row-major array with the shape that
-// megakernel/isa/buffers.py declares. For a weight matrix that mk_pack has packed, `data` is instead the
-// table of the matrix's panels (groups of 16 columns).
+// Tells the engine where a rank's buffer is in memory. The caller owns `data`, and must keep it allocated as
+// long as the engine uses it. Normally `data` is a row-major array with the shape given in
+// megakernel/isa/buffers.py. For weights packed by mk_pack, `data` is the table of the matrix's panels
+// (groups of 16 columns).
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }

@@ -22,19 +22,18 @@ constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 struct Half {};    // float16
 struct Cached {};  // quantised weights that have been converted to float32, in a buffer that fits the cache
 
-// Whether a matmul always reads weights of type W straight from memory. The other types are quantised. With
-// many rows, quantised weights are first converted to float32 in a small buffer, so that the conversion is
-// done once for all rows.
+// Whether a matmul always multiplies weights of type W straight from memory, as for float types. Quantised
+// types are different: if there are many rows, their weights are first converted to float32 in a small
+// buffer, so that the conversion is done once for all rows.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
                         std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads weights of type W from a panel (kPanel columns of a weight matrix). The K dimension is divided into
-// units of kUnit indices, called steps, and each unit into kRuns runs of kRunSteps steps. To use a Reader,
-// call `open` with the first step of a unit, a multiple of kUnit. Then, for each run of the unit, call
-// `turn_to` and read the weights of the run's steps.
+// Reads weights of type W from a panel (kPanel columns of a weight matrix), in order of k. Usage: call `open`
+// with the first index of a unit (kUnit indices along K). A unit is read in kRuns runs of kRunSteps indices:
+// for each run, call `turn_to`, then read the run's weights.
 template <class W>
 class Reader;
 
@@ -111,8 +110,8 @@ struct Line {
 };
 
 // Returns the factors and offsets that convert stored integers to weights, for kLanes columns from column
-// `at` on. `unit` selects 32 steps along K within a quantisation block. For types with a scale per 16 steps,
-// `half` (0 or 1) selects one half of these 32 steps.
+// `at` on. `unit` selects 32 indices along K within a quantisation block. If the type has a scale per 16
+// indices, `half` (0 or 1) selects one half of the 32.
 MK_INLINE Line line_of(const Scale& s, int /*unit*/, int /*half*/, int at) {
   return {load_half(s.scale + at), F32{}};
 }
@@ -209,9 +208,9 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void set_lines(int half) {
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Line& line = lines_[v] = line_of(block_->scales, unit_, half, v * kLanes);
-      // Symmetric types store each integer plus kZero, and this offset subtracts kZero again. No rounding
-      // occurs: kZero is a power of two, so scale * kZero is exact, and the product of a scale and a value is
-      // exact too.
+      // Symmetric types store each integer with kZero added, so this offset subtracts kZero again. That
+      // causes no rounding, because kZero is a power of two: both scale * kZero and the product of a scale
+      // and a value are exact.
       if (P::kZero != 0) line.offset = line.scale * -float{P::kZero};
     }
   }

@@ -13,10 +13,10 @@
 
 namespace mk::MK_SIMD {
 
-// The matmul C = A W^T accumulates a small block of C in registers. kMicroRows: maximum rows of the block.
-// kAccumulators: how many SIMD vectors of accumulators fit in registers, beside the weights. kWithScales: how
-// many vectors of accumulators and scales fit if quantised weights are also converted to float32 in
-// registers. A test disassembles the code of every block to check that no register is spilled.
+// The inner loop of C = A W^T keeps a small block of C in SIMD registers. These constants limit the block's
+// size. kMicroRows: the most rows. kAccumulators: the most vectors of results. kWithScales: the most vectors
+// of results and scales, if quantised weights are converted in registers. A test disassembles the code to
+// check that no register is spilled.
 #if MK_LANES == 16
 constexpr int kAccumulators = 24, kWithScales = 18, kMicroRows = 12;
 #elif MK_LANES == 8
@@ -66,11 +66,11 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights (kPanel columns each).
-// Uses only the indices [begin, begin + steps) along K, both multiples of kUnit. With `resume`, adds to C
-// instead of replacing C. A is stored in chunks of kChunk indices along K. Chunks are chunk_stride floats
-// apart, and rows in a chunk are kChunkStride floats apart. The range may begin inside a chunk only if it
-// also ends in that chunk.
+// The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights (kPanel columns each),
+// over indices [begin, begin + steps) along K. Both are multiples of kUnit. With `resume`, adds to C instead
+// of replacing C. A is stored in pieces of kChunk indices along K: pieces are chunk_stride floats apart, and
+// the rows in a piece are kChunkStride floats apart. A range that begins in the middle of a piece must end in
+// the same piece.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
            int64_t ldc, bool resume) {
@@ -146,8 +146,9 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// The rows of A that a matmul multiplies with panels of weights, block_rows rows at a time. `x` has the rows,
-// divided into chunks of kChunk indices along K. The results go to `c`, whose rows are ldc floats apart.
+// Input rows A and output C of a matmul, for all the panels of weights it multiplies. block_rows rows are
+// computed at a time. `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the
+// results `c` are ldc floats apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -211,9 +212,9 @@ class Inputs {
     for (int r = 0; r < count; ++r) scale_[r] = rms_scale(this->row<float>(r), k_, eps_);
   }
 
-  // Prepares inputs for a matmul: converts kChunk elements from index `begin` on, of each selected row, to
-  // float32 or (`pairs`) to pairs of bfloat16 values. Rows of `out` are kChunkStride floats apart. If the row
-  // ends inside a unit of kUnit elements, the unit is padded with zeros.
+  // Prepares inputs for a matmul: converts kChunk elements of each selected row, from index `begin` on, to
+  // float32 or (`pairs`) to pairs of bfloat16 values. Rows of `out` are kChunkStride floats apart. If a row
+  // ends inside a group of kUnit elements, the group is padded with zeros.
   void unpack(int begin, bool pairs, float* out) const {
     const int n = lower_of(k_ - begin, kChunk);
     for (int r = 0; r < count_; ++r, out += kChunkStride) {
@@ -258,12 +259,12 @@ class Inputs {
 // may change t.
 using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
 
-// Runs a matmul for one tile of its output: computes t = inputs weights^T + bias, and passes each part of t
-// to the callback `take`. `weights` lists the panels (kPanel columns each) of all columns. If the matmul has
-// several matrices, such as gate and up, their panels alternate. A call of `take` then receives the results
-// of one panel of each matrix, one matrix after the other, kPanel floats apart. `from` says which input row
-// each row of the tile reads, and `to` says which output row is passed to `take`. `bias` is null, or has the
-// biases of the matrices, one matrix after another.
+// Runs a matmul for one tile of its output, inputs weights^T + bias, and passes the results to the callback
+// `take`, one panel (kPanel columns) after another. `weights` lists the panels of all columns. If there are
+// several matrices, such as gate and up, their panels alternate. Each call of `take` then gets the results of
+// one panel of each matrix, kPanel floats apart. `from` says which input row each row of the tile reads, and
+// `to` says which output row is passed to `take`. `bias` has the biases of one matrix after another, or is
+// null.
 template <class T>
 void gemm(const Call& call, const Tile& tile, const Panel* weights, const float* bias, TakeResult take,
           RowList from = {}, RowList to = {}) {

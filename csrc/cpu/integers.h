@@ -1,11 +1,11 @@
 // Multiplies quantised weights with activations that have been rounded to 8-bit integers.
 // megakernel/isa/integers.py defines this arithmetic, under the name `q8`.
 //
-// Multiplies quantised weights in integers. Each group of 32 activations of a row is rounded to 8-bit
-// integers with one scale. For each group along K (16 long if the weights have scales for 16), the sum of the
-// integer products is exact, so it does not depend on the order of additions or on the SIMD width. The sum is
-// then multiplied by the scales of the weights and the activations, and added to the output's accumulator.
-// Groups are added in ascending order of K, each with one fused multiply-add.
+// Multiplies quantised weights in integers, in groups of 32 along K (16 if the weights have a scale per 16).
+// The activations are first rounded to 8-bit integers, with one scale for every 32. Within a group, the sum
+// of products is an exact integer, so the SIMD width cannot change it. That sum is multiplied by the scales
+// of the weights and activations, then added to the float32 result with one fused multiply-add. Groups are
+// added in ascending order of K.
 #pragma once
 #include <array>
 #include <utility>
@@ -146,9 +146,9 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
   }
 }
 
-// Computes C = A W^T in integers, for R rows of activations `a` that have been rounded to 8-bit integers and
-// P panels of weights (kPanel columns each), over [begin, begin + steps) along K. The panels used are
-// panels[0], panels[apart], panels[2 * apart] and so on. The other arguments are those of `micro` in gemm.h.
+// Computes C = A W^T in integers, over [begin, begin + steps) along K. `a` has R rows of activations, already
+// rounded to 8-bit integers. W is P panels of weights (kPanel columns each): panels[0], panels[apart],
+// panels[2 * apart] and so on. The other arguments are those of `micro` in gemm.h.
 template <int R, int P, class Unit>
 void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, int apart, int begin,
                     int steps, float* c, int64_t ldc, bool resume) {

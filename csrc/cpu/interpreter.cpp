@@ -155,8 +155,8 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   pool_.start([this](int thread) { serve(thread); }, [this] { finish(); });
 }
 
-// Assigns the instruction streams (one per worker) to the threads in turn. If there are at least as many
-// threads as ranks, all streams of a thread belong to the same rank.
+// Assigns the instruction streams (one per worker) to the CPU threads in turn. With at least as many threads
+// as ranks, a thread gets streams of one rank only.
 void Interpreter::deal_streams() {
   const int threads = pool_.size(), workers = program_->workers;
   dealt_.assign(threads, {});
@@ -173,9 +173,9 @@ void Interpreter::deal_streams() {
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
 }
 
-// Returns how many trace entries (intervals) one instruction stream can record at most. Each instruction, and
-// each work item of attention, has four: wait, load, compute and store. The result includes all instructions
-// in the shared queues of the stream's rank, because one worker may claim all of them.
+// Returns how many trace entries an instruction stream can record at most. Each instruction, and each work
+// item of attention, has four: wait, load, compute and store. All instructions in the rank's shared queues
+// are counted too, because one worker may claim all of them.
 int64_t Interpreter::interval_bound(const Cursor& c) const {
   int64_t units = 0;
   const auto add = [&](int list, int first, int end) {
@@ -363,9 +363,9 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
   }
 }
 
-// Claims the next record of a queue for this worker. All workers of a rank share the queue; a drain
-// instruction (the cursor's current record) makes them execute the queue's first op.end records. Returns
-// false if all of these records have been claimed.
+// Takes the next instruction from a queue that all workers of a rank share. The current instruction is a
+// drain: it makes workers execute the queue's instructions up to number op.end. Returns false if all of these
+// have been taken already.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -414,10 +414,10 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Returns whether the inputs of the current attention item (some rows and KV heads of one sequence) are
-// complete. Each row block (group of rows) has one counter per group of KV heads. The function tests the
-// counters of all blocks and groups that the item reads. `word`, a wait of the record, names the first
-// counter of this grid.
+// Returns whether the inputs of the current attention work item (some rows and KV heads of a sequence) are
+// complete. There is a counter for each pair of a row block (group of rows) and a group of KV heads. All
+// pairs that the work item reads must be complete. `word`, a wait of the instruction, names the first
+// counter.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -434,9 +434,9 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
 }
 
 // Returns whether the inputs of the final norm are complete. The final norm reads only the rows that need
-// logits, and these differ from step to step. Each row block (group of rows) has one counter. The function
-// tests the counters of the rows that this rank normalises. `word`, a wait of the record, names the counter
-// of row block 0.
+// logits, which differ from step to step. There is a counter for each group of successive rows (row block).
+// The counters of all rows that this rank normalises must be complete. `word`, a wait of the instruction,
+// names the first counter.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);
@@ -448,9 +448,10 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Makes progress with the current record (instruction). Attention: runs its work items until one is not
-// ready. Drain: claims a record of a shared queue, and the next call executes it. Any other instruction: runs
-// it. Returns false if the launch is aborted during the call.
+// Makes progress with the current instruction. Attention runs its work items in order, up to the first whose
+// inputs are not ready. A drain takes an instruction from a shared queue, and the next call executes that
+// instruction. Any other instruction is run as a whole. Returns false if the launch is aborted during the
+// call.
 template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
   IntervalKind kind = IntervalKind::COMPUTE;
@@ -505,9 +506,9 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// Runs one work item of attention (some rows and KV heads of a sequence). If several items divide the KV
-// blocks of these rows among them, the item that finishes last also merges the partial results of all.
-// Returns whether the output of the rows is now final.
+// Runs one work item of attention (some rows and KV heads of a sequence). For a long context, several work
+// items share the same rows, and each one processes some of the KV blocks. The last of them to finish merges
+// all their results. Returns whether the output of the rows is now final.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];

@@ -3,10 +3,10 @@
 // program.
 //
 // Each thread is assigned some streams. It looks for a stream whose next instruction has all its waits
-// satisfied, and executes that instruction. So a program for 8 ranks of 132 workers runs even on two cores. A
-// thread without work takes over streams of threads that the operating system has descheduled. The
-// instructions of a stream always run in order. Memory order: a signal releases and a satisfied wait
-// acquires. When a stream moves between threads, the old thread releases it and the new one acquires it.
+// satisfied, and executes that instruction. So a program for 8 ranks of 132 workers runs even on two cores.
+// If the operating system has descheduled a thread, idle threads take over its streams. The instructions of a
+// stream always run in order. Memory order: a signal releases and a satisfied wait acquires. When a stream
+// moves to another thread, the old thread releases and the new thread acquires.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -88,9 +88,9 @@ class Interpreter {
     int segment = 0, layer = 0;
     // Index of the stream's next record (instruction) in the list of the segment.
     int32_t next = 0;
-    // The instruction record that is being executed, or null if none has been fetched yet. It is record
-    // number `next` of the segment. If that record is a DRAIN instruction, it may instead be a record that
-    // DRAIN has claimed from a shared queue.
+    // The instruction that is being executed, or null if none has been fetched yet. Normally it is number
+    // `next` of the segment. While a DRAIN is number `next`, it may be an instruction taken from a shared
+    // queue instead.
     const int32_t* record = nullptr;
     const Phase* phase = nullptr;    // the phase of `record`
     int32_t number = 0;              // the number by which a trace identifies `record`

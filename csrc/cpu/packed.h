@@ -1,9 +1,9 @@
 // Weight matrices in memory, repacked for the kernels.
 //
-// How weights are stored in memory. A matrix [N, K] is divided into panels of kPanel = 16 rows, and the last
+// How weights are stored in memory. A matrix [N, K] is divided into panels of kPanel = 16 rows; the last
 // panel is padded with zeros. A panel is stored transposed, so a row of the matrix is called a column of the
-// panel. Each panel has its own data type. If a matmul has several matrices, such as gate and up, their
-// panels alternate: panel 0 of each, then panel 1 of each, and so on. A step is one index along K.
+// panel, and one index along K is called a step. Each panel has its own data type. If a matmul has several
+// matrices, such as gate and up, their panels alternate: panel 0 of each, then panel 1 of each, and so on.
 //
 // float32 and float16 panels are stored as [K][16]. bfloat16 panels are stored as [K / 2][16] 32-bit words. A
 // word has two successive steps of a column, the first one in the upper half. A quantised panel is stored
@@ -32,11 +32,11 @@ struct Panel {
 // Returns the number of panels that contain any of the columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// The packed integers of 32 steps along K of 16 columns. Kernels expand them to bytes: 32-bit word [j][c]
-// then has the bytes of steps 4j to 4j + 3 of column c. In memory, the bits of each byte are divided. Word
+// 16 columns of packed integers, for 32 steps (indices) along K. Kernels expand them to bytes: 32-bit word
+// [j][c] then has the bytes of steps 4j to 4j + 3 of column c. In memory, each byte's bits are split. Word
 // [j][c] of `low` has the lowest four bits of all bytes of the expanded words [2j][c] and [2j + 1][c]. `high`
-// has the other bits: if it has n rows, its word [j][c] has those of the expanded words [j][c], [j + n][c],
-// [j + 2n][c] and so on.
+// has the other bits. If `high` has n rows, its word [j][c] has those of the expanded words [j][c], [j +
+// n][c], [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
   uint32_t low[4][kPanel];
@@ -95,9 +95,9 @@ struct Exponent {
   uint8_t exponent[kPanel];
 };
 
-// Returns which stored integer stands for a weight of 0. Symmetric types of fewer than 8 bits store unsigned
-// integers, so zero is in the middle of their range. 8-bit integers are signed, so it is 0. For types with an
-// offset, no integer stands for 0, and the result is 0 as well.
+// Returns the stored integer that stands for a weight of 0. In symmetric types of fewer than 8 bits, integers
+// are unsigned, so it is the middle of their range. In signed 8-bit types it is 0. For types with an offset,
+// no integer stands for 0, and the result is 0 as well.
 constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
 
 // The quantisation blocks of a panel's 16 columns that begin at the same step along K.

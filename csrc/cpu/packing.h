@@ -14,9 +14,9 @@ struct Part {
   const void* data;
 };
 
-// The weights of a matmul before packing: `matrices` matrices of shape [rows, k], such as gate and up. With
-// experts, there are `stacked` such sets, one per expert. `parts` contains the rows of all matrices in order.
-// Packing divides rows into panels of kPanel rows, and never puts rows of two parts into one panel.
+// The weights of a matmul before packing: `matrices` matrices of shape [rows, k], such as gate and up. In a
+// mixture of experts, each of the `stacked` experts has its own matrices. `parts` contains the rows of all
+// matrices in order. Packing groups rows into panels of kPanel rows; a panel never has rows of two parts.
 struct Matrix {
   int64_t stacked, matrices, rows, k, part_count;
   const Part* parts;

@@ -25,9 +25,9 @@ class Placement {
  private:
   struct Place;
   std::vector<Place> places_;
-  // Limits how often `separate` moves a thread to another core. Each job adds 1 to the credit, up to
-  // kMostCredit, and each move costs kMoveCost. Without this limit, threads would be moved in every job, to
-  // no use, on a machine whose other cores are busy with other work.
+  // Limits how often `separate` moves a thread to another core. If the machine's other cores are busy with
+  // other work, moving threads is of no use, and would otherwise happen in every job. Each job adds 1 to the
+  // credit, up to kMostCredit, and each move costs kMoveCost.
   static constexpr int kMoveCost = 4, kMostCredit = 16;
   std::atomic<int> credit_{kMostCredit};
 };

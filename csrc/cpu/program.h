@@ -68,9 +68,9 @@ class Program {
   int queue(int rank, int index) const { return rank * queues_ + index; }
   int queues() const { return queues_; }
 
-  // Every layer has its own set ("block") of counters. Returns which block the instructions of a segment use:
-  // the prologue uses that of layer 0, the body that of `layer`, and the epilogue has one more after the last
-  // layer's.
+  // Returns which set ("block") of counters the instructions of a segment use. Every layer has its own block,
+  // and there is one more after the last layer. The prologue uses the block of layer 0, the body that of
+  // `layer`, and the epilogue the last one.
   int32_t block(int segment, int32_t layer) const {
     return segment == kPrologue ? 0 : segment == kBody ? layer : layers;
   }

@@ -154,8 +154,8 @@ MK_INLINE Part<T> part(const T* p, int n) {
   return to;
 }
 
-// Loads or stores only the first n lanes, for the last, incomplete vector of a row. A load sets the other
-// lanes to zero; a store leaves their memory unchanged. All other code then treats this vector like a full
+// For the last, incomplete vector of a row: loads or stores only the first n lanes. A load sets the other
+// lanes to zero, and a store leaves their memory unchanged. All other code treats this vector like a full
 // one, so a value's bits do not depend on where a tile ends.
 template <class T>
 MK_INLINE F32 load(const T* p, int n) {
@@ -340,8 +340,8 @@ class ByteSums {
     (void)j;
 #endif
   }
-  // Returns, in each lane, the sum of (weight - zero) * activation over all earlier calls of add(), of which
-  // there must have been 4 or 8. `total` is the sum of the activations.
+  // Returns the result in each lane: the sum of (weight - zero) * activation over all earlier calls of add().
+  // There must have been 4 or 8 calls. `total` is the sum of the activations.
   MK_INLINE I32 value(int zero, int32_t total) const {
 #if defined(__AVX512VNNI__)
     if (kBits == 8) zero += 128;

@@ -10,11 +10,11 @@
 // Which pages an instruction uses, and in which order, depends on the instruction alone (plan.h). Every role
 // (loader, consumer, storer) can therefore list the same pages without communicating.
 //
-// One warp loads weights and another loads inputs. Both wait until a page is empty and both arrive at its
-// `full` barrier, although only one of them fills the page. So neither loader gets more than kPages pages
-// (the whole ring) ahead of the other, or of the consumer warps. This matters because a wait on an mbarrier
-// tests only the parity of a phase, and would confuse phases that are two apart. No barrier is ever
-// re-initialised.
+// One loader warp loads weights and another loads inputs. For every page, both wait until it is empty and
+// both arrive at its `full` barrier, although only one of them fills it. This keeps each loader within kPages
+// pages (the whole ring) of the other loader and of the consumer warps. Without this limit a wait could go
+// wrong: it tests only the parity of a barrier's phase, so it would confuse phases that are two apart. No
+// barrier is ever re-initialised.
 //
 // A block works on up to kSlots instructions at once. Instruction j uses the shared-memory slot j % kSlots,
 // with its description (the task) and these barriers, which complete one phase per instruction:
@@ -24,13 +24,13 @@
 //   outputs  the consumer warps have issued and fenced all of their stores
 //   retired  no warp needs the slot any longer (loaders, storer and consumer warps)
 //
-// A worker, which executes one instruction stream, may be two SMs with a block each. Both blocks run the same
-// instructions: each block processes a part of an instruction's rows, or every second attention work item.
-// Both need the same pages of weights, so one of the two blocks loads such a page and writes it to the rings
-// of both. A slot of the ring is therefore refilled only when the consumer warps of both blocks have released
-// it. The controller of SM 0 serves both blocks. Each block has its own `fetched` barriers, but `loaded` and
-// `retired` are only in SM 0, and the warps of both blocks arrive there. No block ends before both have
-// finished, because each may access the other's shared memory until then.
+// With Dims.sms = 2, a worker (which executes one instruction stream) is a pair of SMs with a thread block
+// each. Both blocks run the same instructions, but divide each one's rows or attention work items. Both need
+// the same pages of weights, so only one block loads such a page, and writes it to the rings of both. A slot
+// of the ring is therefore refilled only when the consumer warps of both blocks have released it. The
+// controller warp of SM 0 serves both blocks. Each block has its own `fetched` barriers, but `loaded` and
+// `retired` exist only in SM 0, where warps of both blocks arrive. Neither block exits before both have
+// finished, because until then the other block may access its shared memory.
 //
 // A wait that lasts a millisecond is recorded in `late` (watchdog.h). A wait that exceeds the timeout aborts
 // the launch.
@@ -95,8 +95,8 @@ MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 // Where a page lies in the ring.
 struct Page {
   int slot;
-  // The parity of the barrier phase that belongs to this page; the parity alternates each time the slot is
-  // reused. Before a loader fills the page, it waits for the phase before this one at barrier `empty`.
+  // The parity of the mbarrier phase that this page uses; it alternates each time the page's slot in the ring
+  // is reused. Before a loader fills the page, it waits for the previous phase of the barrier `empty`.
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }

@@ -36,9 +36,9 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Waits until the inputs of one attention work item (some rows and KV heads of a sequence) are written. Each
-// row block (group of rows) has one counter per group of KV heads. The function waits for the counters of all
-// blocks and groups that the item reads. Wait word 0 of the record names the first counter of this grid.
+// Waits until the inputs of an attention work item (some rows and KV heads of a sequence) are written. There
+// is a counter for each pair of a row block (group of rows) and a group of KV heads. The function waits for
+// all pairs that the work item reads. Wait word 0 of the instruction's record names the first counter.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -54,8 +54,8 @@ MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView&
 }
 
 // Waits until the inputs of the final norm are written. The final norm reads only the rows whose logits are
-// needed. Each row block (group of rows) has one counter. The function waits for the counters of all rows
-// that this rank normalises. Wait word 0 of the record names the counter of row block 0.
+// needed. There is a counter for each row block (group of rows). The function waits for the counters of all
+// rows that this rank normalises. Wait word 0 of the instruction's record names the counter of row block 0.
 template <class P>
 MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task) {
   const int32_t word = task.record[kWaitWord];

@@ -355,9 +355,9 @@ class Device {
   }
 
   // Called repeatedly while a warp waits. `since` is 0 at the first call. Returns false if the launch was
-  // aborted. Reads the abort flag, a word in memory, only once the wait has lasted a tick, to keep traffic
-  // low. From then on, it also records what the warp waits for. All lanes write the same record, except that
-  // each may wait for another counter; any of these will do.
+  // aborted. To save memory traffic, the abort flag is read only once the wait has lasted a tick. From then
+  // on, the warp's wait is also recorded for the watchdog. All lanes write the same record, except that lanes
+  // may wait for different counters. In that case, the record names any one of these counters.
   MK_DEVICE bool still_wait(uint32_t& since, const void* what, uint32_t parity, const Where& where) {
     const uint32_t ticks = waited(since);
     if (ticks == 0) return true;
@@ -366,8 +366,8 @@ class Device {
     if (ticks > limit()) abort();
     return true;
   }
-  // Called when a wait has ended. If the wait was long enough to be recorded as late, clears the warp's
-  // record. If another lane of the warp is still waiting, that lane writes the record again.
+  // Called when a wait has ended. If the wait was recorded as late, clears the warp's record. If another lane
+  // of the warp is still waiting, that lane writes the record again.
   MK_DEVICE void forget_late() {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }

@@ -1,13 +1,13 @@
 // Computes matmuls with few rows on the CUDA cores. Each output is a dot product, and each weight is loaded
 // into a shared-memory page once.
 //
-// Matmuls for few rows, as dot products on the CUDA cores. Weights and inputs arrive in pages, each with
-// kPieces pieces (up to kPiece successive elements of a row). Output columns are computed in units of 16 (8
-// columns of each matrix if there are two). For each kPiece elements of the inner dimension, a unit needs a
-// pair of weight pages. Consumer warp w takes piece w of both pages, so it computes two outputs: columns 2w
-// and 2w + 1 of the unit, or column w of each matrix. Input rows stay in the ring of pages while several
-// weight pages pass. Rows that the block has normalised itself are in shared memory outside the ring.
-// dot_pages (plan.h) lists the pages.
+// Matmuls for few rows, as dot products on the CUDA cores. Weights and inputs arrive in shared-memory pages.
+// A page has kPieces pieces, each with up to kPiece successive elements of a row. Output columns are computed
+// 16 at a time, called a unit: with two matrices (gate and up), 8 columns of each. For each kPiece elements
+// of the inner dimension, a unit needs two pages of weights. Consumer warp w takes piece w of both pages, so
+// it computes two columns: 2w and 2w + 1 of the unit or, with two matrices, column w of each. Input rows stay
+// in the ring of pages while many weight pages pass. If the block has normalised the input rows itself, they
+// are in shared memory outside the ring. dot_pages (plan.h) lists the pages.
 //
 // The order of additions is fixed, so results do not depend on the other rows: a lane adds its products in
 // ascending order, then a tree adds the sums of the lanes. For a normalised head, each warp adds the squares
@@ -23,9 +23,9 @@ constexpr int kDotRows = kDotInputPages * kPieces;  // maximum rows, if each fit
 static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where to find the same piece (range of elements) of each input row in the ring buffer, in bytes from
-// `base`. Row 0's is at `first`, and each further row's is `stride` bytes after the previous one. Addresses
-// from `end` on wrap around to the start of the ring.
+// Where to find one piece (a range of elements) of every input row in the ring buffer, in bytes from `base`.
+// `first` is the place in row 0; each further row is `stride` bytes later. From `end` on, places wrap around
+// to the start of the ring.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -76,9 +76,10 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // Adds up, for each row, the partial sums of all lanes. In each step, lanes work in pairs: each lane keeps
-  // half of its rows, and gives its sums of the other half to its partner. In the end, each lane has the
-  // total of one row. For a single row, reduce() adds in the same order.
+  // Adds up, for each row, the partial sums of all lanes. Lanes exchange sums in pairs. In the first steps,
+  // each lane adds its partner's sums to its own. In the last steps, each lane keeps half of its rows, and
+  // gives its sums of the other half to its partner. In the end, each lane has the total of one row. For a
+  // single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {
@@ -128,9 +129,9 @@ MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, 
 template <class P>
 class DotHeads {
  public:
-  // Takes the warp's results for one unit of 16 columns, which starts at column `unit` of the tile. The warp
-  // has computed two of these columns, for every row. Results are stored at once, unless the head must be
-  // normalised. In that case they are kept, and the call for the head's last unit stores the whole head.
+  // Takes the warp's results for the unit of 16 columns that starts at column `unit` of the tile: two
+  // columns, for every row. Normally stores them at once. If the head must be normalised, keeps them until
+  // the head's last unit, and then stores the whole head.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     const bool normed = to.normed(m.tile.col + unit);
@@ -176,9 +177,9 @@ class DotHeads {
   }
 
   // Computes the factor that normalises each row of a head, from the sums of squares of all warps. The warps
-  // exchange their sums through shared memory, some rows at a time. Two arrays are used in turn, so one
-  // barrier per exchange is enough: before a warp overwrites an array, it has passed the barrier of the
-  // exchange in between, and so every warp has read the array.
+  // exchange their sums through shared memory, some rows at a time. Two arrays are used in turn. So one
+  // barrier per exchange is enough: an array is overwritten only after the next exchange's barrier, and by
+  // then every warp has read the array.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {

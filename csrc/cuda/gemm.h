@@ -35,9 +35,9 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
 // unrolled over all blocks, their code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// Calls each(block, h, e) for every pair of adjacent results that this lane holds, in the first `blocks`
-// blocks (8 columns each) of the accumulators, but at most kTurn blocks. acc.row(h) is the pair's row in the
-// tile, and acc.col(e) its column in the block.
+// Visits the results that this lane holds in its accumulators: calls each(block, h, e) for every pair of
+// adjacent results. A block is 8 columns; at most kTurn of the first `blocks` blocks are visited. acc.row(h)
+// is the pair's row in the tile, and acc.col(e) its column in the block.
 template <class Accumulators, class Each>
 MK_FN void for_pairs(int blocks, const Each& each) {
   MK_UNROLL for (int i = 0; i < kTurn; ++i) {
@@ -48,11 +48,12 @@ MK_FN void for_pairs(int blocks, const Each& each) {
   }
 }
 
-// Writes results to output pages in shared memory, from page number `page` on: `blocks` accumulator blocks of
-// 8 columns each. Returns the number of the page after the last one. A result has kElement bytes, so a page
-// has kTileRowBytes / kElement columns. The caller supplies two functions. `take(first)` returns the values
-// of kTurn blocks from block `first` on. `put(taken, first, i, h, e, at)` receives them as `taken`, and
-// stores the pair in block first + i that `h` and `e` select (see for_pairs) at address `at`.
+// Writes a tile's results to output pages in shared memory, from page number `page` on, and returns the
+// number of the page after the last one. The results are in `blocks` accumulator blocks of 8 columns each. A
+// result has kElement bytes, so a page has kTileRowBytes / kElement columns. The caller supplies two
+// functions, which are called for kTurn blocks at a time. `take(first)` returns the values of the blocks from
+// `first` on. `put(taken, first, i, h, e, at)` gets these values as `taken`, and stores at address `at` the
+// pair of block first + i that `h` and `e` select (see for_pairs).
 //
 // Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
 // host function.
@@ -115,9 +116,9 @@ MK_FN void store_results(const Accumulators& acc, const To& to, OwnRows<Accumula
   }
 }
 
-// Stores the results of a QKV projection. A head that must be normalised is passed to ToHeads::store twice:
-// first to add up the squares of its columns, then to store it. A lane adds the squares of its columns in
-// ascending order, then the sums of the lanes that share a row are added.
+// Stores the results of a QKV projection. Heads that must be normalised take two passes of ToHeads::store:
+// the first adds up the squares of the head's columns, the second stores the head. Squares are added in a
+// fixed order: each lane adds those of its columns, then the sums of the lanes that share a row are added.
 template <class Accumulators>
 MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int col, int cols) {
   OwnRows<Accumulators, ToHeads> rows(acc, to, m.tile);

@@ -7,18 +7,18 @@
 
 namespace mk {
 
-// For workers of two SMs, where one SM loads each page of weights for both. The weight loader notes what is
-// loaded into slot `slot` of the ring: `bytes` bytes of weights, negative if the other SM loads them, or 0 if
-// the page has no weights.
+// Records in the block's state what is loaded into slot `slot` of the ring. Needed only if a worker is two
+// SMs, where one SM loads each page of weights for both. `bytes` is the size of the page's weights: negative
+// if the other SM loads them, 0 if the page has no weights.
 template <class P>
 MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
   if (p.lane() == 0) block.shared[slot] = bytes;
 }
 
-// Starts the load of a page into slot `slot` of the ring. If the worker has two SMs, they take turns: one SM
-// loads a page of weights for both. `rows` is the result of `pieces_of`. For weights of dot products, also
-// prefetches a later page, for which the ring has no room yet, into the L2 cache. Memory then stays busy
-// while workers wait for one another.
+// Starts the load of a page into slot `slot` of the ring. If a worker is two SMs, they take turns: each page
+// of weights is loaded by one SM for both. `rows` is the result of `pieces_of`. In a dot-product matmul, also
+// prefetches a later page of weights into the L2 cache, so that memory stays busy while workers wait for one
+// another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -80,11 +80,11 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
       params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
 }
 
-// Called by a loader (0 weights, 1 inputs) when its stream ends, after it has processed `page` pages. After
-// an abort, loads may still be in flight, and a block must not end before they complete. So this function
-// waits for the `full` barriers of all pages in the ring. Both loaders must arrive at these barriers. A
-// loader that has processed fewer pages than another first arrives for the pages that it has missed. A page
-// is skipped if the other SM should have loaded it for both but has not.
+// Called by a loader (0 weights, 1 inputs) when its stream ends, after `page` pages. It matters after an
+// abort: loads may still be in flight, and a block must not end before they complete. So this function waits
+// for the `full` barriers of all pages in the ring. Both loaders must arrive at each of these barriers. A
+// loader that has processed fewer pages than another therefore first arrives for the pages that it has
+// missed. A page is skipped if the other SM should have loaded it for both but has not.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
@@ -131,9 +131,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // For dot products, pages of weights come before pages of inputs. For these weight pages, the input
-    // loader must also wait until their slots are empty, and arrive at their barriers. It does so before it
-    // waits for the counters of the inputs, because the slots become free earlier.
+    // In dot products, pages of weights come before pages of inputs. For these weight pages, the input loader
+    // must also wait until their slots in the ring are empty, and arrive at their barriers. It does so before
+    // it waits for the counters of the inputs, because the slots become free earlier.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;

@@ -31,10 +31,10 @@ class Pages {
     p_.wait(block_.full[page.slot], page.parity, task_.where);
     return block_.pages[page.slot];
   }
-  // Tells the loaders that this warp no longer needs page i and the n - 1 pages after it. Every consumer warp
-  // must release every page, except output pages. The next load of a page goes through the async proxy. If
-  // the warp has read the page through the generic proxy (ordinary reads), a fence must first order these
-  // reads before the load. Tensor cores read through the async proxy and need no fence.
+  // Releases pages i to i + n - 1: tells the loaders that this warp no longer needs them. Every consumer warp
+  // must release every page, except output pages. The next load of a page writes through the async proxy. If
+  // the warp has used ordinary reads (generic proxy), a fence must first order them before that load. Tensor
+  // cores read through the async proxy and need no fence.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
     for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);

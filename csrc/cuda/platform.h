@@ -90,9 +90,9 @@
 //                                            records an interval that ends now, if kTrace is not 0
 //   void stall(uint64_t ns)                  delays the warp by `ns` nanoseconds, if kTrace is not 0
 //
-// How a block ends after an abort: waits for data return false at once. The warps still go through all
-// instructions that the controller has handed to them, but without loads, bulk stores or signals, and so they
-// still meet at the same barriers. The controller then hands over the end of the stream. If a warp or a load
+// How a block ends after an abort. Waits for data return false at once. The warps still go through all
+// instructions that the controller has handed to them, so that they meet at the same barriers, but they do no
+// loads, bulk stores or signals. Then the controller hands over the end of the stream. If a warp or a load
 // never arrives at a barrier, the other warps give up after a time limit and exit.
 #pragma once
 #include "arithmetic.h"

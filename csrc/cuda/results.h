@@ -14,11 +14,10 @@
 namespace mk {
 
 // Destination of a QKV projection: queries go to the phase's output, keys and values to the KV cache. Queries
-// and keys are rotated (RoPE) by the angles of the row's position. If the model normalises heads, this takes
-// two passes, and the caller passes all columns of a head to `store` twice. In the first pass, with `squares`
-// set, `store` only adds their squares to Row.norm. The caller then adds up Row.norm over the lanes or warps
-// that share the row, and replaces it by the factor `scale(sum)`. In the second pass, `store` stores the
-// results.
+// and keys are rotated (RoPE) by the angles of the row's position. If the model normalises heads, the caller
+// passes every column of a head to `store` twice. The first time, with `squares` set, `store` only adds the
+// column's square to Row.norm. The caller then adds up Row.norm over the lanes or warps that share the row,
+// and replaces the sum by the factor `scale(sum)`. The second time, `store` stores the results.
 class ToHeads {
  public:
   struct Row {

@@ -55,9 +55,9 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
                store(p, block, params, slot.task, use, at.slot);
                stored = true;
              }
-             // An output page may be released when its bulk store has read it. So that two stores overlap,
-             // the storer starts the store of the next output page before it waits for this one. Only after
-             // the last output page of a chunk (256 columns) it waits at once, because the next chunk's pages
+             // An output page may be released when its bulk store has read it. The storer starts the next
+             // page's store before it waits for this one, so that two stores overlap. The last output page of
+             // a chunk (256 columns) is different: the storer waits at once, because the next chunk's pages
              // need the slot.
              release(output ? 1 : 0);
              reading = output ? at.slot : -1;

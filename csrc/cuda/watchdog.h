@@ -5,9 +5,9 @@
 // Params.timeout_ns aborts the launch. By then every stuck warp has a record, and the abort keeps the
 // records. megakernel/runtime/cuda/stall.py reads them and finds the one wait that all others depend on.
 //
-// A late wait is first recorded in the block's array `late` in shared memory, as the address of the barrier
-// or counter, and the current instruction. Before a warp ends, it translates its record and writes it to
-// Params.diagnoses.
+// A wait of over a millisecond is first recorded in the block's array `late` in shared memory: the address of
+// the barrier or counter, and the current instruction. Before a warp ends, it translates its record and
+// writes it to Params.diagnoses, where the host finds it.
 #pragma once
 #include "counters.h"
 

@@ -110,8 +110,8 @@ class Engine {
     double fetched = 0.0;  // time at which the controller has set the task up
     double head_begin = 0.0, head_end = kNever, ready = kNever;
     double body_begin = kNever, body_end = kNever;
-    // The time at which the last part of the task's load begins. The last part is as many bytes as the ring
-    // buffer holds at once, so soon after this time the task has requested all its data.
+    // The time at which the last part of the task's load begins. That part is as large as the ring buffer, so
+    // soon after this time the task has requested all its data.
     double last_begin = kNever;
     double begin = kNever, end = kNever;
     double store_begin = 0.0;
@@ -129,9 +129,9 @@ class Engine {
     int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
     bool fetching = false, ended = false;
     double fetch_free = 0.0;
-    // The next task may begin to load before its waits are satisfied; this first part of its load is called
-    // the head. head_asked: when it began to wait for room in the ring buffer. head_due: when it will begin
-    // to load. head_part: which fraction of the whole load it is.
+    // The head of a load is the first part of the next task's data, loaded before the task's waits are
+    // satisfied. head_asked: when the head began to wait for room in the ring buffer. head_due: when it will
+    // begin to load. head_part: its fraction of the whole load.
     double head_asked = kNever, head_due = kNever, head_part = 0.0;
     bool storing = false;
     // numbers of loads in progress, for each part of a task's load, and of stores in progress
@@ -199,9 +199,9 @@ class Engine {
     return true;
   }
 
-  // Takes the worker's next task. A drain is an instruction record that makes workers execute records of a
-  // shared queue. If the current record is a drain, the worker claims a record from the queue and takes its
-  // first task. If the queue is empty, it takes the drain's own task.
+  // Takes the worker's next task. If the current instruction is a drain, the worker claims an instruction
+  // from a queue that all workers of its rank share, and takes that instruction's first task. If the queue is
+  // empty, the worker takes the drain's own task.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
@@ -230,9 +230,9 @@ class Engine {
     return task.ring_bytes <= ring ? 1.0 : std::max(0.0, ring / task.ring_bytes);
   }
 
-  // Returns when the worker's latest task has requested all its loads; kNever if this is not known yet. Only
-  // then does the worker claim another task from a queue. At this time the task's waits are satisfied, and
-  // the ring buffer has room for all loads that remain.
+  // Returns when the worker may claim another task from a queue: once its latest task has requested all its
+  // loads. By then, that task's waits are satisfied, and the ring buffer has room for all remaining loads.
+  // Returns kNever if the time is not known yet.
   double asked_for(Worker& w) const {
     const Run& run = w.run(w.fetched - 1);
     const double kept = this->kept(*run.task);
@@ -273,9 +273,9 @@ class Engine {
 
   // -- loaders
 
-  // Returns how many bytes of the ring buffer are free for task number `n`. A task that is being computed
-  // releases its part gradually. If that task has been loaded completely, its bytes count as free, and
-  // `leaving` is set to their number; otherwise `leaving` is 0.
+  // Returns how many bytes of the ring buffer are free for task number `n`. The task that is being computed
+  // frees its bytes gradually. If its load is complete, its bytes count as free at once, and `leaving` is set
+  // to their number; otherwise `leaving` is 0.
   double room(Worker& w, int64_t n, double& leaving) const {
     double bytes = c_.ring_bytes;
     leaving = 0.0;
@@ -365,9 +365,9 @@ class Engine {
     load_rest(w, run, kHead, w.head_part);
   }
 
-  // Starts to prefetch some of a task's weights into the L2 cache. Called once the first weights (the head)
-  // have been loaded, as many as the ring buffer has room for. For each page of the head, the page that is
-  // `ahead_bytes` further on is prefetched, unless the ring has room for it.
+  // Starts to prefetch some of a task's weights into the L2 cache. Called once the head is loaded (the first
+  // weights, as many as the ring buffer has room for). For each page of the head, the page that is
+  // `ahead_bytes` further on is prefetched, unless the ring buffer has room for it.
   void begin_ahead(Worker& w, int64_t task_number) {
     Run& run = w.run(task_number);
     const Task& task = *run.task;
@@ -441,9 +441,9 @@ class Engine {
       ++w.flows[kBodyPart];
     }
     add_reads(w);
-    // If the worker's next task comes from a queue, the worker claims it when the current task has requested
-    // its last data. To know that time, the simulator makes the last part of the load, as many bytes as the
-    // ring buffer holds, a load of its own.
+    // If the worker's next task comes from a queue, the worker claims that task when the current task has
+    // requested its last data. To find this time, the simulator splits off the last part of the load, as many
+    // bytes as the ring buffer holds, as a load of its own.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(w);
     const double last = before_claim ? kept(task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -456,9 +456,8 @@ class Engine {
     if (run.body_end == now_) loaded(w);
   }
 
-  // Starts to load the fraction `share` of the bytes that a task has still to load. `part` is kHead for bytes
-  // that are loaded before the task's waits are satisfied, and kBodyPart for bytes that are loaded
-  // afterwards.
+  // Starts to load the fraction `share` of the bytes that a task has still to load. `part` is kHead before
+  // the task's waits are satisfied, and kBodyPart afterwards.
   void load_rest(Worker& w, Run& run, int part, double share) {
     const double bytes = run.rest * share, missing = run.rest_missing * share;
     run.rest -= bytes;

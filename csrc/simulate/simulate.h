@@ -44,9 +44,9 @@ struct Task {
   double tail_s;                            // compute time after the last bytes have arrived
   int32_t weight_key, read_key, write_key;  // indices of cache entries; -1: not cached
 
-  // A long attention is split: several tasks divide the KV tokens of the same rows. `split` is the number of
-  // the split that this task belongs to (-1: none), and `parts` the number of its tasks. Only the task that
-  // ends last sends the signals.
+  // For attention over a long context: several tasks divide the KV tokens of the same rows (a split). `split`
+  // is the number of the split that this task belongs to (-1: none), and `parts` is how many tasks the split
+  // has. Only the task that ends last sends the signals.
   int32_t split, parts;
   int32_t first_wait, end_wait;
   int32_t first_signal, end_signal;

@@ -79,10 +79,10 @@ class Reach {
     }
   }
 
-  // Returns, in ascending order, the indices of the pairs whose order the graph does not guarantee: no path
-  // leads from the earlier node to the later one. Hundreds of nodes signal the same counter. To need fewer
-  // searches, the first search starts at such a counter instead of at each node. The second search covers
-  // only the pairs for which the first one found no path, and starts at the earlier node itself.
+  // Returns the indices, in ascending order, of the pairs whose order the graph does not guarantee: no path
+  // leads from the earlier node to the later one. Two searches find them. Hundreds of nodes signal the same
+  // counter, so the first search starts at that counter, once for all of them. The second search starts at
+  // the earlier node itself, but only for pairs without a path in the first one.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);

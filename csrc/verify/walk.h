@@ -13,9 +13,9 @@
 
 namespace mk::verify {
 
-// Replays all accesses to each buffer of each rank, in the order of a sequential execution. The results:
-// `found` has the faults that are certain in any order of events. `pairs` has the pairs of events whose order
-// the program must guarantee, and about[i] is the fault to report if it does not guarantee pairs[i].
+// Replays all accesses to each buffer of each rank, in the order of a sequential execution. Two results:
+// `found` has the faults that are certain whatever the order of events. `pairs` has the pairs of events whose
+// order the program must guarantee; if it does not guarantee pairs[i], about[i] is the fault to report.
 class Walk {
  public:
   Walk(const Graph& graph, const Step& step) : graph_(graph), step_(step), seen_(graph.rows, -1) {
@@ -132,10 +132,10 @@ class Walk {
     });
   }
 
-  // Notes that event `later` must begin after event `earlier` has ended. If this is required in every layer,
-  // it is tested in one layer only, the one where it is hardest to satisfy: the graph has the fewest edges
-  // there. Orders within a layer are tested in layer 1, because layer 0 has all edges of later layers and
-  // more. Orders between two layers are tested in the last two.
+  // Notes that event `later` must begin after event `earlier` has ended. To save time, an order that is
+  // required in every layer is tested in only one layer: the one where it is hardest to satisfy, because the
+  // graph has the fewest edges there. For events of one layer that is layer 1, because layer 0 has all edges
+  // of later layers and more. For events of two layers it is the last two.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;

@@ -29,13 +29,13 @@ constexpr int kDenseRows = 6, kDenseVectors = 2;
 // faster.
 constexpr int kDirectPairs = 2 * kDenseRows;
 
-// Computes R rows and V SIMD vectors of columns of C = A B. With `resume`, adds to C instead. Uses the
-// columns [k, end) of A and the same rows of B. The first column of C is `column`. Of the last vector, only
-// the first `last` lanes are used.
+// Multiplies matrices: computes R rows and V SIMD vectors of columns of C = A B, from column `column` of C
+// on. Uses only the columns [k, end) of A and the same rows of B. With `resume`, adds to C instead of
+// replacing C. Only the first `last` lanes of the last vector are used.
 //
-// B need not be one contiguous matrix: it may be the tokens of several KV pages. Its rows are therefore
-// divided into runs that are evenly spaced in memory, such as the tokens of one page. In each run, B gives a
-// strip (a pointer to walk down the rows) for each vector of columns.
+// The rows of B may be tokens of several KV pages, so B need not be contiguous. B is read in runs: rows that
+// are evenly spaced in memory, such as the tokens of one page. For each run and each vector of columns, B
+// supplies a strip (a pointer that walks down the rows).
 template <int R, int V, class B>
 void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int k, int end, float* c,
                  int64_t ldc, bool resume) {
@@ -237,8 +237,8 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
     for (int t = begin; t < first; ++t) own[t] = -INFINITY;
     softmax_row(own + begin, visible_tokens(d, positions[j / group], block) - begin, scale, m[j], l[j]);
   }
-  // First the tokens that every row sees: their values are multiplied for all rows together. Then the later
-  // tokens, row by row. These are few, because the rows have consecutive positions.
+  // Tokens that every row sees come first: their values are multiplied for all rows together. The later
+  // tokens follow, row by row. These are few, because the rows have consecutive positions.
   const int common = visible_tokens(d, positions[0], block);
   dense(rows * group, d.head_dim, scores + oldest, d.kv_block, TokenValues<Kv>{kv, oldest}, common - oldest,
         out, padded, false);
@@ -345,9 +345,10 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   }
 }
 
-// Runs attention for one work item (some rows and KV heads of a sequence), number call.item. Normally
-// computes the final output. But if several items divide the KV blocks of these rows, it only stores the
-// softmax state (m, l, o) of each block in the buffer PARTIALS. attention_merge then computes the output.
+// Runs attention for work item number call.item (some rows and KV heads of a sequence). Normally computes the
+// final output. For a long context, several work items divide the KV blocks of the same rows. Each of these
+// only stores the softmax state (m, l, o) of its blocks in the buffer PARTIALS, and attention_merge then
+// computes the output.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;

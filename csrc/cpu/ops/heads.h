@@ -76,9 +76,9 @@ inline void quantise(const Dims& d, const float* x, char* page, int token, bool 
   }
 }
 
-// Finishes a part of the QKV projection of row r, the columns [first, first + n). Applies RoPE to q and k,
-// then stores q in the output, and k and v in the KV cache. The range must consist of whole heads if heads
-// are normalised or the KV cache is quantised. Otherwise it may begin and end inside heads.
+// Finishes columns [first, first + n) of row r of the QKV projection: applies RoPE to q and k, then stores q
+// in the output, and k and v in the KV cache. If heads are normalised or the KV cache is quantised, the range
+// must consist of whole heads. Otherwise it may begin and end inside heads.
 template <class T>
 inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;

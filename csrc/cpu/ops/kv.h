@@ -11,9 +11,9 @@ namespace mk::MK_SIMD {
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// A pointer to a SIMD vector of a matrix that can move right or down, row by row. `now` is the address of the
-// vector in the first row; rows are `stride` elements apart. `next` is the same for data that will be needed
-// soon, and `fetch` prefetches it.
+// Reads a matrix one SIMD vector at a time, and prefetches data that is needed soon. `now` is the address of
+// the vector in the first row; rows are `stride` elements apart. The pointer can move right or down. `next`
+// is the same for the data to prefetch, and `fetch` prefetches it.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -56,9 +56,9 @@ struct KeyWords {
   }
 };
 
-// A pointer to a SIMD vector of quantised values (V) that can move down, token by token. Each row is a token
-// of a KV page, and has the `width` elements of one quantisation block. `scales` points to the tokens'
-// float32 scales, one per token.
+// Reads the quantised values (V) of one quantisation block, token by token, one SIMD vector at a time. Each
+// row is a token of a KV page, and has the block's `width` elements. `scales` points to the tokens' float32
+// scales, one per token.
 struct ValueStrip {
   const int8_t *now, *next;
   const float* scales;
@@ -71,9 +71,9 @@ struct ValueStrip {
   MK_INLINE F32 row(int t, int64_t, int n) const { return load(now + t * width, n) * scales[t]; }
 };
 
-// The quantised values (V) of the tokens `token` and later of a KV page. In each token's row, units of
-// kKvUnit elements share a scale. `scales` points to the float32 scale of unit 0 of token `token`; those of
-// the next unit follow d.kv_block scales later.
+// The quantised values (V) of a KV page, from token number `token` on. In each token's row, kKvUnit elements
+// (a unit) share a scale. `scales` points to the float32 scale of that token and unit 0. The scales of the
+// next unit follow d.kv_block entries later.
 struct ValuePage {
   const Dims& d;
   const int8_t *now, *next;
@@ -186,8 +186,8 @@ class CachedBlock {
   }
 
  private:
-  // Returns the address of page i of this KV block, and an address to prefetch meanwhile. That is page i of
-  // the next KV block or, after the last block, page i of the first block of the next KV head.
+  // Returns two addresses: that of page i of this KV block, and that of the page to prefetch meanwhile. The
+  // latter is page i of the next KV block or, after the last block, page i of the next KV head's first block.
   Strip<T> strip(const T* page_0, int i) const {
     const T* now = page_0 + pages_[i] * cache_.page;
     const int later = i * d_.kv_page + d_.kv_block;

@@ -132,8 +132,8 @@ class AttentionItem {
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
   }
 
-  // For work items that divide the KV blocks of the same rows among them. Called when this item has stored
-  // its partial results. Returns true for the last of the items, which then merges the results of all.
+  // Used if several work items divide the KV blocks of the same rows. Called when this item has stored its
+  // partial results. Returns true for the last of these items to call, which then merges the results of all.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {

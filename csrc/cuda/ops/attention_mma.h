@@ -98,9 +98,9 @@ class AttentionTile {
     }
   }
 
-  // Computes the softmax of one KV block, number `block`: turns the scores into e^(score - m), rounded to
-  // bf16, where m is the row's maximum score in the block. A row sees the last `span` tokens up to its own;
-  // other tokens get 0. Also computes l, the row's sum of e^(score - m) before rounding.
+  // Computes the softmax of KV block number `block`: turns the scores into e^(score - m), rounded to bf16,
+  // where m is the row's maximum score in the block. A row sees the last `span` tokens up to its own; for
+  // other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before rounding.
   __device__ void softmax(float scale, int block, int span) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;
@@ -145,10 +145,10 @@ class AttentionTile {
     }
   }
 
-  // Computes o, the sum of the block's values weighted by the probabilities, for head elements [64 * kHalf,
-  // 64 * kHalf + 64). `values` is a tile [token][64 elements]. Normally merges o into the result of the
-  // earlier KV blocks. If `alone` is set, replaces that result, because the caller stores each block's o
-  // separately. Four accumulator fragments are processed at a time, because registers are short.
+  // Computes o, the sum of the KV block's values weighted by their probabilities, for head elements [64 *
+  // kHalf, 64 * kHalf + 64). `values` is a tile [token][64 elements]. Normally merges o into the result of
+  // the earlier KV blocks. If `alone` is set, replaces that result, because the caller stores each block's o
+  // separately. To save registers, processes four accumulator fragments at a time.
   template <int kHalf>
   __device__ void values(const unsigned char* values, bool alone) {
     const uint32_t own = own_matrix_row(values, here(lane_));

@@ -13,8 +13,8 @@ struct Task {
   int32_t record[kWords];
   Where where;
   Phase phase;
-  // For a worker of two SMs. sm: which of the two SMs this record is for. empty: how many empty pages this SM
-  // adds at the end of an attention instruction, so that both SMs use the same number of pages.
+  // Used only if a worker is two SMs. sm: which of the two SMs this task is for. empty: how many empty pages
+  // this SM adds at the end of an attention instruction, so that both SMs use the same number of pages.
   int32_t sm, empty;
 
   MK_FN bool is(Operation operation) const { return phase.operation == operation; }
@@ -105,9 +105,9 @@ class Team {
     p_.consumer_sync();
   }
 
-  // Exchanges one value per warp: returns an array of all eight values, which is valid until the warp's next
-  // call. Two arrays are used in turn, so that one barrier per call is enough: before a warp overwrites an
-  // array, it has passed the barrier of the call in between, and so every warp has read the array.
+  // Exchanges one value per warp: returns an array of all eight values, valid until the warp's next call. Two
+  // arrays are used in turn. So one barrier per call is enough: an array is overwritten only after the next
+  // call's barrier, and by then every warp has read the array.
   MK_FN const uint64_t* gather(uint64_t mine) {
     uint64_t* slots = gathered_[phase_];
     phase_ ^= 1;

@@ -35,15 +35,15 @@ class Norm {
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
-  // For each row i in [row, row + rows): normalises row source(i) of the inputs, multiplies it by the
-  // weights, and stores it as row i of the output, on every rank that needs it. (A matmul that normalises its
-  // own inputs stores it in shared memory instead, as row i - row of Scratch.) If source(i) is kNone, zeros
-  // are stored; if it is kSkip, nothing is stored.
+  // Normalises rows: for each i in [row, row + rows), normalises row source(i) of the inputs, multiplies it
+  // by the weights, and stores the result as row i of the output, on every rank that needs it. If source(i)
+  // is kNone, zeros are stored; if it is kSkip, nothing is stored. (A matmul that normalises its own inputs
+  // stores the result in shared memory instead, as row i - row of Scratch.)
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
-    // If a worker is two SMs, they divide the rows, and one SM may have none. It must not call source(row),
-    // which would be a row of another instruction, or read beyond a table.
+    // If a worker is two SMs, they divide the rows, and one SM may have none. Then source(row) must not be
+    // called: the row would belong to another instruction, or lie beyond the end of a table.
     if (kSms > 1 && rows <= 0) return;
     NormPart next = fetch(source(row));
     for (int i = row; i < row + rows; ++i) {

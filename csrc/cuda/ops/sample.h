@@ -158,9 +158,9 @@ class Sampler {
     top_ = peak.value;
     min_p_ = s.min_p[i];
     cut_ = {minus_infinity(), vocab_};
-    // Up to three steps, each on the tokens that the previous one kept: top-k, which counts tokens; top-p,
-    // which adds up their weights; then the draw. They share most of their code, so a loop keeps the kernel
-    // small.
+    // Up to three steps: top-k counts tokens, top-p adds up their weights, and the draw chooses a token. Each
+    // step considers only the tokens that the previous one kept. The steps share most of their code, so a
+    // loop keeps the kernel small.
     MK_LOOP for (int step = s.top_k[i] > 0 ? kTopK : kTopP;; ++step) {
       const bool count = step == kTopK;
       const uint64_t all = total(count);
@@ -212,8 +212,8 @@ class Sampler {
 
   // Finds a token by its cumulative weight: returns the first id, in ascending order, at which the sum of the
   // weights of the kept tokens exceeds `wanted`. With `equals`, counts the kept tokens whose logit equals
-  // `bound` instead of adding weights. The search goes in rounds: in each, every one of the eight warps adds
-  // up an eighth of the ids that are left.
+  // `bound` instead of adding weights. The search narrows a range of ids in rounds: in each round, every one
+  // of the eight warps adds up an eighth of the remaining ids.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
@@ -239,9 +239,9 @@ class Sampler {
   // smallest logit that is needed: all logits above `bound` are kept, and some of those equal to `bound`.
   // Returns how many of the equal ones.
   //
-  // The search is a bisection over order keys (logits mapped to integers in the same order). The logits with
-  // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings the two
-  // closer together, and the search ends when high is low + 1. After kRoundsBeforeList rounds, the logits
+  // A bisection over order keys (integers in the same order as the logits) finds the bound. The logits with
+  // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings `low` and
+  // `high` closer together; the search ends when high is low + 1. After kRoundsBeforeList rounds, the logits
   // between them are copied to a list, and later rounds read only this list.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
