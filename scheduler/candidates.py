@@ -63,7 +63,8 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
     """Return `machine` with the number of workers and the tile sizes that `options` ask for, and the kind of matmul
     units. With `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may have twice
-    the rows. Tiles for dot products have fewer rows than tiles for matrix units, and their widths have another step."""
+    the rows. Tiles for dot products have fewer rows than tiles for matrix units, and widths that are multiples of
+    another number."""
     target = TARGETS[machine.target]
     units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
     sms = 2 if options.pairs == "on" else 1

@@ -332,8 +332,8 @@ MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
 // Lists the pages of one attention work item. Its query rows are divided into tiles, and in each pass every
 // consumer warp processes one tile (attention.h). A pass goes through the KV blocks and, in each block,
 // through the KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token]
-// are split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is a
-// page, but for heads of at most kTileInner elements, one page has both halves of the keys and one page has
+// are split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is
+// a page. If heads have at most kTileInner elements, one page has both halves of the keys, and one page has
 // all values.
 //
 // An item without KV blocks to read has one empty page, which becomes full once the item's counters are

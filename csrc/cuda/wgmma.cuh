@@ -62,9 +62,9 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // A lane's results, in kCount blocks of 8 columns each. blocks(first) returns the results of the kCount
-  // blocks from block `first` on, a multiple of kCount. It selects them by branches, because registers cannot
-  // be indexed at run time.
+  // Some of a lane's results: those in kCount neighbouring blocks of 8 columns. blocks(first) returns the
+  // blocks first, first + 1 and so on; `first` is a multiple of kCount. It selects them by branches, because
+  // registers cannot be indexed at run time.
   template <int kCount>
   struct Blocks {
     float v[4 * kCount];

@@ -42,8 +42,8 @@ class State:
 @dataclass(frozen=True)
 class Verdict:
     """Whether a program is safe, the reason, and the number of states or interleavings tried. `safe` is None if no
-    interleaving failed, but safety is not proved: not every interleaving was tried, or steps that may run at the same
-    time have conflicting boxes."""
+    interleaving failed, but safety is not proved. Either not every interleaving was tried, or two steps that may run at
+    the same time declare overlapping regions of a buffer, of which one is written."""
 
     safe: bool | None
     why: str

@@ -75,6 +75,8 @@ def work(
 class OperationSpec:
     """What one operation does. `Operation` declares its number, its colour and its operands.
 
+    Functions get a phase p, the operands c of its instructions (one column per operand) and the sizes d.
+
     `meaning`   a description for readers, in terms of the phase's buffers; r is a row
     `cut`       how the scheduler divides a phase into instructions
     `accesses`  (p, c, d): the buffer regions that the instructions read and write
