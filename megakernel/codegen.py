@@ -41,6 +41,7 @@ from .isa import (
     phases,
     record,
 )
+from .isa.operations import experts
 from .isa.phases import NO_BUFFER
 from .runtime.cpu import target as cpu
 from .runtime.cuda import pages, params
@@ -54,6 +55,7 @@ _WORDS = "words operand_word wait_word waits signal_word signals counter_mask ra
 _COMMON = (
     (record, _WORDS),
     (dims, "shard_unit kv_unit kv_scale most_experts all_tokens"),
+    (experts, "gate_slope gate_limit"),
     *((phases, "max_phases"), (record, "next indexed")),
     (cpu, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
@@ -73,7 +75,8 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
         for name in names.split():
             cpp, _, python = name.partition("=")
             value = getattr(module, (python or cpp).upper())
-            lines.append(f"constexpr int32_t k{_camel(cpp)} = {value};")
+            kind, end = ("float", "f") if isinstance(value, float) else ("int32_t", "")
+            lines.append(f"constexpr {kind} k{_camel(cpp)} = {value}{end};")
     return lines
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from commands import run_json, run_python
+from compiled import SMALL as SMALL_CONFIG
+from compiled import compiled, small_machine
 from serve_process import SMALL
 from servers import megakernel
 from sizes import least_dims
@@ -102,6 +104,16 @@ def test_the_torch_model_computes_what_a_program_does(monkeypatch: pytest.Monkey
     model = torch_llama.TorchLlama(backend, checkpoint.config, 20, torch.float32)
     parts = [model(torch.tensor(tokens[a:b]), torch.arange(a, b)) for a, b in ((0, 13), (13, 20))]
     assert error(torch.cat(parts).numpy(), hf_logits(hf, tokens)) < 1e-4
+
+
+def test_waits_for_instructions_of_the_same_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one worker, only waits on counters that the step table selects may need other streams."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "calibration"))
+    from interpreting import local_waits
+
+    found = [local_waits(compiled(SMALL_CONFIG, small_machine(workers), tokens=5)) for workers in (1, 2)]
+    (alone, waits), (shared, _) = found
+    assert waits / 2 < alone < waits and shared < alone / 2
 
 
 def test_gpu_figures_need_a_gpu() -> None:

@@ -107,8 +107,8 @@ def main() -> None:
             shares = ", ".join(f"{what} {share:.1%}" for what, share in row["share"].items())
             print(
                 f"{case.name}, {case.tokens} rows, {machine}: {row['step_s'] * 1e6:,.0f} us,"
-                f" {row['instructions_per_sm']:,.0f} instructions per SM; without cost: {shares};"
-                f" {row['local_waits']} of {row['waits']} waits of a layer stay on their SM",
+                f" {row['instructions_per_sm']:,.0f} instructions per SM; without cost: {shares}; streams"
+                f" have {row['waits']} waits in a layer, of which {row['local_waits']} stay on their SM",
                 flush=True,
             )
     write(arguments.output, {"rows": rows})

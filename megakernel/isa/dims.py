@@ -73,7 +73,7 @@ class ModelSizes:
     experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
     experts_per_token: int = 0
     normalised_routes: int = 0  # 1: the routing weights of a token's experts are divided by their sum
-    clipped_gates: int = 0  # 1: experts have the gate of gpt-oss (operations/experts.py)
+    clipped_gates: int = 0  # 1: experts have the clipped gate (operations/experts.py)
     window: int = 0
     window_from: int = 0
     full_every: int = 1

@@ -68,7 +68,7 @@ class ModelConfig:
 
     `experts`               if not 0, the MLP is a mixture of experts, and `ffn` is the width of one expert
     `normalised_routes`     the weights of a token's experts are divided by their sum
-    `clipped_gates`         experts have the gate of gpt-oss
+    `clipped_gates`         experts have the clipped gate (isa/operations/experts.py)
     `nope_layers`           layers without RoPE
     `window`                if not 0, a token attends to this many tokens, itself included, except in `full_layers`
     `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base

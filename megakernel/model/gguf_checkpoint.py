@@ -346,7 +346,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
         full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0))
-        # Files of OLMo 3 have the whole factor.
+        # Some files have the whole factor, and others what it is multiplied by.
         attention = full if math.isclose(attention, full, rel_tol=1e-6) else attention * full
         ends = keys.number("attention.temperature_scale", 0.0) != 0
         return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention, ends=ends)

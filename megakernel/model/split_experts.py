@@ -1,4 +1,4 @@
-"""Reads gpt-oss's experts from safetensors files. There, one tensor has the rows of gate and up, alternating.
+"""Reads experts from safetensors files in which one tensor has the rows of gate and up, alternating.
 
 A tensor of floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks`
 [expert, output, block, 16] has 16 bytes for 32 inputs, and `_scales` [expert, output, block] has one exponent per
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 
 def split_experts(files: TensorFile) -> TensorFile:
-    """A view of files in which gate and up are tensors of their own, if the files have experts of gpt-oss."""
+    """A view of files in which gate and up are tensors of their own, if the files have them in one."""
     return _Split(files) if any(name.endswith(".experts.gate_up_proj_bias") for name in files.shapes) else files
 
 

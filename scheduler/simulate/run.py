@@ -89,7 +89,7 @@ def simulate(
     )
 
 
-def step_seconds(program: Program, machine: Machine, table: StepTable, layers: Sequence[int]) -> list[float]:
+def seconds_by_layers(program: Program, machine: Machine, table: StepTable, layers: Sequence[int]) -> list[float]:
     """Return the seconds of a step of `program` if it ran its body this many times, for each number of `layers`.
 
     Raises MegakernelError as `simulate` does.

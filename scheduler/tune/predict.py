@@ -6,7 +6,7 @@ from megakernel.isa import Dims, StepTable
 from megakernel.machine import Machine
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler.simulate.run import step_seconds
+from megakernel.scheduler.simulate.run import seconds_by_layers
 
 _FEW, _MORE = 1, 3  # layers
 _CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
@@ -17,8 +17,8 @@ def predicted_seconds(program: Program, machine: Machine) -> float:
     layers."""
     layers, table = program.dims.model.layers, usual_step(program.dims)
     if layers <= _MORE:
-        return step_seconds(program, machine, table, [layers])[0]
-    few, more = step_seconds(program, machine, table, [_FEW, _MORE])
+        return seconds_by_layers(program, machine, table, [layers])[0]
+    few, more = seconds_by_layers(program, machine, table, [_FEW, _MORE])
     return few + (layers - _FEW) * (more - few) / (_MORE - _FEW)
 
 

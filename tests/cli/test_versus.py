@@ -371,7 +371,7 @@ class FakeLlama(SimpleNamespace):
             "synchronize",
             "batch_free",
         )
-        super().__init__(__version__="1.2", **{f"llama_{name}": lambda *_: None for name in quiet})
+        super().__init__(__version__="1.2", GGML_TYPE_Q8_0=8, **{f"llama_{name}": lambda *_: None for name in quiet})
         self.llama_log_callback = lambda call: call
         self.llama_model_default_params = self.llama_context_default_params = SimpleNamespace
         self.llama_model_load_from_file = lambda path, params: "model" if path == b"m.gguf" else None
@@ -417,5 +417,8 @@ def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="llama_decode failed with status 1"):
         seconds("decode", settings | {"flash_attention": True})
     assert (len(fake.contexts), fake.freed) == (2, 1)
+    seconds, about = llama_cpp.load(Task("m", "m.gguf", "bf16", "bf16", 2, False, Trial(1, 8, 2), quantised_kv=True))
+    assert seconds("decode", settings) > 0 and about["kv_cache"] == "q8_0"
+    assert not hasattr(context, "type_k") and (fake.contexts[-1].type_k, fake.contexts[-1].type_v) == (8, 8)
     with pytest.raises(RuntimeError, match=r"cannot read x\.gguf"):
         llama_cpp.load(Task("m", "x.gguf", "bf16", "bf16", 2, False, Trial(1, 1, 1)))

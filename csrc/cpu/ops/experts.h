@@ -13,17 +13,17 @@ inline void store_plain(const Call& call, int r, int first, int n, float* t) {
   for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
 }
 
-// Stores output[r] = gate * sigmoid(1.702 gate) * (up + 1), where gate is clipped to at most 7 and up to
-// [-7, 7]. Both are in `t`, kPanel floats apart.
+// Stores the clipped gate of megakernel/isa/operations/experts.py. Gate and up are in `t`, kPanel floats
+// apart.
 template <class T>
 inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
-  const F32 most = splat(7.0f);
+  const F32 most = splat(kGateLimit);
   for (int i = 0; i < n; i += kLanes) {
     F32 gate = load(t + i, n - i), up = load(t + kPanel + i, n - i);
     gate = select(gate > most, most, gate);
     up = select(up > most, most, select(up < -most, -most, up));
-    store(out + i, gate / (exp(gate * -1.702f) + 1.0f) * (up + 1.0f), n - i);
+    store(out + i, gate / (exp(gate * -kGateSlope) + 1.0f) * (up + 1.0f), n - i);
   }
 }
 

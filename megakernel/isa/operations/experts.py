@@ -74,11 +74,17 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
     }
 
 
+# The clipped gate: gate * sigmoid(GATE_SLOPE * gate) * (up + 1), where gate is at most GATE_LIMIT, and up lies between
+# -GATE_LIMIT and GATE_LIMIT.
+GATE_SLOPE, GATE_LIMIT = 1.702, 7.0
+
+
 def clipped(gate: F32, up: F32) -> F32:
-    """gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7, and up lies between -7 and 7"""
-    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    """Return the clipped gate of `gate` and `up`, which have the same shape."""
+    limit = np.float32(GATE_LIMIT)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     with np.errstate(over="ignore"):  # as in `gated`
-        out: F32 = gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+        out: F32 = gate / (1 + np.exp(np.float32(-GATE_SLOPE) * gate)) * (up + 1)
     return out
 
 
@@ -108,10 +114,10 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
 EXPERTS = OperationSpec(
     "multiplies each row r by the matrices of its k experts: t = a weights[e]^T + bias[e] for j < k, where e = "
     "ROUTES[r][j]. If the phase's result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * "
-    "(t of the second) or, with clipped_gates, gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up "
-    "between -7 and 7; otherwise a = inputs[k r + j] and output[k r + j] = t, to which only rank 0 adds the bias. An "
-    "instruction computes the pairs (r, j) with j = `place` or, in a step with more pairs than experts, those whose "
-    "expert is `place`",
+    f"(t of the second) or, with clipped_gates, gate * sigmoid({GATE_SLOPE} gate) * (up + 1), where gate is at most "
+    f"{GATE_LIMIT:g} and up between {-GATE_LIMIT:g} and {GATE_LIMIT:g}; otherwise a = inputs[k r + j] and "
+    "output[k r + j] = t, to which only rank 0 adds the bias. An instruction computes the pairs (r, j) with j = "
+    "`place` or, in a step with more pairs than experts, those whose expert is `place`",
     Cut.PLACES,
     _accesses,
     _cost,

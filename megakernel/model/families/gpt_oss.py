@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...isa import Buffer, Forward, Operation
+from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
 from ...isa.record import MOST_LAYERS
 from ..config import Keys, ModelConfig
 from . import llama, mixtral, seed_oss
@@ -32,8 +33,8 @@ def _full(layers: int) -> range:
 
 def read(config: Keys) -> dict[str, Any]:
     """Read the biases of attention, the windows and the experts, whose gates have fixed limits."""
-    config.only("swiglu_alpha", 1.702)
-    config.only("swiglu_limit", 7)
+    config.only("swiglu_alpha", GATE_SLOPE)
+    config.only("swiglu_limit", GATE_LIMIT)
     if (quantised := config.get("quantization_config")) is not None:
         given = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
         Keys(given, f"{config.source}: quantization_config").only("quant_method", "mxfp4")

@@ -54,9 +54,9 @@ def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phas
     return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
 
 
-def attention(name: str, inputs: Buffer, output: Buffer, sinks: Buffer | None = None) -> Phase:
-    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence, and to sinks"""
-    return Phase(name, Operation.ATTENTION, weights=sinks, inputs=inputs, output=output)
+def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:
+    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence"""
+    return Phase(name, Operation.ATTENTION, inputs=inputs, output=output)
 
 
 def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:

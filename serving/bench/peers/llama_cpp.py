@@ -9,7 +9,6 @@ from typing import Any
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed, Trial
 
 NAME = "llama.cpp"
-_Q8_0 = 8  # llama.cpp's number for the type q8_0
 _UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
 _PADDING = 256
 
@@ -90,7 +89,7 @@ class _Model:
         self._size = params.n_batch = max(settings["ubatch"], 2048)
         params.n_threads = params.n_threads_batch = settings["threads"]
         if self._task.quantised_kv:
-            params.type_k = params.type_v = _Q8_0
+            params.type_k = params.type_v = self._c.GGML_TYPE_Q8_0
         params.flash_attn_type = int(settings["flash_attention"])
         self._context = self._c.llama_init_from_model(self._model, params)
         if not self._context:
