@@ -70,7 +70,7 @@ class TaskGroup(NamedTuple):
     copy: int
 
 
-Edge = tuple[int, int]  # < (producer, consumer): the consumer waits; indices into Dependencies.groups
+Edge = tuple[int, int]  # (producer, consumer): the consumer waits; indices into Dependencies.groups
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from megakernel.isa import Dtype, Forward
 from megakernel.isa import record as rec
 from megakernel.program import Program, Segment, check
 
-# how many signals each counter gets in layer 0, and in each later layer: two arrays [ranks, counters]
+# how many arrivals each counter gets in layer 0, and in each later layer: two arrays [ranks, counters]
 Totals = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def disassemble(program: Program) -> Iterator[str]:
     """Yield the lines of the listing, without line ends. The same program always gives the same text.
 
-    Instructions signal counters and wait for them. `#7=3` waits until counter 7 has received its 3 signals in this
-    launch. `#7=3 (1 in layer 0)` means that only one signal is needed in layer 0, where the prologue signals the
-    counter. `#7+` signals counter 7 of the next layer. `#7@3` signals counter 7 on rank 3, `#7@all` on every rank, and
-    `#7@owner` on the rank that stores the rows. `#7[table]` is a grid of counters that starts at counter 7; the inputs
-    of a step, the step table, select one of them."""
+    Instructions signal counters and wait for them. `#7=3` waits until counter 7 has received its 3 arrivals in this
+    launch; a signal of attention adds one for each row and KV head. `#7=3 (1 in layer 0)` means that only one arrival
+    is needed in layer 0, where the prologue signals the counter. `#7+` signals counter 7 of the next layer. `#7@3`
+    signals counter 7 on rank 3, `#7@all` on every rank, and `#7@owner` on the rank that stores the rows. `#7[table]` is
+    a grid of counters that starts at counter 7; the inputs of a step, the step table, select one of them."""
     check(program)
     d = program.dims
     classes = f"{', KV in q8_0' * d.model.quantised_kv}{', activations in q8' * d.model.q8_activations}"

@@ -66,9 +66,9 @@ _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
 # row blocks), and follow the layer's last matmul at this distance, in panels. By then, the partial sums of all ranks
 # have arrived.
 _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
-# A norm or reduction between two matmuls handles each panel (group of row blocks) in the gap between the panel's end in
-# the first matmul and its begin in the second. _LEFT is the fraction of the gap that is left at this time. It is less
-# than one half, because in the middle of the gap the second matmul may begin another panel, which is more urgent.
+# A norm or reduction between two stages handles each panel (group of row blocks) in the gap between the panel's end in
+# the first stage and its begin in the second. _LEFT is the fraction of the gap that is left at this time. It is less
+# than one half, because in the middle of the gap the second stage may begin another panel, which is more urgent.
 _LEFT = 7 / 16
 
 
@@ -82,7 +82,7 @@ def _turns(
     """Return, for each phase, the key of its first panel (group of row blocks) and the difference between the keys of
     successive panels. Keys are times without a unit: tasks run in the order of their keys.
 
-    Matmul and attention phases are called stages. The n-th stage, counted from 1, has the keys from n to n + 1. Two
+    `place` says which phases are stages. The n-th stage, counted from 1, has the keys from n to n + 1. Two
     alternating stages share an interval of length 2 instead: the second lags behind the first by one panel, and by one
     more panel for each phase between them. In any other phase between two stages, a panel's key lies about midway
     between the panel's end in the first stage and its start in the second. If a layer ends with a reduction and the

@@ -1,8 +1,8 @@
 """Turns dependencies between groups of tasks into counters, the integers in device memory by which instructions wait
 for each other. An encoded instruction names them in its wait words and signal words.
 
-A counter means "these groups of tasks are done". Its total is the number of signals that it gets. Groups with the same
-successors share a counter, so a task signals few counters and most consumers wait for one counter.
+A counter means "these groups of tasks are done". Its total is the number of arrivals that its signals add. Groups with
+the same successors share a counter, so a task signals few counters and most consumers wait for one counter.
 
 Attention and the norm of logit rows read rows that the step's inputs (the step table) select. So the step table also
 selects the counters to wait for. These counters form three grids: [row block][KV-head group] for the inputs of
@@ -63,7 +63,7 @@ class Join:
 class Sync:
     """The counters of a program. `waits` and `signals` have, for each segment and phase, an array of words [tasks, 8];
     each word names a counter. `barrier` has the two counters of the barrier at the end of a launch on several ranks.
-    The totals say how many signals each counter gets in the first layer, in a middle layer and in the epilogue."""
+    The totals say how many arrivals each counter gets in the first layer, in a middle layer and in the epilogue."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -182,7 +182,7 @@ class _Builder:
         self._attention_done(items, done)
 
     def _attention_done(self, items: list[int], done: int) -> None:
-        """Count the signals that attention adds to the grid for its outputs, which starts at counter `done`, and let
+        """Count the arrivals that attention adds to the grid for its outputs, which starts at counter `done`, and let
         the groups of tasks that read these outputs wait for them. `items` are the attention groups."""
         dims = self.tasks.dims
         for g in items:
@@ -356,7 +356,7 @@ class _Builder:
         return out
 
     def _arrivals(self, segment: int, counters: int) -> tuple[Totals, Totals]:
-        """Return how many signals a segment (prologue, layer or epilogue) adds to each counter, as two arrays [ranks,
+        """Return how many arrivals a segment (prologue, layer or epilogue) adds to each counter, as two arrays [ranks,
         counters]: one for the counters of its own layer, and one for those of the next layer."""
         tp = self.tasks.dims.split.tp
         words = np.concatenate(

@@ -62,13 +62,13 @@ enum class Buffer : int32_t {
   Y = 20,  // rows that get logits, after the final norm
   LOGITS = 21,  // raw logits
   PARTIALS = 22,  // attention's partial results for KV blocks: maximum, sum and output
-  SPLITS = 23,  // number of finished items of each attention that several items share
+  SPLITS = 23,  // finished items of each split (items that share rows); the last item to finish resets it to 0
   K_CACHE = 24,  // keys, [element][token] in a KV page; Q8_0 if quantised
   V_CACHE = 25,  // values, [token][element] in a KV page; Q8_0 if quantised
   HISTORY = 26,  // all token ids of each running request
   TOKENS_OUT = 27,  // sampled (or scored) token ids
   LOGPROBS_OUT = 28,  // log-softmax of raw logits at TOKENS_OUT
-  REDUCE = 29,  // all ranks' partial sums of a projection, for the rows whose residual this rank keeps
+  REDUCE = 29,  // partial sums of a projection, for rows whose residual this rank keeps: own_rows rows from each rank in turn
   QK_NORM = 30,  // RMS norm scales of q heads and k heads, of each head if norms span all heads
   W_ROUTER = 31,  // router: a row for each expert
   ROUTES = 32,  // experts of each token, best first

@@ -10,9 +10,9 @@ namespace mk {
 //   min-p  rejects weights below min_p
 //   top-k  keeps the top_k largest weights (0: all)
 //   top-p  keeps as many of the largest weights as are needed to reach the fraction top_p of their total
-// Of equal weights, those of lower token ids are kept first. `u` is a random number from 0 to 1. The result
-// is the first token, in id order, at which the cumulative weight exceeds u times the total. If all weights
-// are zero, the result is `fallback`.
+// Of equal weights, those of lower token ids are kept first. `u` is a random number, at least 0 and below 1.
+// The result is the first token, in id order, at which the cumulative weight exceeds u times the total of the
+// remaining weights. If all weights are zero, the result is `fallback`.
 int32_t draw(float* e, int32_t vocab, float min_p, int32_t top_k, float top_p, double u, int32_t fallback);
 
 }  // namespace mk

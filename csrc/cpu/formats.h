@@ -23,7 +23,7 @@ struct Half {};    // float16
 struct Cached {};  // quantised weights that have been converted to float32, in a buffer that fits the cache
 
 // Whether a matmul always multiplies weights of type W straight from memory, as for float types. Quantised
-// types are different: if there are many rows, their weights are first converted to float32 in a small
+// types are different: if there is more than one row, their weights are first converted to float32 in a small
 // buffer, so that the conversion is done once for all rows.
 template <class W>
 constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||

@@ -1,9 +1,9 @@
 // Computes tiles of C = A W^T from packed weights (packed.h), accumulated in float32.
 //
-// Matrix multiplication. A row's result has the same bits however many rows are computed together and however
-// the work is divided into tiles: each output has one accumulator, and its products are added in ascending
-// order of k, each with one fused multiply-add if the processor has this instruction. Quantised weights are
-// either converted to float32 first, or multiplied in integers (integers.h).
+// A row's result has the same bits however many rows are computed together and however the work is divided
+// into tiles: each output has one accumulator, and its products are added in ascending order of k, each with
+// one fused multiply-add if the processor has this instruction. Quantised weights are either converted to
+// float32 first, or multiplied in integers (integers.h).
 #pragma once
 #include <initializer_list>
 
@@ -288,8 +288,9 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
-    // With few rows, the inputs fit in the cache over the whole of K. Each weight is then read only once, and
-    // the accumulators stay in registers from the first k to the last.
+    // With few rows, the inputs fit in the cache over the whole of K, so each weight is read only once. The
+    // accumulators stay in registers from the first k to the last, unless quantised weights are converted in
+    // parts for several rows.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // the form of the inputs in `x`

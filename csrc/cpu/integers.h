@@ -1,11 +1,11 @@
 // Multiplies quantised weights with activations that have been rounded to 8-bit integers.
 // megakernel/isa/integers.py defines this arithmetic, under the name `q8`.
 //
-// Multiplies quantised weights in integers, in groups of 32 along K (16 if the weights have a scale per 16).
-// The activations are first rounded to 8-bit integers, with one scale for every 32. Within a group, the sum
-// of products is an exact integer, so the SIMD width cannot change it. That sum is multiplied by the scales
-// of the weights and activations, then added to the float32 result with one fused multiply-add. Groups are
-// added in ascending order of K.
+// Products are summed in groups of 32 along K, or of 16 if the weights have a scale per 16. The activations
+// are first rounded to 8-bit integers, with one scale for every 32. Within a group, the sum of products is an
+// exact integer, so the SIMD width cannot change it. That sum is multiplied by the scales of the weights and
+// activations, then added to the float32 result with one fused multiply-add. Groups are added in ascending
+// order of K.
 #pragma once
 #include <array>
 #include <utility>

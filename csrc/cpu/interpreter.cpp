@@ -364,8 +364,8 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
 }
 
 // Takes the next instruction from a queue that all workers of a rank share. The current instruction is a
-// drain: it makes workers execute the queue's instructions up to number op.end. Returns false if all of these
-// have been taken already.
+// drain: it makes workers execute the queue's first op.end instructions. Returns false if all of these have
+// been taken already.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);

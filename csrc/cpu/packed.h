@@ -1,9 +1,9 @@
 // Weight matrices in memory, repacked for the kernels.
 //
-// How weights are stored in memory. A matrix [N, K] is divided into panels of kPanel = 16 rows; the last
-// panel is padded with zeros. A panel is stored transposed, so a row of the matrix is called a column of the
-// panel, and one index along K is called a step. Each panel has its own data type. If a matmul has several
-// matrices, such as gate and up, their panels alternate: panel 0 of each, then panel 1 of each, and so on.
+// A matrix [N, K] is divided into panels of kPanel = 16 rows; the last panel is padded with zeros. A panel is
+// stored transposed, so a row of the matrix is called a column of the panel, and one index along K is called
+// a step. Each panel has its own data type. If a matmul has several matrices, such as gate and up, their
+// panels alternate: panel 0 of each, then panel 1 of each, and so on.
 //
 // float32 and float16 panels are stored as [K][16]. bfloat16 panels are stored as [K / 2][16] 32-bit words. A
 // word has two successive steps of a column, the first one in the upper half. A quantised panel is stored

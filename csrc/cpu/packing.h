@@ -14,9 +14,10 @@ struct Part {
   const void* data;
 };
 
-// The weights of a matmul before packing: `matrices` matrices of shape [rows, k], such as gate and up. In a
-// mixture of experts, each of the `stacked` experts has its own matrices. `parts` contains the rows of all
-// matrices in order. Packing groups rows into panels of kPanel rows; a panel never has rows of two parts.
+// The weights of a matmul before packing: for each of `stacked` experts (1 without experts), `matrices`
+// matrices of shape [rows, k], such as gate and up. `parts` has their rows, expert by expert, and matrix by
+// matrix within an expert. Packing makes panels of kPanel rows. The panels of an expert's matrices alternate,
+// and the experts follow each other. A panel never has rows of two parts.
 struct Matrix {
   int64_t stacked, matrices, rows, k, part_count;
   const Part* parts;

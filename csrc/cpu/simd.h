@@ -341,7 +341,8 @@ class ByteSums {
 #endif
   }
   // Returns the result in each lane: the sum of (weight - zero) * activation over all earlier calls of add().
-  // There must have been 4 or 8 calls. `total` is the sum of the activations.
+  // The number of calls must be a multiple of kFit (see add), because with AVX2 the sums of an incomplete
+  // group of kFit calls are not in `wide_` yet. `total` is the sum of the activations.
   MK_INLINE I32 value(int zero, int32_t total) const {
 #if defined(__AVX512VNNI__)
     if (kBits == 8) zero += 128;

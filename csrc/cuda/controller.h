@@ -47,7 +47,9 @@ class Controller {
   // Runs a drain instruction: claims instructions from a queue that workers share, and hands each to the
   // other warps, until all of the queue's first op.end instructions have been claimed. A worker claims as
   // late as possible, so that work goes to whichever worker is free. At a claim, the worker's previous
-  // instruction has requested all its loads, and the instructions before that one are finished.
+  // instruction has requested all its loads, and the instructions before that one are finished. So the
+  // counters for which that instruction waits have reached their totals, and the claimed instruction runs
+  // soon.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -92,7 +94,8 @@ class Controller {
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Hands an instruction's record to the other warps of the block; a null record marks the end of the stream.
+  // Hands an instruction's record to the other warps, in the blocks of all SMs of the worker. A null record
+  // marks the end of the stream.
   MK_FN void publish(const int32_t* record, const Where& where) {
     if (!wait_for_room(kSlots, where)) return;
     [[maybe_unused]] const uint64_t begin = p_.now();

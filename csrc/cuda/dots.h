@@ -1,13 +1,13 @@
 // Computes matmuls with few rows on the CUDA cores. Each output is a dot product, and each weight is loaded
 // into a shared-memory page once.
 //
-// Matmuls for few rows, as dot products on the CUDA cores. Weights and inputs arrive in shared-memory pages.
-// A page has kPieces pieces, each with up to kPiece successive elements of a row. Output columns are computed
-// 16 at a time, called a unit: with two matrices (gate and up), 8 columns of each. For each kPiece elements
-// of the inner dimension, a unit needs two pages of weights. Consumer warp w takes piece w of both pages, so
-// it computes two columns: 2w and 2w + 1 of the unit or, with two matrices, column w of each. Input rows stay
-// in the ring of pages while many weight pages pass. If the block has normalised the input rows itself, they
-// are in shared memory outside the ring. dot_pages (plan.h) lists the pages.
+// Weights and inputs arrive in shared-memory pages. A page has kPieces pieces, each with up to kPiece
+// successive elements of a row. Output columns are computed 16 at a time, called a unit: with two matrices
+// (gate and up), 8 columns of each. For each kPiece elements of the inner dimension, a unit needs two pages
+// of weights. Consumer warp w takes piece w of both pages, so it computes two columns: 2w and 2w + 1 of the
+// unit or, with two matrices, column w of each. Input rows stay in the ring until the end of their lap
+// (plan.h), and are loaded again in the next one. If the block has normalised the input rows itself, they are
+// in shared memory outside the ring. dot_pages (plan.h) lists the pages.
 //
 // The order of additions is fixed, so results do not depend on the other rows: a lane adds its products in
 // ascending order, then a tree adds the sums of the lanes. For a normalised head, each warp adds the squares
@@ -23,9 +23,10 @@ constexpr int kDotRows = kDotInputPages * kPieces;  // maximum rows, if each fit
 static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where to find one piece (a range of elements) of every input row in the ring buffer, in bytes from `base`.
-// `first` is the place in row 0; each further row is `stride` bytes later. From `end` on, places wrap around
-// to the start of the ring.
+// Where to find one piece (a range of elements) of every input row, in bytes from `base`: in the ring or, if
+// the block has normalised the rows itself, in Scratch, where no place reaches `end`. `first` is the place in
+// row 0; each further row is `stride` bytes later. From `end` on, places wrap around to the start of the
+// ring.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -76,10 +77,9 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // Adds up, for each row, the partial sums of all lanes. Lanes exchange sums in pairs. In the first steps,
-  // each lane adds its partner's sums to its own. In the last steps, each lane keeps half of its rows, and
-  // gives its sums of the other half to its partner. In the end, each lane has the total of one row. For a
-  // single row, reduce() adds in the same order.
+  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form two halves. Each lane
+  // keeps half of its rows, and gives its sums of the other half to its partner in the other half. In the
+  // end, lane i has the total of row i. For a single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask > 0) {

@@ -16,9 +16,9 @@ MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
 }
 
 // Starts the load of a page into slot `slot` of the ring. If a worker is two SMs, they take turns: each page
-// of weights is loaded by one SM for both. `rows` is the result of `pieces_of`. In a dot-product matmul, also
-// prefetches a later page of weights into the L2 cache, so that memory stays busy while workers wait for one
-// another.
+// of weights is loaded by one SM for both. `rows` is the result of `pieces_of`. If a single copy loads a page
+// of weights for dot products, also prefetches a later page of weights into the L2 cache, so that memory
+// stays busy while workers wait for one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {

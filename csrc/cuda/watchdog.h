@@ -1,9 +1,9 @@
 // Detects waits that last too long because of a bug in the program or in the interpreter.
 //
-// Finds out why a launch hangs. Most stuck warps wait for another warp that is stuck too, so no single warp
-// can tell where the fault is. Therefore each wait is recorded after a millisecond, and a wait of
-// Params.timeout_ns aborts the launch. By then every stuck warp has a record, and the abort keeps the
-// records. megakernel/runtime/cuda/stall.py reads them and finds the one wait that all others depend on.
+// Most stuck warps wait for another warp that is stuck too, so no single warp can tell where the fault is.
+// Therefore each wait is recorded after a millisecond, and a wait of Params.timeout_ns aborts the launch. By
+// then every stuck warp has a record, and the abort keeps the records. megakernel/runtime/cuda/stall.py reads
+// them and finds the one wait that all others depend on.
 //
 // A wait of over a millisecond is first recorded in the block's array `late` in shared memory: the address of
 // the barrier or counter, and the current instruction. Before a warp ends, it translates its record and

@@ -1,7 +1,7 @@
-// A discrete-event simulation of a program. Each worker (an SM) is a pipeline of the parts below; every part
-// processes the worker's tasks (an instruction, or a part of one) in order. Loaded data goes into the
-// worker's ring, a circular buffer in shared memory. Each load has two parts: the "head" begins before the
-// task's waits are satisfied, and the "body" afterwards.
+// A discrete-event simulation of a program. Each worker (an SM or a CPU thread) is a pipeline of the parts
+// below; every part processes the worker's tasks (an instruction, or a part of one) in order. Loaded data
+// goes into the worker's ring, a circular buffer in shared memory. Each load has two parts: the "head" begins
+// before the task's waits are satisfied, and the "body" afterwards.
 //   controller     sets up a task if fewer than `in_flight` tasks are between set-up and the end of their
 //                  store
 //   weight loader  loads the head: as many weights as the ring has room for, and inputs too if the waits are
@@ -200,8 +200,8 @@ class Engine {
   }
 
   // Takes the worker's next task. If the current instruction is a drain, the worker claims an instruction
-  // from a queue that all workers of its rank share, and takes that instruction's first task. If the queue is
-  // empty, the worker takes the drain's own task.
+  // from a queue that all workers of its rank share, and takes that instruction's first task. If the queue's
+  // first claims_end instructions have been claimed, the worker takes the drain's own task.
   Run& take(Worker& w) {
     if (w.task == w.task_end) {
       w.current = w.record;
@@ -353,8 +353,8 @@ class Engine {
     run.rest_missing = missing(w, task.weight_key, run.layer, run.rest);
     const int64_t number = w.headed;
     if (w.loaded + 1 == w.headed) begin_waits(w);
-    // If begin_waits() has found all waits satisfied, the task has begun to load everything as its body, and
-    // no separate head is left to load.
+    // If begin_waits() has begun the task's body, the body loads everything, and no separate head is left to
+    // load. If the waits are satisfied but the ring has no room for the body, the head includes inputs.
     if (w.headed > number || run.body_begin != kNever) return load(w);
     if (w.loaded + 1 == number && met(w) && task.ring_bytes > 0) {
       add_reads(w);

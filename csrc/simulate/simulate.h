@@ -1,4 +1,4 @@
-// The interface of the simulator, which predicts how long a program takes on another machine.
+// The interface of the simulator, which predicts how long a program takes on a described machine.
 // scheduler/simulate/native.py declares the same structs. Times are in seconds, sizes in bytes. A record is
 // an instruction. It consists of tasks: an attention instruction has one task per work item, and other
 // instructions have a single task. Each task waits, loads, computes and stores as a whole.
@@ -70,7 +70,7 @@ struct Program {
   int32_t record_count, task_count, wait_count, signal_count;
 };
 
-// Rates are for one rank's whole device, with two exceptions: worker_bytes_per_s is for one worker (SM), and
+// Rates are for one rank's whole device, with two exceptions: worker_bytes_per_s is for one worker, and
 // switch_bytes_per_s is for the switch that all ranks share.
 struct Costs {
   double memory_bytes_per_s, cache_bytes_per_s, cache_bytes;

@@ -79,8 +79,9 @@ class Reach {
     }
   }
 
-  // Returns the indices, in ascending order, of the pairs whose order the graph does not guarantee: no path
-  // leads from the earlier node to the later one. Two searches find them. Hundreds of nodes signal the same
+  // Returns the indices, in ascending order, of the pairs whose order the graph does not guarantee. A path
+  // from the earlier node to the later one guarantees it only if the path passes through a counter, because
+  // successive events of a stream may overlap. Two searches find the pairs. Hundreds of nodes signal the same
   // counter, so the first search starts at that counter, once for all of them. The second search starts at
   // the earlier node itself, but only for pairs without a path in the first one.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
@@ -101,8 +102,8 @@ class Reach {
     int32_t later, bit;
   };
 
-  // Returns, in ascending order, those indices i in `which` for which no path leads from the event at
-  // position source(i) of the topological order to the later event of pairs[i].
+  // Returns, in ascending order, those indices i in `which` for which the event at position source(i) of the
+  // topological order has not certainly ended when the later event of pairs[i] begins.
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {

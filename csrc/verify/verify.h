@@ -7,7 +7,8 @@
 namespace mk::verify {
 
 // A graph of `rows` nodes. Nodes [0, first[runs]) are events (executions of instructions), sorted by run; the
-// others are counters. An edge means that its source comes before its target.
+// others are counters. An edge between two events joins successive events of a stream, which begin and end in
+// order but may overlap. An edge from an event to a counter is a signal; one from a counter is a wait.
 struct Graph {
   int32_t rows;
   int32_t runs;          // number of runs: the prologue, the body once per layer, the epilogue

@@ -28,7 +28,8 @@ class Index(Enum):
     NONE         The whole box.
     ITEM         The rows and KV heads of the instruction's attention items (pieces of attention work). The step table
                  gives items to instructions so that a layer's items cover the rank's box once. `item_columns` converts
-                 KV heads to columns. In K and V, an item also touches the earlier token rows to which its rows attend.
+                 KV heads to columns. In K and V, an item reads those rows of the step that are in its KV blocks and to
+                 which its rows attend. It waits for a range of row blocks (groups of rows) that contains them.
     LOGIT_ROW    Only rows whose logits are computed: row `logit_rows[i]` for each logit row i of the instruction. The
                  step table contains `logit_rows`. If the rows are divided among ranks, an instruction touches only the
                  rows of its own rank.

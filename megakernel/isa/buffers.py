@@ -175,7 +175,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         _A,
         _I,
         lambda m, s, b: (b.items,),
-        "number of finished items of each attention that several items share",
+        "finished items of each split (items that share rows); the last item to finish resets it to 0",
     ),
     # -- state
     _cache(
@@ -198,7 +198,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         _A,
         None,
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
-        "all ranks' partial sums of a projection, for the rows whose residual this rank keeps",
+        "partial sums of a projection, for rows whose residual this rank keeps: own_rows rows from each rank in turn",
     ),
     _weight(
         _B.QK_NORM,

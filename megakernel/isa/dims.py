@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT, so that no block of quantised weights
-# is divided. Only the last rank may have a remainder.
+# FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT: 32 weights of a quantised block, and
+# two column panels of a CPU's packed matrix. A border that divides a block of 256 weights is an error. Only the last
+# shard that is not empty may have a remainder.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.

@@ -37,7 +37,8 @@ def names() -> tuple[str, ...]:
 
 def read(name: str, cores: int | None = None) -> Hardware:
     """Return the description of the machine `name`. A name is one of these: a known machine (`h100`), a known machine
-    with fewer GPUs (`h100x4`), the path of a TOML file, or `host` (this computer, with `cores` cores or all of them).
+    with this many GPUs in its node (`h100x4`), the path of a TOML file, or `host` (this computer, with `cores` cores or
+    all of them).
 
     The files in `known/` show the format of a TOML file. A file that extends another machine has the line `base =
     NAME`, and only the values that differ; a list replaces the base's whole list. All figures must be positive. Raises

@@ -118,7 +118,7 @@ class Issue:
     dot_pairs: float  # cycles of consumer warps to multiply two weight pages by two rows, as dot products
     dot_row: float  # the further cycles of consumer warps for each row after the second
     dot_unit: float  # cycles of consumer warps to finish a unit of output columns, as dot products
-    k_step: float  # cycles of matrix units for 64 elements of the inner dimension of a tile
+    k_step: float  # cycles of consumer warps for 64 elements of the inner dimension of a tile, with matrix units
 
     # The cycles from the end of an instruction's arithmetic to the start of an instruction that waits for its result.
     handoff: float

@@ -80,8 +80,9 @@ class ModelConfig:
     `attention_multiplier`  multiplies attention scores; None means 1 / sqrt(head_dim)
     `logits_scaling`        divides logits
 
-    No operation has code for the last four. Instead, other numbers are adapted, with the same result: the scales of the
-    embedding and of the last norm, the RoPE table, and the epsilon of the norms.
+    The last four become part of other numbers: `embed_scale`, the scales of the last norm, the RoPE table and the
+    epsilon of norms. The residual is kept divided by `residual_multiplier`, so that what layers add needs no
+    multiplication. Norms give the same results, because their epsilon is divided by the square of this multiplier.
     """
 
     vocab: int

@@ -1,4 +1,4 @@
-"""Checks a program before anything executes it. A program without violations never accesses memory outside its arrays.
+"""Checks a program before anything executes it. Code that reads a program without violations stays in its arrays.
 
 Most checks look at one instruction at a time. `scheduler.verify` runs these checks first, and then looks at the order
 of instructions: it proves that the program ends, and that it computes the same as its phases one after another.

@@ -54,8 +54,8 @@ class Phases:
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
         # The phases that compute only the rows that get logits. They wait for the row blocks that contain these rows.
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # The buffers of the residual stream: phases write embeddings to them, or add to them. Usually, a rank's copy
-        # has only the row blocks (groups of rows) that the rank owns; with a replicated residual, it has all rows.
+        # The residual stream, and results that a norm will add to it (STORED). Usually, a rank uses only the row blocks
+        # (groups of rows) that it owns; with a replicated residual, it uses all rows.
         writers = (Operation.GATHER, Operation.REDUCE)
         own = [p for p in forward if p.rows is Rows.OWN]
         self.residual = {

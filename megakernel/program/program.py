@@ -11,7 +11,7 @@ layer, and one more. Layer l signals in block l or, if the signal has the NEXT b
 layer waits. So the prologue signals to layer 0 in block 0, and the last layer signals to the epilogue in the last
 block.
 
-Three sets of totals are stored: for the first block, for the last block, and for each block between. The first set
+Three sets of totals are stored: for the first block, for the last block, and one for all blocks between. The first set
 differs because the prologue signals instead of a layer before it, the last because no layer runs with the last block.
 
 A rank may also have queues. A queue is a list of body instructions that are not assigned to a worker. In each layer,
@@ -19,7 +19,8 @@ workers take these instructions from the queue in order, by `drain` instructions
 messages, the instructions of queues are numbered after those of streams.
 
 With more than one rank, a program ends in a barrier: the last instruction of every stream waits until all other work of
-every rank is done. Without the barrier, the next launch could overwrite data that a slower rank still needs.
+every rank is done. This separates launches, and scheduler/verify/proof.py relies on it. Otherwise, the next launch
+could overwrite data that a slower rank still needs, or add to a counter for which this rank still waits.
 """
 
 from __future__ import annotations

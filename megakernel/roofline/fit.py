@@ -31,7 +31,7 @@ class Fit:
 
 def memory_fit(ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int) -> Fit:
     """Return the memory that a step needs on the rank that needs most: `weight_bytes`, activations, and a KV cache for
-    as many `sequences` of `context` tokens. `ranks` are the sizes as each rank sees them."""
+    `sequences` sequences of `context` tokens each. `ranks` are the sizes as each rank sees them."""
     one = max(float(d.model.layers * d.split.rank_kv_heads * context * kv_bytes(d.model)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     room = memory_bytes - weight_bytes - activations

@@ -72,8 +72,8 @@ def check_instructions(
     """Compare the GPU with the reference for all phases (operations) of a step, in order. For each phase, yield None if
     the GPU's results are right, otherwise a description of the difference.
 
-    Call `prepare` for the reference first. The GPU runs each phase `repeats` times, and must give the same bits every
-    time. A failed launch counts as a difference.
+    Before, make the reference with the program's sizes, and call `prepare` for it. The GPU runs each phase `repeats`
+    times, and must give the same bits every time. A failed launch counts as a difference.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):

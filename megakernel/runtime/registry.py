@@ -145,7 +145,7 @@ def create(
     `choose_backend`.
 
     `threads` is by default the number of cores that this process may use. The reference backend always uses one thread.
-    Raises MegakernelError if the backend is unknown or its packages are not installed.
+    Raises MegakernelError if the backend is unknown, or if it cannot run here or with these sizes.
     """
     if name == "auto":
         name, _ = choose_backend(name, checkpoint.config, dtype)

@@ -156,9 +156,9 @@ class Resolved:
 
     @cached_property
     def releaser(self) -> Ints:
-        """For each wait, the interval of the instruction that ended the wait, so that a viewer can show why a worker
-        waited. If an instruction waits for several counters, this is the instruction whose signal came last. The value
-        is -1 for all other intervals, and if the trace lacks the instruction.
+        """For each wait for counters, the interval of the instruction that ended the wait, so that a viewer can show
+        why a worker waited. If an instruction waits for several counters, this is the instruction whose signal came
+        last. The value is -1 for all other intervals, and if the trace lacks the instruction.
 
         If an INDEXED wait may be for one of several counters, the step table selects the counter, but a trace has no
         step table. Then the value is the last instruction that may have signalled before the wait ended.

@@ -196,7 +196,7 @@ class Events:
             self.reads.append(Reads(rows, rank, event))
 
     def arrivals(self, next_block: bool) -> Ints:
-        """Return how many signals one execution of the segment adds to each counter. Only counters of the next layer
+        """Return how many arrivals one execution of the segment adds to each counter. Only counters of the next layer
         count if `next_block` is true, otherwise only those of the segment's own layer."""
         program = self.part.program
         out: Ints = np.zeros(program.ranks * program.counters, dtype=np.int64)

@@ -94,8 +94,8 @@ class Report:
 
 
 def verify(program: Program) -> Report:
-    """Prove that `program` is free of races and deadlocks for every valid step table, the inputs of a step. Stages run
-    in turn until one finds violations. The report lists the violations of that stage, if any."""
+    """Prove that `program` computes what its phases define, without races or deadlocks, for every valid step table (the
+    inputs of a step). Stages run in turn until one finds violations. The report lists that stage's violations."""
     start = time.perf_counter()
     violations = next(filter(None, map(list, _stages(program))), [])
     if len(violations) > _MOST:

@@ -59,9 +59,9 @@ class Calibration:
 
 def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
     """Run the micro-benchmarks for about a minute, and return the measured rates and times. `ceilings` are the measured
-    maximum rates of all cores together, and `alone` the maximum rates of one core while others idle. No rate may exceed
-    the multiply-add rate that a core has while all cores compute. `on_round` is called with (finished rounds, all
-    rounds)."""
+    maximum rates of all cores together, and `alone` the maximum rates of one core while others idle. No instruction's
+    rate may exceed the multiply-add rate that a core has while all cores compute. `on_round` is called with (finished
+    rounds, all rounds)."""
     begin = busy.now()
     rounds, idle = [], []
     for number in range(_ROUNDS):

@@ -29,9 +29,9 @@ def follow(part: PlannedRows, batch: Batch) -> Forced:
 
 def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
     """Return forced tokens that a planned step computes at once, so that they need no steps of their own. At most
-    `room` tokens are returned, and only as many as fit into the program that the step needs without them. The keys are
-    chunk numbers (a chunk is a sequence's tokens in a step). The returned tokens have KV pages already. The other
-    forced tokens are not lost: this step or later steps output them instead of sampling."""
+    `room` tokens are returned, and only as many as replace padding or fill a larger program. The keys are chunk numbers
+    (a chunk is a sequence's tokens in a step). The returned tokens have KV pages already. The other forced tokens are
+    not lost: this step or later steps output them instead of sampling."""
     if not any(forced.values()):
         return {}
     turns, known = part.turns, batch.slots.known

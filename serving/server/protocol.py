@@ -17,7 +17,7 @@ from megakernel.serving.server.errors import APIError
 _MOST_HEAD = 1 << 16
 # bytes added to the size of each header field, as in HTTP/2, because a short one takes as long to parse as a long one
 _FIELD = 32
-_MOST_WAITING = 128  # maximum number of unanswered requests on a connection
+_MOST_WAITING = 128  # maximum number of requests on a connection that wait behind the one being answered
 
 # uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

@@ -1,15 +1,17 @@
 // Attention of one work item: query rows of one sequence, for some KV heads and some KV blocks.
 //
-// Attention of query rows to KV blocks, each of kv_block successive tokens. For each (query row, head) pair
-// and each block, the result is (m, l, o): the maximum score m, the sum l of e^(s - m) and the sum o of e^(s
-// - m) v, over the scores s and values v of the block. The results of a pair's blocks are then merged in
-// ascending order. Up to kQueryRows pairs share one pass over the K and V of a block. With at most
-// kDirectPairs pairs, the pass reads the KV cache directly. With more, it reads a float32 copy of the block,
-// so that the conversion is done only once.
+// A KV block is kv_block successive tokens, from a multiple of kv_block on, wherever the item starts. For
+// each (query row, head) pair and each block, the result is (m, l, o): the maximum score m, the sum l of e^(s
+// - m) and the sum o of e^(s - m) v, over the scores s and values v of the block. The results of a pair's
+// blocks are then merged in ascending order. Up to kQueryRows pairs share one pass over the K and V of a
+// block. With at most kDirectPairs pairs, the pass reads the KV cache directly. With more, it reads a float32
+// copy of the block, so that the conversion is done only once. Quantised keys are not copied, but multiplied
+// in integers.
 //
 // A pair's result has the same bits whichever other pairs are computed with it, because every sum has a fixed
-// order: scores are summed over the elements of the head in order, l over the vector lanes in a fixed tree,
-// and o over the tokens in order.
+// order: scores are summed over the elements of the head in order (of quantised keys, over units, each an
+// exact integer sum), l over the vector lanes in a fixed tree, and o over the tokens in order, up to the
+// pair's position.
 #pragma once
 #include <math.h>
 
@@ -29,9 +31,9 @@ constexpr int kDenseRows = 6, kDenseVectors = 2;
 // faster.
 constexpr int kDirectPairs = 2 * kDenseRows;
 
-// Multiplies matrices: computes R rows and V SIMD vectors of columns of C = A B, from column `column` of C
-// on. Uses only the columns [k, end) of A and the same rows of B. With `resume`, adds to C instead of
-// replacing C. Only the first `last` lanes of the last vector are used.
+// Multiplies matrices: computes R rows and V SIMD vectors of columns of C = A B. `column` is the first of
+// these columns in B; `c` already points to it. Uses only the columns [k, end) of A and the same rows of B.
+// With `resume`, adds to C instead of replacing C. Only the first `last` lanes of the last vector are used.
 //
 // The rows of B may be tokens of several KV pages, so B need not be contiguous. B is read in runs: rows that
 // are evenly spaced in memory, such as the tokens of one page. For each run and each vector of columns, B

@@ -144,7 +144,8 @@ struct Cache {
 
 // Reads a KV block (kv_block tokens, in one or more KV pages) directly from the KV cache. `run` is the number
 // of tokens that are contiguous in memory, those of one page. In a page, keys are stored as [element of the
-// head][token], with rows `key_stride` apart, and values as [token][element].
+// head][token], with rows `key_stride` apart, and values as [token][element]. If they are quantised, each
+// unit has its scales first, and keys are [word of four elements][token] (KeyWords).
 template <class T>
 class CachedBlock {
  public:

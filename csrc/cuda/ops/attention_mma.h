@@ -84,7 +84,7 @@ class AttentionTile {
         mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
       }
     }
-    // head_dim is an odd multiple of 8, so eight elements of the head remain, half of an mma fragment. The
+    // If head_dim is an odd multiple of 8, eight elements of the head remain, half of an mma fragment. The
     // other half of the query fragment is zero, because the following rows of `keys` do not belong to this
     // head.
     if (head_dim % 16 == 0) return;

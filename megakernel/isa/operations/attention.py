@@ -2,8 +2,9 @@
 an input of each launch, says which items an instruction computes.
 
 Therefore an instruction also selects at run time which counters it waits for. Q, K and V have one counter for each row
-block (group of token rows) and each group of `group_heads` KV heads. The instruction signals to one counter per row
-block. Its wait and signal words name the first counter of each kind.
+block (group of token rows) and each group of `group_heads` KV heads. The output has one counter per row block. When the
+output of an item's rows is complete, the item adds its rows x KV heads to this counter. If several items share the
+rows, only the last to finish does. Wait and signal words name the first counter of each kind.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
 
 
 SAMPLE = OperationSpec(
-    "chooses a token for the row; if a prompt is scored, the token is given. Otherwise applies penalties, bias, mask, "
-    "temperature, min-p, top-k and top-p, then samples with a random number from (seed, choice, position); of equal "
+    "chooses a token for the row, unless the step table gives it: applies penalties, bias, mask, temperature, "
+    "min-p, top-k and top-p, then samples with a random number from (seed, choice, position); of equal "
     "logits, the lower token id ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, "
     "and its raw log-softmax to LOGPROBS_OUT on rank 0",
     Cut.ROWS,

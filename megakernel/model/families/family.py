@@ -41,8 +41,8 @@ class Family:
                      `partial_rotary_factor` is supported only if it is listed here.
     `activations`    the allowed names of the MLP's activation in config.json
     `two_ropes`      `rope_parameters` in config.json has one table for layers with sliding windows, one for others
-    `read_gguf`      as `read`, but for GGUF files. If its result has no `window`, sliding windows are not supported, so
-                     the window in a file limits the context.
+    `read_gguf`      as `read`, but for GGUF files. If its result has no `window`, no layer gets a sliding window, and a
+                     window in the file limits the context instead.
     `gguf_keys`      as `keys`, but for GGUF files
     """
 

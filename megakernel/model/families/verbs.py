@@ -45,7 +45,7 @@ def rounded(name: str, inputs: Buffer, output: Buffer) -> Phase:
 
 
 def raw_qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
-    """output[r] = inputs[r] weights^T + bias, not rounded: all heads, of which `heads_norm` needs the size"""
+    """output[r] = inputs[r] weights^T + bias, not rounded, for all heads: `heads_norm` normalises over all of them"""
     return Phase(name, Operation.MATMUL, Rows.EVERY, weights, inputs, output, Result.STORED, bias)
 
 

@@ -36,7 +36,7 @@ def read_gguf_window(config: Keys) -> dict[str, Any]:
 
 def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[str, Any]:
     """As `windows`, for a family whose layers with windows have a RoPE of their own, which is not scaled. Its base is
-    `theta` if `rope_parameters` does not say so.
+    `theta` unless `rope_parameters` gives one.
     """
     tables = config.get("rope_parameters")
     local = tables.get("sliding_attention") if isinstance(tables, dict) else None

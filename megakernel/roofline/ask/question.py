@@ -24,7 +24,7 @@ NEEDED = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Input:
-    """An argument of a question. Without `default`, it is required. If that is None, the function chooses."""
+    """An argument of a question. If `default` is NEEDED, it is required. If it is None, the function chooses."""
 
     name: str
     kind: Kind

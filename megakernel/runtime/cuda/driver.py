@@ -169,7 +169,7 @@ class Gpu:
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))
 
     def peek(self, pinned: NDArray[np.uint8], address: int) -> None:
-        """Copy device memory to `pinned`, even while a kernel runs. After a second without result, give up."""
+        """Copy device memory to `pinned`, even while a kernel runs. If it takes over a second, `pinned` stays zero."""
         self.use()
         pinned[:] = 0
         self.fetch(pinned, address, self._side)

@@ -245,7 +245,7 @@ class Loaded:
             gpu.fill(self._heap.status[rank], 0, STATUS_BYTES)
         for grid in self.grids:
             grid.forget_waits()
-        for grid in self.grids:  # another GPU may change the zeros in its next launch
+        for grid in self.grids:  # a late zero could erase a signal from another GPU's next launch
             grid.gpu.synchronise()
         self.launches = 0
 

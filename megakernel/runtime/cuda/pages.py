@@ -1,10 +1,11 @@
 """Determines how many pages of shared memory each instruction takes, and what the pages contain.
 
-All loaded operands pass through pages. A thread block has a ring buffer of pages of PAGE_BYTES: PAGE_ROWS rows of
-ROW_BYTES. Loader warps fill pages, and consumer warps compute on them. Some outputs are stored through pages, too. Each
-instruction takes the next pages of the ring, and its operands determine the contents of each page. So loaders and
-consumers agree without communicating. The ring must have as many pages as an instruction holds at once. A TMA copy is a
-whole page or a box of BOX_ROWS rows. The contents depend on the kind of instruction:
+All operands that matmuls and attention load pass through pages, except rows that a matmul normalises. A thread block
+has a ring buffer of pages of PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. Loader warps fill pages, and consumer warps
+compute on them. Some outputs are stored through pages, too. Each instruction takes the next pages of the ring, and its
+operands determine the contents of each page. So loaders and consumers agree without communicating. The ring must have
+as many pages as an instruction holds at once. A TMA copy is a whole page or a box of BOX_ROWS rows. The contents depend
+on the kind of instruction:
 
 tensor     Matmuls on tensor cores (`dims.worker.units` is TENSOR). The output columns of all weight matrices, side by
            side, are divided into chunks of CHUNK columns, and the inner dimension into k steps of K_STEP elements. Each

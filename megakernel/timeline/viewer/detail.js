@@ -2,7 +2,8 @@
 // many pieces is not drawn piece by piece: their times are summed over bins of time in advance, for several bin widths.
 
 // A worker has several warps, so its intervals may overlap. A piece then shows the first of these: work, a store by the
-// storer warp, a wait of the consumer warps (which compute), another wait for a counter, a wait for a page.
+// storer warp, a wait of the consumer warps (which compute), another wait for a counter, a wait for a page. This order must be that
+// of State in megakernel/timeline/states.py.
 let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: the length of the interval that a piece belongs to
 function cutPieces() {
   pieceStart = new Uint32Array(lanes + 1);
