@@ -118,7 +118,9 @@ def fastest(
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
         if value > most:
-            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: the limit is {most}")
+            raise MegakernelError(
+                f"cannot compile a program for {value} {name} on machine {machine.name}: the limit is {most}"
+            )
     kv_blocks = ceil_div(max_context, KV_BLOCK)
     slots = machine.workers * (_CLAIMS if options.claimed else 1)
     any_split = TARGETS[machine.target].any_split
