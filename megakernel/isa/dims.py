@@ -327,6 +327,10 @@ class Dims:
 
     # -- The methods below are used in Python only, and are not translated to C++.
 
+    def first_block(self, position: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first KV block that a token at a position attends to in any layer: 0 unless all have windows."""
+        return np.maximum(position.astype(np.int64) + 1 - max(self.model.spans), 0) // self.bucket.kv_block
+
     def owners(self, row: int) -> range:
         """Return the ranks that keep the residual of a token row."""
         owner = self.owner(row)
