@@ -85,7 +85,8 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
 
 
 def _expert_parallel(config: ModelConfig, tp: int, options: Options) -> int:
-    if options.expert_parallel and (not config.experts or config.experts % tp):
+    each = Split(config.sizes(Dtype.BF16), tp, expert_parallel=1).rank_experts
+    if options.expert_parallel and (not each or each * tp != config.experts):
         raise MegakernelError(
             f"cannot divide {config.experts} experts among {tp} ranks (expert parallelism): it needs a model with a "
             "multiple of so many experts"

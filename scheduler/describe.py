@@ -60,7 +60,7 @@ def describe(program: Program) -> dict[str, Any]:
 
 
 def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
-    """Return where a layer's norms are computed, and how several ranks share the O projection, the residual and experts."""
+    """Return where a layer's norms are computed, and how several ranks share the O projection, residual and experts."""
     inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
     ranks = {
         "o": "replicated" if dims.split.replicated_o else "sharded",

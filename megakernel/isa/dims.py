@@ -155,7 +155,9 @@ class Split:
 
     @property
     def rank_ffn(self) -> int:
-        return self.model.ffn if self.expert_parallel else shard(self.model.ffn, self.tp, self.rank + 1) - self.first_ffn
+        if self.expert_parallel:
+            return self.model.ffn
+        return shard(self.model.ffn, self.tp, self.rank + 1) - self.first_ffn
 
     @property
     def first_expert(self) -> int:

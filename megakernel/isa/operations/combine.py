@@ -46,8 +46,8 @@ def _combine(c: Context, row: int, rows: int) -> None:
 
 COMBINE = OperationSpec(
     "adds the results of a row's k experts, except experts of other ranks: t = ROUTE_WEIGHTS[r][0] * inputs[k r] + "
-    "ROUTE_WEIGHTS[r][1] * inputs[k r + 1] + .., in float32 and in this order; `weights` are the experts' matrices. t is "
-    "added to the residual if the phase's result is RESIDUAL; if it is PARTIAL, t is one rank's partial sum",
+    "ROUTE_WEIGHTS[r][1] * inputs[k r + 1] + .., in float32 and in this order; `weights` are the experts' matrices. t "
+    "is added to the residual if the phase's result is RESIDUAL; if it is PARTIAL, t is one rank's partial sum",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(c, vector=2.0 * c["rows"] * d.model.hidden * d.model.experts_per_token),

@@ -2,8 +2,8 @@
 
 A row has k experts and therefore k rows of results, those of its best expert first. The operand `place` of an
 instruction selects an expert. In small steps (see `Dims.by_expert`), place j means the j-th expert of each row. In
-large steps, place e means the rank's expert e, and the instruction computes only those of its rows that have chosen this
-expert. Both ways give bit-identical results.
+large steps, place e means the rank's expert e, and the instruction computes only those of its rows that have chosen
+this expert. Both ways give bit-identical results.
 
 With expert parallelism (`Split.expert_parallel`), a rank has only some of the experts. An instruction then skips rows
 whose expert another rank has, COMBINE adds only the results of the rank's own experts, and the ranks' sums are added.

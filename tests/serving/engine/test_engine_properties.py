@@ -273,7 +273,8 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
 def test_pages_that_all_windows_have_left_are_freed(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     """Three sequences of 500 tokens fit into the pages of one, because windows of 20 tokens leave KV blocks of 128."""
     model = RandomCheckpoint("windows", replace(TINY.config, window=20, full_layers=(), max_context=512))
-    prompts, greedy = [[i, 5, 9] * 20 for i in (1, 2, 3)], SamplingParams(max_tokens=440, temperature=0, ignore_eos=True)
+    prompts = [[i, 5, 9] * 20 for i in (1, 2, 3)]
+    greedy = SamplingParams(max_tokens=440, temperature=0, ignore_eos=True)
     monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
     with LLM(model, backend="cpu", max_context=512, threads=1, prefix_cache=False) as llm:
         expected = [llm.generate([prompt], greedy)[0].token_ids for prompt in prompts]
