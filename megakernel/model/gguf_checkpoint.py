@@ -46,6 +46,12 @@ _READ = {
     "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
 _HARMLESS = {"attention.causal", "rope.scaling.finetuned", "tensor_data_layout"}
+# Values of the key `general.type` of files that contain no model.
+_NO_MODELS = {
+    "adapter": "a LoRA adapter: merge it into its base model with llama-export-lora, and give the merged model",
+    "mmproj": "only the image encoder of a model: give the GGUF file of its language model",
+    "imatrix": "statistics for quantising a model: give the model itself",
+}
 
 
 class _Cursor:
@@ -256,6 +262,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
 
+    if why := _NO_MODELS.get(str(metadata.get("general.type"))):
+        raise refuse(f"the file is {why}")
     architecture = metadata.get("general.architecture")
     routed = bool(metadata.get(f"{architecture}.expert_count"))
     named = [f for f in FAMILIES.values() if architecture in f.gguf]

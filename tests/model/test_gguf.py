@@ -247,6 +247,8 @@ def test_a_window_is_applied_or_limits_the_context(path: Path, architecture: str
         ("qwen2.attention.sliding_window", {"qwen2__attention__sliding_window": "wide"}),
         ("logit_scale", {"llama__logit_scale": 2.0}),
         ("vocab_size", {"llama__vocab_size": "many"}),
+        ("the file is a LoRA adapter: merge it", {"llama__rope__freq_base": 1e4, "general__type": "adapter"}),
+        ("only the image encoder", {"clip__vision__block_count": 1, "general__type": "mmproj"}),
         ("freq_base", {"llama__rope__freq_base": float("nan")}),
         ("'jina-bert-v2' is not supported, only .*'llama', ", {"jina-bert-v2__vocab_size": 70}),
     ],

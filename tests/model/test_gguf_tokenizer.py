@@ -101,8 +101,12 @@ def test_rules_by_example(name: str, text: str, parts: str) -> None:
 
 def test_the_named_sets_are_rules(tmp_path: Path) -> None:
     assert SPLITS.keys() >= WHOLE_PIECES and SPLITS.keys() | SPELLED >= BEGUN and not SPLITS.keys() & SPELLED
+    tokens = [*BYTES, "ab", "abc", "<s>", "</s>", "<user>"]  # no merges make the token abc
     for name in (*SPLITS, *SPELLED, None, ""):
-        tokenizer = loaded(byte_gguf(tmp_path / "m.gguf", merges=["a b"], pre=name))
+        tokenizer = loaded(
+            byte_gguf(tmp_path / "m.gguf", merges=["a b"], tokens=tokens, token_type=None, pre=name, bos_token_id=258)
+        )
+        assert (pieces(tokenizer, "abc")[-1] == "abc") == (name in WHOLE_PIECES)
         assert (pieces(tokenizer, "ab")[0] == "<s>") == (name in BEGUN) and pieces(tokenizer, "ab")[-1] == "ab"
     missing = byte_gguf(tmp_path / "m.gguf", merges=["1 2", "12 3", "123 4", ", ."], pre=None)
     assert pieces(loaded(missing), "1234,.a") == ["123", "4", ",.", "a"]
