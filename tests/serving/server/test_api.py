@@ -1,6 +1,7 @@
 """The HTTP server as clients of the OpenAI API and of vLLM see it."""
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -233,6 +234,17 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         assert f"maximum context length is {CONTEXT} tokens" in error["message"]
     chat = live.post(CHAT, {**HELLO, "ignore_eos": True})
     assert chat["usage"]["total_tokens"] == CONTEXT
+
+
+def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "hello", "max_tokens": 20, "seed": 1}
+    expected = live.post(COMPLETIONS, body)["choices"][0]["text"]
+    clock = itertools.cycle((0.0, 4e9, 1e9))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    assert live.post(COMPLETIONS, body)["choices"][0]["text"] == expected
+    assert "".join(event["choices"][0]["text"] for event in live.events(COMPLETIONS, body)) == expected
+    assert live.post(CHAT, {**HELLO, "max_tokens": 1})["usage"]["completion_tokens"] == 1
+    assert live.request("GET", "/health")[0] == 200
 
 
 # -- errors
