@@ -284,6 +284,8 @@ def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.M
         (COMPLETIONS, b'{"prompt": "\\ud800"}', "prompt", "must be text"),
         (COMPLETIONS, b'{"prompt": ', None, "the body is not JSON: Expecting value at character 11"),
         (COMPLETIONS, b"\xff\xfe", None, "body"),
+        (COMPLETIONS, '{"prompt": "é"}'.encode("latin-1"), None, "cannot be read as JSON: 'utf-8' codec can't decode"),
+        (COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}", None, "cannot be read as JSON: Exceeds the limit"),
         (COMPLETIONS, b"", None, "the body is required"),
         (COMPLETIONS, b"[" * 100_000, None, "body"),
         (COMPLETIONS, [1, 2], None, "the body must be an object"),

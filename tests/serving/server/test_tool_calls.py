@@ -517,6 +517,24 @@ def test_numbers_of_any_size_pass(live: Live, number: int) -> None:
         assert live.request("POST", "/v1/completions", {"prompt": "x", **form})[0] in (200, 400)
 
 
+@pytest.mark.parametrize("depth", [100, 300, 900])
+def test_deep_json_is_answered_or_refused(live: Live, depth: int) -> None:
+    deep: Any = 1
+    for _ in range(depth):
+        deep = {"a": deep}
+    tool = {"name": "f", "parameters": deep}
+    chat = {"messages": MESSAGES, "max_tokens": 1}
+    for path, body in (
+        ("/v1/chat/completions", {**chat, "tools": [{"type": "function", "function": tool}]}),
+        ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"x": deep}}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", **tool}], "max_output_tokens": 1}),
+        ("/v1/messages", {**chat, "tools": [{"name": "f", "input_schema": deep}]}),
+    ):
+        for stream in (False, True):
+            status, _, data = live.request("POST", path, {**body, "stream": stream})
+            assert status == 200 or (status == 400 and (b"too deep" in data or b"context length" in data)), data
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tools": ({"tool_choice": "required"}, "tool_choice needs tools"),
     "unknown": (
