@@ -91,6 +91,7 @@ def test_rules_are_those_of_transformers() -> None:
         ("laguna", "a\n\nb 12", "a|\n\n|b| |1|2"),
         ("exaone-moe", "가 나 a1.\n\n", "가 나 a|1|.\n|\n"),
         ("minicpm5", "it's 12345", "it|'s| |123|45"),
+        ("glm5", "it's 12345", "it|'s| |123|45"),
         ("jais-2", "a     b", "a|    | b"),
         ("qwen35", "ก็ 12", "ก็| |1|2"),
     ],
