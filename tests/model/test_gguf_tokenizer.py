@@ -151,6 +151,7 @@ def test_letters_without_token_and_bytes_become_unknown(tmp_path: Path, unk: str
         ("<s> </s> <|end|> <|assistant|>", {"eos_token_id": 3}, [1, 2, 3]),
         ("<bos> <eos> <start_of_turn> <end_of_turn>", {"eos_token_id": 1}, [1, 3]),
         ("<s> <｜end▁of▁sentence｜> <｜User｜>", {"eos_token_id": None}, [1]),
+        ("<s> </s> xx", {"eos_token_id": 1, "eot_token_id": 2**32 - 1 - 257}, [1]),  # no token, as an unsigned -1
         ("<s> <|end|> <|return|> <|call|>", {"eos_token_id": 2}, [2, 3]),  # here <|end|> ends only a part of an answer
         ("<s> </s> <|tool_response>", {"eos_token_id": 2}, [2]),
         ("<s> xx yy zz", {"eos_token_id": 1, "eot_token_id": 2, "eom_token_id": 3}, [1, 2, 3]),
