@@ -254,7 +254,8 @@ class ToolReader:
 
 
 _STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*"\s*(\S?)', re.DOTALL)
-_OTHER_KEYS = ("name", "type", "id")
+_NAME_KEYS = ("name", "function")
+_OTHER_KEYS = (*_NAME_KEYS, "type", "id")
 _ESCAPES = '"\\/bfnrtu'  # the characters that may follow a backslash in JSON
 
 
@@ -290,6 +291,7 @@ class _Object:
         self._item: list[str] = []  # characters of the key or of the value that is being read
         self._comma = ""  # a comma and white space that are dropped if no value follows
         self._quoted = self._escaped = False
+        self._inner = False  # whether the members are those of an object `function`, as in the OpenAI API
         self._strange = False  # whether there is a key of which nothing is known
         self._hopeless = False  # whether the text read so far cannot be a call
 
@@ -341,7 +343,9 @@ class _Object:
                 self._key, self._item = _string(self._item), []
                 if self.bare and not self.arguments and self._key not in (*self._keys, *_OTHER_KEYS):
                     self.done = self._hopeless = True
-            if character == "}":
+            if character == "}" and self._inner:
+                self._inner = False
+            elif character == "}":
                 self._no_arguments()
                 self.done = self.closed = True
         elif character in "}]":
@@ -352,6 +356,8 @@ class _Object:
                     break
             if len(self._open) == 1:
                 self._end_value()
+        elif character == "{" and self._key == "function" and len(self._open) == 1:
+            self._inner, self._key = True, None
         elif character == "," or (self._comma and character.isspace()):
             self._comma += character
         else:
@@ -377,7 +383,7 @@ class _Object:
         item, key, self._item, self._key = self._item, self._key, [], None
         if item is self.arguments:
             self.done = self._only_arguments
-        elif key == "name" and self.name is None:
+        elif key in _NAME_KEYS and self.name is None:
             self.name = _string(item)
             self._hopeless = self.name not in self._names
             self.done = self.bare and self._hopeless

@@ -74,6 +74,12 @@ FORMS_OF_CALLS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
         [("weather", {"city": "Rome"})],
     ),
     "more keys": ('{"name": "weather", "%s": {"city": "Rome"}, "id": "1"}', [("weather", {"city": "Rome"})]),
+    "as in the OpenAI API": (
+        '{"type": "function", "function": {"name": "weather", "%s": {"city": "Rome"}}, "id": "1"}',
+        [("weather", {"city": "Rome"})],
+    ),
+    "a function's name": ('{"function": "weather", "%s": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
+    "a function without name": ('{"function": {"x": 1}}', []),
     "arguments beside the name": ('{"name": "weather", "city": "Rome"}', []),
     "unknown": ('{"name": "nothing", "%s": {"city": "Rome"}}', []),
     "no name": ('{"%s": {"city": "Rome"}}', []),
