@@ -38,7 +38,7 @@ from megakernel.model.gguf_writer import write_gguf
 from megakernel.runtime import Chunk, SampleRow, build_step
 
 KINDS = ("float", "q8")
-TOKENS = 128  # maximum length of an answer
+TOKENS = 64  # maximum length of an answer
 
 
 def main() -> None:
