@@ -135,7 +135,7 @@ def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: st
             np.testing.assert_array_equal(loaded(stored, buffer, layer), want, err_msg=buffer.name)
 
 
-def run(checkpoint: Checkpoint, tp: int, dtype: Dtype = Dtype.F32, backend: str = "reference", **options: str):
+def run(checkpoint: Checkpoint, tp: int, dtype: Dtype = Dtype.F32, backend: str = "reference", **options: Any):
     """Return the tokens, log-probabilities and logits that a backend computes for TOKENS."""
     runner, found = Runner(checkpoint, backend, dtype, tp=tp, **options), []
     for start, end in pairwise(EDGES):
@@ -155,6 +155,19 @@ def test_tokens_and_logprobs_are_those_of_transformers(
     assert error(logits, want) < TOLERANCE
     assert (tokens == want.argmax(axis=1)).all()
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")],
+)
+def test_whole_experts_on_each_rank_compute_the_same(family: str, number: str, tp: int) -> None:
+    model, checkpoint = make_llama(5, family, **SHAPES[family] | {number: 8})
+    tokens, _, logits = run(checkpoint, tp, backend="cpu", expert_parallel=True)
+    want = hf_logits(model, TOKENS)
+    assert error(logits, want) < TOLERANCE
+    assert (tokens == want.argmax(axis=1)).all()
 
 
 # Texts of several KV blocks, for Llama and for families with sliding windows in all layers or in some of
