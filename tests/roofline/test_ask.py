@@ -166,7 +166,7 @@ def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
 H100, H200, H800 = (hardware(name) for name in ("h100", "h200", "h800"))
 B200, GH200, NVL72, TPU = (hardware(name) for name in ("b200", "gh200", "gb200-nvl72", "tpu-v5p"))
 NODE, BEYOND = alpha_node(H100), alpha_beyond(H100)
-W, W_NODE = H100.link.egress_bytes_per_s, H100.node.egress_bytes_per_s
+W = H100.link.egress_bytes_per_s
 BOOST, CURVE = H100.chip.boost_clock_hz, H100.curve("all_reduce", 8)
 assert BOOST and CURVE and H100.costs
 FASTER = replace(B200, rates=replace(B200.rates, bf16=2.3e15))
