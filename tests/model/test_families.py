@@ -42,7 +42,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77, "rope": Rope(1e6)},
     "ministral": {"sliding_window": 64, "heads": 4, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 45},
-    "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117},
+    "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117}
+    | {"rope": Rope(1e4, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=128, ends=True)},
     "olmo2": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77},
     "olmo3": {"layers": 5, "heads": 4, "kv_heads": 4, "head_dim": 16, "hidden": 40, "ffn": 67, "sliding_window": 9}
     | {"rope": Rope(5e5, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64)},  # in the fourth layer
