@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megakernel.model import KNOWN_SHAPES, pull
+from megakernel.model import KNOWN_SHAPES, chat_template, pull
 from megakernel.roofline import ceilings
 
 
@@ -55,6 +55,14 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setitem(KNOWN_SHAPES, "tiny", CONFIG)
     return "random:tiny"
+
+
+@pytest.fixture
+def templates_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render chat templates without starting processes."""
+    from templates_here import Here
+
+    monkeypatch.setattr(chat_template, "LimitedProcess", Here)
 
 
 @pytest.hookimpl(tryfirst=True)

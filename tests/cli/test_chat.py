@@ -20,6 +20,7 @@ from fake_openai import DEEP, HOSTILE, answering, whole
 
 from megakernel import LLM
 from megakernel.cli import chat as chat_verb
+from megakernel.cli.partners import Messages, PartialAnswer
 from megakernel.errors import MegakernelError
 from megakernel.serving.server.limits import AccessRules
 
@@ -209,8 +210,6 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_program(where: str, model: str, li
 
 
 def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megakernel.cli.chat import _Talk
-
     class Screen(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -218,14 +217,11 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
     partner: Any = None
     for screen, shown in ((Screen(), "a\ufffd[2J\tb\n"), (io.StringIO(), "a\x1b[2J\tb\n")):
         monkeypatch.setattr("sys.stdout", screen)
-        _Talk(partner, None, False)._show("a\x1b[2J\tb\n")
+        chat_verb._Talk(partner, None, False)._show("a\x1b[2J\tb\n")
         assert screen.getvalue() == shown
 
 
 def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megakernel.cli.chat import _Talk
-    from megakernel.cli.partners import Messages, PartialAnswer
-
     class Interrupted:
         name = "m"
 
@@ -240,7 +236,7 @@ def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
     def no_line(prompt: str) -> str:
         raise EOFError
 
-    talk = _Talk(Interrupted(), None, False)
+    talk = chat_verb._Talk(Interrupted(), None, False)
     monkeypatch.setattr(talk, "_typed", True)
     monkeypatch.setattr("builtins.input", no_line)
     for part in (lambda: talk._turn("one"), lambda: list(talk._lines())):

@@ -19,19 +19,26 @@ from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.roofline import Ceilings
-from megakernel.serving.bench import ceilings, latency, peers
+from megakernel.serving.bench import latency, peers
 from megakernel.serving.bench.peers import llama_cpp, torch_llama
 from megakernel.serving.bench.peers.contest import Contest, Settings, Task, Timed, Trial
 from megakernel.serving.bench.peers.process import Process
 
 SUPPORT = Path(__file__).parents[1] / "support"
-LATENCY = ["bench", "latency", "--tokens", "4", "--prompt-tokens", "600", "--runs", "3", "--threads", "2"]
-
-
-@pytest.fixture(autouse=True)
-def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, "made up"))
+LATENCY = [
+    "bench",
+    "latency",
+    "--backend",
+    "null",
+    "--tokens",
+    "4",
+    "--prompt-tokens",
+    "600",
+    "--runs",
+    "3",
+    "--threads",
+    "2",
+]
 
 
 @pytest.fixture

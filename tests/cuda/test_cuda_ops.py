@@ -56,8 +56,7 @@ def test_embed_and_rope() -> None:
         twins.compare(record(phase(twins, name), 3, 41), LAYER, table, rtol=0, atol=3e-7 if name == "rope" else 0)
 
 
-@pytest.mark.parametrize("hidden", [72, 576])
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize(("hidden", "case"), [(72, 0), (72, 1), (72, 2), (576, 0)])
 def test_norms(hidden: int, case: int) -> None:
     dims = ranks(BF16_DIMS.changed(hidden=hidden, post_norms=1))[case]
     twins = make(dims)
@@ -83,7 +82,7 @@ def test_reduces(case: int, post_norms: int) -> None:
 
 # (head_dim, query heads, KV heads). The cases have head sizes that fill their pages and head sizes that do not, 1 to 8
 # query heads per KV head, and a single KV head.
-HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (128, 3, 1)]
+HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2)]
 SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first position, rows); rows 28 to 47 are padding
 
 
@@ -123,7 +122,7 @@ def test_attention(heads: tuple[int, int, int], window: int) -> None:
     run_items(twins, table, items, {0: [0, 1], 1: [2, 3]})
 
 
-@pytest.mark.parametrize(("heads", "window"), [*((heads, 0) for heads in HEADS[:4]), (HEADS[0], 20), (HEADS[2], 150)])
+@pytest.mark.parametrize(("heads", "window"), [(HEADS[0], 0), (HEADS[3], 0), (HEADS[2], 150)])
 def test_split_attention(heads: tuple[int, int, int], window: int) -> None:
     """If items divide the KV blocks of some rows among them (a split), the item that ends last merges their partial
     results. The result is bit-identical to that of a single item."""

@@ -56,7 +56,7 @@ def _run_all(twins: HostTwins, name: str, rank: int, row: int, rows: int, unit: 
             twins.compare(words, twins.dims.model.layers - 1, table, rank, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["odd", "head80", "wide"])
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_tensor(model: str, name: str) -> None:
     twins = make(MODELS[model], biased=model != "wide")

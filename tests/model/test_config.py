@@ -127,6 +127,15 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**QWEN3, "head_dim": 24, "attention_bias": True}, {"head_dim": 24, "qkv_bias": True, "o_bias": True}),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": Rope(1e4, RopeKind.LINEAR, 4.0)}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope": Rope(7.0)}),
+        *(
+            (spelling, {"rope": Rope(5e5, RopeKind.LLAMA3, 8.0, 1.0, 4.0, 8192)})
+            for spelling in (
+                {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+                {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}},
+                {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+                {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5, "partial_rotary_factor": 1.0},
+            )
+        ),
         (
             {
                 "quantization_config": None,
@@ -251,19 +260,6 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
 def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]) -> None:
     family = spelling.get("model_type", "llama")
     assert parse(**spelling) == replace(PLAIN, **{"family": family} | read)
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5, "partial_rotary_factor": 1.0},
-    ],
-)
-def test_rope_spellings(spelling: dict[str, Any]) -> None:
-    assert parse(**spelling).rope == Rope(5e5, RopeKind.LLAMA3, 8.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize(

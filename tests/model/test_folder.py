@@ -62,6 +62,7 @@ def test_folders_without_a_model(tmp_path: Path, files: dict[str, str], message:
         ("notes.txt", b"hello", "neither a folder nor a GGUF file"),
         ("empty.gguf", b"", "is empty"),
         ("text.gguf", b"hello, world", "is not a GGUF file"),
+        ("old.gguf", b"GGUF\1\0\0\0" + bytes(100), "version 1"),
     ],
 )
 def test_files_without_a_model(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -306,7 +306,7 @@ def test_scales_of_superblocks_are_those_of_their_weights() -> None:
 
 
 def test_cut_anywhere(path: Path) -> None:
-    tiny_gguf(path)
+    tiny_gguf(path, quantise=Type.Q8_0)
     data = path.read_bytes()
     for keep in [*range(0, 1200, 7), len(data) // 2, len(data) - 40, len(data) - 1]:
         path.write_bytes(data[:keep])
@@ -316,7 +316,7 @@ def test_cut_anywhere(path: Path) -> None:
 
 def test_lying_lengths(path: Path) -> None:
     """With a huge number in place of any eight bytes of the header, the file is refused or loads, but never crashes."""
-    tiny_gguf(path, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
+    tiny_gguf(path, quantise=Type.Q8_0, tokenizer__ggml__tokens=["a", "b"], general__alignment=32)
     data = path.read_bytes()
     refused = 0
     for position in range(4, 1200, 20):
@@ -329,13 +329,7 @@ def test_lying_lengths(path: Path) -> None:
     assert refused > 60
 
 
-@pytest.mark.parametrize(("start", "message"), [(b"PK", "not a GGUF file"), (b"GGUF\1\0\0\0", "version 1")])
-def test_not_a_gguf(path: Path, start: bytes, message: str) -> None:
-    path.write_bytes(start + bytes(100))
-    with pytest.raises(MegakernelError, match=message):
-        open_checkpoint(str(path))
-
-
+@pytest.mark.slow
 def test_the_real_model(smollm2: Path) -> None:
     checkpoint = open_checkpoint("smollm2-135m")
     config = checkpoint.config

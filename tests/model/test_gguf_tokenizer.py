@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_support import BYTES, byte_gguf, ggml, loaded, pieces, spm_keys
+from tokenizer_support import BYTES, TEKKEN, byte_gguf, ggml, loaded, pieces, spm_keys
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Punctuation, Split
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.splits import BEGUN, SPELLED, SPLITS, WHOLE_PIECES
 from megakernel.model.tokenizer import UnknownTokenizer
+
+pytestmark = pytest.mark.usefixtures("templates_here")
 
 TEXT = "It's 12345 x²\tIT'LL, HTTPServer camelCase  a.b[c]\n\n  你好，世界 ②\r\n'tis  "
 
@@ -34,7 +37,10 @@ _CAMEL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}
 _CAMEL += r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 OWNERS: dict[str, list[Any]] = {
     "gpt-2": [ByteLevel(False)],
+    "smollm": [Digits(True), ByteLevel(False)],
     "starcoder": [Digits(True), ByteLevel(False)],
+    "qwen2": [PRETOKENIZE_REGEX],
+    "tekken": [TEKKEN],
     "falcon": [Punctuation("contiguous"), ByteLevel(False), Split(Regex("[0-9][0-9][0-9]"), "isolated")],
     "llama-bpe": [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -222,6 +228,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"add_bos_token": "no"}, 'add_bos_token is "no", not true or false'),
     ({"bos_token_id": "<s>"}, 'bos_token_id is "<s>", not token ids'),
     ({"eos_token_id": 4000}, "eos token id 4000 is outside"),
+    ({"pre": "new"}, 'pre-tokeniser "new" is not supported'),
+    ({"model": "bert"}, "tokenizer \"bert\" is not supported, only 'gpt2' and 'llama'"),
+    ({"tokenizer__chat_template": "{% for %}"}, "chat template of .* is broken"),
     ({"model": "llama"}, "scores or token types are missing"),
     ({"model": "llama", "scores": [0.0] * 7}, "scores or token types are missing"),
     ({"model": "llama", "scores": ["0"] * 260}, "scores or token types are missing"),

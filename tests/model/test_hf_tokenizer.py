@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizer_support import BYTES, byte_backend, hf_folder, loaded, pieces
+from tokenizer_support import BYTES, TEKKEN, byte_backend, hf_folder, loaded, pieces
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import UnknownTokenizer, byte_alphabet
+
+pytestmark = pytest.mark.usefixtures("templates_here")
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -117,7 +119,10 @@ def test_templates_see_additional_special_tokens(tmp_path: Path, name: str) -> N
     assert tokenizer.decode(tokenizer.apply_chat_template([])) == "<u>,<p>"
 
 
-def changed(*path: str, value: Any) -> bytes:
+NUMBERS = (2**40, 2 * 10**9, -1, "7", 0.5)  # none of them is the id of a token
+
+
+def changed(*path: Any, value: Any) -> bytes:
     """Return a tokenizer.json in which the value at `path` is replaced."""
     declared = inner = json.loads(byte_backend().to_str())
     for key in path[:-1]:
@@ -135,7 +140,8 @@ def changed(*path: str, value: Any) -> bytes:
         (b"{}", "cannot read"),
         (changed("model", "vocab", value={"a": 0, "b": 0}), "2 tokens of the vocabulary have the id 0"),
         (changed("model", "vocab", value={"a": [1]}), r"token id \[1\] is not a number"),
-        (changed("model", "vocab", value={"a": 2**40}), "token id 1099511627776 is not a number below 16777216"),
+        *((changed("model", "vocab", value={"a": n}), f"token id {n} is not a number below 16777216") for n in NUMBERS),
+        *((changed("added_tokens", 0, "id", value=n), f"token id {n} is not a number below 16777216") for n in NUMBERS),
         (changed("model", "vocab", value=[["a", 1.0]]), "cannot read"),
         (changed("model", "merges", value=[["x", "yz"]]), "cannot read"),
         (changed("model", "merges", value=7), "cannot read"),
@@ -221,12 +227,7 @@ def tekken(path: Path, ranks: list[bytes]) -> None:
         {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for i, token in enumerate(ranks)
     ]
     sizes = {"default_num_special_tokens": 10, "default_vocab_size": 10 + len(ranks), "num_vocab_tokens": len(ranks)}
-    pattern = (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    config = {"pattern": pattern, **sizes, "version": "v11"}
+    config = {"pattern": TEKKEN, **sizes, "version": "v11"}
     path.write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": special}))
 
 

@@ -180,13 +180,6 @@ def test_index_errors(tmp_path: Path) -> None:
             open_checkpoint(str(tmp_path))
 
 
-def test_folder_without_weights(tmp_path: Path) -> None:
-    saved(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(MegakernelError, match=r"no weights: fetch model\.safetensors"):
-        open_checkpoint(str(tmp_path))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float) -> None:

@@ -173,6 +173,7 @@ def test_the_native_verifier_checks_edges(edge: int) -> None:
 @pytest.mark.parametrize(
     ("phase", "word", "value", "message"),
     [
+        ("qkv_rope", 0, 99, "is of phase 99"),
         ("qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "names a counter beyond the block"),
         ("qkv_rope", record.WAIT_WORD, record.NEXT, "names a counter beyond the block"),
         ("qkv_rope", record.OPERAND_WORD, 1000, "has rows outside its step"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, FORWARD, WIDTHS, Item, RandomCheckpoint, make_table, set_items, use
+from cpu_support import DIMS, FORWARD, WIDTHS, Item, RandomCheckpoint, make_table, set_items
 from handmade import record
 from twins import CpuTwins, check_attention_splits, check_hostile_logits, compare_samples
 
@@ -23,17 +23,14 @@ B = Buffer
 P = FORWARD.by_name
 
 
-def make(monkeypatch: pytest.MonkeyPatch, simd: str, dims: Dims, *, tied: bool = False, seed: int = 0) -> CpuTwins:
-    if simd:
-        use(monkeypatch, simd)
+def make(dims: Dims, *, tied: bool = False, seed: int = 0) -> CpuTwins:
     checkpoint = RandomCheckpoint(dims, tied)
     return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
-@pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
-def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuTwins]:
-    simd, dtype = request.param
-    made = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), embed_scale=0.75))
+@pytest.fixture
+def twins(simd: str, dtype: Dtype) -> Iterator[CpuTwins]:
+    made = make(DIMS.changed(dtype=int(dtype), embed_scale=0.75))
     yield made
     made.backend.close()
 
@@ -73,15 +70,11 @@ def test_norms(twins: CpuTwins) -> None:
 # The numbers of rows fill part of a register block, several blocks, and more than a tile. The inner length, 301, is
 # several chunks long and no multiple of a vector.
 @pytest.mark.parametrize("rows", [1, 13, 120])
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
-@pytest.mark.parametrize("simd", WIDTHS)
-def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(
-    monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, rows: int
-) -> None:
+def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(simd: str, dtype: Dtype, rows: int) -> None:
     """A matmul that normalises its inputs gives the same bits as a separate norm phase, for rows in the middle of a
     batch."""
     dims = DIMS.changed(hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
-    twins = make(monkeypatch, simd, dims)
+    twins = make(dims)
     twins.start_equal()
     backend, table = twins.backend, make_table(dims, {0: (0, 125)})
     backend.buffer(B.X)[:] *= np.linspace(0.1, 30, 125, dtype=np.float32)[:, None]
@@ -135,10 +128,7 @@ def test_matmuls(twins: CpuTwins, rows: int) -> None:
     close(twins, "lm_head", 0, table, 0, min(rows, 5), 48, 155)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
-@pytest.mark.parametrize("simd", WIDTHS)
-def test_norms_of_what_a_layer_adds_and_gelu(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype) -> None:
-    use(monkeypatch, simd)
+def test_norms_of_what_a_layer_adds_and_gelu(simd: str, dtype: Dtype) -> None:
     dims = DIMS.changed(dtype=int(dtype), post_norms=1)
     checkpoint = RandomCheckpoint(dims, biased=False)
     checkpoint.config = replace(checkpoint.config, family="gemma3_text", post_norms=True)
@@ -152,11 +142,8 @@ def test_norms_of_what_a_layer_adds_and_gelu(monkeypatch: pytest.MonkeyPatch, si
 
 
 @pytest.mark.parametrize("quantised_kv", [0, 1])
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
-@pytest.mark.parametrize("simd", WIDTHS)
-def test_norms_over_all_heads(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, quantised_kv: int) -> None:
+def test_norms_over_all_heads(simd: str, dtype: Dtype, quantised_kv: int) -> None:
     """Also on the second of two ranks, which has some of the heads that it normalises."""
-    use(monkeypatch, simd)
     for rank, tp in ((0, 1), (1, 2)):
         dims = DIMS.changed(dtype=int(dtype), post_norms=1, whole_norms=1, quantised_kv=quantised_kv, tp=tp)
         checkpoint = RandomCheckpoint(dims.changed(tp=1))
@@ -171,10 +158,10 @@ def test_norms_over_all_heads(monkeypatch: pytest.MonkeyPatch, simd: str, dtype:
 
 
 @pytest.mark.parametrize("k", [71, 256, 513])
-def test_matmul_depths(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+def test_matmul_depths(k: int) -> None:
     """The down projection agrees with the reference. There are more rows than a tile has. The inner lengths are odd, or
     near a multiple of the chunk after which accumulators are stored."""
-    twins = make(monkeypatch, "", DIMS.changed(ffn=k, tokens=120, dtype=int(Dtype.BF16)))
+    twins = make(DIMS.changed(ffn=k, tokens=120, dtype=int(Dtype.BF16)))
     twins.compare(record(P["down_proj"], 0, 120, 0, 72), 0, make_table(twins.dims, {0: (0, 120)}))
     twins.backend.close()
 
@@ -202,20 +189,20 @@ def test_attention(twins: CpuTwins) -> None:
     check_attention_splits(twins)
 
 
-WINDOWS = [(width, *case) for width in WIDTHS for case in ((Dtype.F32, 20), (Dtype.BF16, 200))]
+WINDOWS = [(Dtype.F32, 20), (Dtype.BF16, 200)]
 
 
-@pytest.mark.parametrize(("simd", "dtype", "window"), [*WINDOWS, ("", Dtype.F32, 1), ("", Dtype.F32, 128)])
-def test_attention_in_a_window(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int) -> None:
+@pytest.mark.parametrize(("dtype", "window"), [*WINDOWS, (Dtype.F32, 1), (Dtype.F32, 128)])
+def test_attention_in_a_window(simd: str, dtype: Dtype, window: int) -> None:
     """K and V are NaN for tokens that no row's window contains, so the results would be NaN if they were read."""
-    twins = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), window=window))
+    twins = make(DIMS.changed(dtype=int(dtype), window=window))
     check_attention(twins)
     check_attention_splits(twins)
     twins.backend.close()
 
 
 @pytest.mark.parametrize("quantised_kv", [0, 1])
-@pytest.mark.parametrize(("simd", "dtype", "window"), [*WINDOWS, ("", Dtype.F32, 0)])
+@pytest.mark.parametrize(("dtype", "window"), [*WINDOWS, (Dtype.F32, 0)])
 def test_sinks_of_attention(
     monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int, quantised_kv: int
 ) -> None:
@@ -227,7 +214,7 @@ def test_sinks_of_attention(
         return Forward.of(f(c).prologue, body, f(c).epilogue)
 
     monkeypatch.setitem(families.FAMILIES, "llama", replace(families.FAMILIES["llama"], forward=sunk))
-    twins = make(monkeypatch, simd, DIMS.changed(dtype=int(dtype), window=window, quantised_kv=quantised_kv))
+    twins = make(DIMS.changed(dtype=int(dtype), window=window, quantised_kv=quantised_kv))
     check_attention(twins)
     check_attention_splits(twins)
     [attention] = [p for p in twins.forward if p.operation is Operation.ATTENTION]
@@ -268,7 +255,7 @@ def test_bits_do_not_depend_on_the_instructions_that_multiply(monkeypatch: pytes
             native.simd()
         except MegakernelError:
             continue
-        twins = make(monkeypatch, simd, dims)
+        twins = make(dims)
         backend = twins.backend
         backend.buffer(B.X)[:] = backend.buffer(B.B_O, 0)[:] = 0
         backend.buffer(B.ATTN)[:rows] = given
@@ -282,9 +269,9 @@ def test_bits_do_not_depend_on_the_instructions_that_multiply(monkeypatch: pytes
         assert bits.any()
 
 
-@pytest.fixture(params=WIDTHS)
-def making(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Dims, int], CpuTwins]:
-    return lambda dims, seed: make(monkeypatch, request.param, dims.changed(kv_page=64), seed=seed)
+@pytest.fixture
+def making(simd: str) -> Callable[[Dims, int], CpuTwins]:
+    return lambda dims, seed: make(dims.changed(kv_page=64), seed=seed)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])
@@ -297,8 +284,8 @@ def test_hostile_logits(making: Callable[[Dims, int], CpuTwins]) -> None:
     check_hostile_logits(making, DIMS)
 
 
-def test_tied_embedding_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = make(monkeypatch, "", DIMS, tied=True)
+def test_tied_embedding_is_stored_once() -> None:
+    twins = make(DIMS, tied=True)
     twins.compare(record(P["lm_head"], 0, 5, 0, 203), 0, make_table(twins.dims, {0: (0, 40)}))
     twins.backend.close()
 

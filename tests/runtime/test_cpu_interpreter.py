@@ -242,13 +242,6 @@ def test_a_backend_is_asked_for_the_type_that_it_will_compute_in(
     assert seen == [checked]
 
 
-def test_a_record_of_no_phase_is_refused(make: Callable[..., CpuBackend]) -> None:
-    bad = forward_program(1)
-    bad.body.records[0, 0] = 99
-    with pytest.raises(MegakernelError, match="record 0 of the body is of phase 99"):
-        make(1).launch(bad, mixed_table())
-
-
 def test_programs_whose_weights_are_not_there_are_refused(make: Callable[..., CpuBackend]) -> None:
     p = forward_program(1)
     backend = CpuBackend(RandomCheckpoint(DIMS, biased=False), DIMS, PAGES, dtype=Dtype.F32, threads=1)

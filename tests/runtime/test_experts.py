@@ -1,19 +1,17 @@
-"""Tests of layers with experts: instructions, whole models against transformers, quantised experts, and wrong routing
-tables. test_invariance.py tests that neither other rows nor the size of a step change bits."""
+"""Tests of layers with experts: instructions, quantised experts, programs, and wrong routing tables. test_families.py
+compares whole models with transformers. test_invariance.py tests that neither other rows nor the size of a step change
+bits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from compiled import TINY, compiled, small_machine
-from cpu_support import DIMS, WIDTHS, RandomCheckpoint, make_table, use
+from cpu_support import DIMS, RandomCheckpoint, make_table
 from handmade import record
 from mutate import edit, rows_of
-from runner import Piece, Runner
+from runner import Runner
 from stored_checkpoints import assert_close, logits
-from tiny_llama import error, hf_logits, make_llama
 from twins import CpuTwins
 
 from megakernel.errors import MegakernelError
@@ -40,10 +38,9 @@ EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
 FEW = {"tokens": 3, "logit_rows": 3}
 
 
-@pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
-def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dims]:
-    use(monkeypatch, request.param[0])
-    return EXPERTS.changed(dtype=int(request.param[1]))
+@pytest.fixture
+def dims(simd: str, dtype: Dtype) -> Dims:
+    return EXPERTS.changed(dtype=int(dtype))
 
 
 def routed(dims: Dims, *, biased: bool = False) -> CpuTwins:
@@ -130,33 +127,6 @@ def test_a_wrong_table_reads_nothing_outside(wrong: int) -> None:
 
 # -- whole models
 
-SHAPES = {
-    "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77},
-    "qwen3_moe": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 56, "ffn": 83, "norm_topk_prob": False},
-    "gpt_oss": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77, "sliding_window": 9},
-}
-TOKENS = np.random.default_rng(8).integers(0, 101, 41).tolist()
-
-
-@pytest.mark.parametrize(("tp", "whole"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
-@pytest.mark.parametrize("family", SHAPES)
-def test_the_cpu_computes_what_transformers_does(family: str, tp: int, whole: bool) -> None:
-    experts = {"num_experts" if family == "qwen3_moe" else "num_local_experts": 8} if whole else {}
-    model, checkpoint = make_llama(5, family, **SHAPES[family] | experts)
-    want = hf_logits(model, TOKENS)
-    runner = Runner(checkpoint, "cpu", tp=tp, expert_parallel=whole)
-    out = [
-        [o.tokens.copy(), o.logprobs.copy(), o.logits.copy()]
-        for start, end in ((0, 38), (38, 39), (39, 41))
-        for o in [runner.step([Piece(3, start, TOKENS[start:end])])]
-    ]
-    tokens, logprobs, got = map(np.concatenate, zip(*out, strict=True))
-    runner.close()
-    assert error(got, want) < 1e-4
-    assert (tokens == want.argmax(axis=1)).all()
-    np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
-
-
 SMALL = replace(
     KNOWN_SHAPES["qwen3-30b-a3b"], vocab=211, hidden=256, ffn=256, layers=2, heads=4, kv_heads=2, head_dim=32,
     max_context=512, experts=9, experts_per_token=2,
@@ -164,16 +134,14 @@ SMALL = replace(
 KINDS = ("q8_0", "q4_0", "q5_1", "q4_k", "q5_k", "q6_k", "mxfp4", "f16")
 
 
-@pytest.mark.parametrize("activations", ["float", "q8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantised_experts(kind: str, activations: str) -> None:
+def test_quantised_experts(kind: str) -> None:
     """The CPU agrees with the reference. A router is never quantised."""
     whole = Seeded("random", SMALL)
     whole.dtype = Dtype.F32
     checkpoint = stored_as(whole, kind)
     assert checkpoint.storage[B.W_ROUTER].layers[0][0].dtype is (Dtype.F16 if kind == "f16" else Dtype.F32)
-    q8 = activations == "q8" and kind != "f16"
-    for tp in (1, 2) if kind == "q8_0" and not q8 else (1,):
+    for q8, tp in [(False, 1), *([(True, 1)] if kind != "f16" else []), *([(False, 2)] if kind == "q8_0" else [])]:
         cpu, reference = (logits(b, checkpoint, 20, tp, q8=q8) for b in (CpuBackend, ReferenceBackend))
         assert_close(cpu, reference, Dtype.BF16 if q8 else Dtype.F32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, FORWARD, PAGES, WIDTHS, Array, Item, RandomCheckpoint, make_table, set_items, use
+from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
 from engine_support import TINY
 from handmade import record
 from twins import CpuTwins, check_attention_splits, get_rows
@@ -33,10 +33,8 @@ P = FORWARD.by_name
 QUANTISED = DIMS.changed(quantised_kv=1)
 
 
-@pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
-def twins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuTwins]:
-    simd, dtype = request.param
-    use(monkeypatch, simd)
+@pytest.fixture
+def twins(simd: str, dtype: Dtype) -> Iterator[CpuTwins]:
     made = CpuTwins(RandomCheckpoint(QUANTISED.changed(dtype=int(dtype))), FORWARD, QUANTISED.changed(dtype=int(dtype)))
     yield made
     made.backend.close()
@@ -71,9 +69,7 @@ class Columns(RandomCheckpoint):
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80])
-@pytest.mark.parametrize("simd", WIDTHS)
-def test_rows_are_stored_as_weights_are_quantised(monkeypatch: pytest.MonkeyPatch, simd: str, head_dim: int) -> None:
-    use(monkeypatch, simd)
+def test_rows_are_stored_as_weights_are_quantised(simd: str, head_dim: int) -> None:
     stored = []
     for flag in (0, 1):
         dims = DIMS.changed(head_dim=head_dim, quantised_kv=flag)
@@ -122,9 +118,7 @@ def test_attention(twins: CpuTwins) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
-@pytest.mark.parametrize("simd", WIDTHS)
-def test_heads_of_part_of_a_block_and_of_several(monkeypatch: pytest.MonkeyPatch, simd: str, head_dim: int) -> None:
-    use(monkeypatch, simd)
+def test_heads_of_part_of_a_block_and_of_several(simd: str, head_dim: int) -> None:
     dims = QUANTISED.changed(head_dim=head_dim, kv_page=32)
     checkpoint = RandomCheckpoint(dims)
     twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
@@ -164,10 +158,7 @@ def logits(kind: type[Any], dtype: Dtype = Dtype.F32, tp: int = 1, cut: int = RO
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
-@pytest.mark.parametrize("simd", WIDTHS)
-def test_bits_depend_neither_on_chunks_nor_on_threads(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype) -> None:
-    use(monkeypatch, simd)
+def test_bits_depend_neither_on_chunks_nor_on_threads(simd: str, dtype: Dtype) -> None:
     whole = logits(CpuBackend, dtype, threads=1, workers=1)
     for cut, workers in ((1, 2), (37, 3)):
         np.testing.assert_array_equal(logits(CpuBackend, dtype, cut=cut, workers=workers, threads=workers), whole)
@@ -181,7 +172,6 @@ def test_ranks_agree_with_the_reference(tp: int) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=0.02 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda t: t.name)
 def test_logits_are_close_to_those_of_a_whole_cache(dtype: Dtype) -> None:
     quantised, whole = (logits(CpuBackend, dtype, quantised=q, threads=2) for q in (True, False))
     # The measured ratios are 0.0033 in float32 and 0.0058 in bfloat16.

@@ -147,7 +147,6 @@ def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
         *((shape, by_scheduler, 8) for shape in SHAPES),
         ("one KV head", by_scheduler, 2),
         ("grouped", by_hand, 4),
-        ("biases", by_hand, 4),
     ],
 )
 def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig, Dims], Program], tp: int) -> None:

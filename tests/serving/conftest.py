@@ -29,3 +29,11 @@ def live(llm: LLM) -> Iterator[Live]:
 @pytest.fixture
 def client(live: Live) -> OpenAI:
     return OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def null(model: str) -> Iterator[Live]:
+    """A server whose model computes nothing, and generates the token 0 without end."""
+    limits = {"max_context": 256, "max_seqs": 4, "step_tokens": 32, "threads": 1}
+    with LLM(model, backend="null", **limits) as llm, serving(llm) as server:  # type: ignore[arg-type]
+        yield server

@@ -66,9 +66,25 @@ class Live:
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(data)}\r\n\r\n"
+        return self.connect(head.encode() + data)
+
+    def connect(self, sent: bytes) -> socket.socket:
+        """Open a connection, send bytes, and return the socket."""
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        sock.sendall(head.encode() + data)
+        sock.sendall(sent)
         return sock
+
+    def said(self, *parts: bytes) -> bytes:
+        """Send parts one after another, and return everything that the server sends until it closes the connection."""
+        with self.connect(parts[0]) as sock:
+            for part in parts[1:]:
+                sock.sendall(part)
+            return sock.makefile("rb").read()
+
+    def metric(self, name: str) -> float:
+        """Return the sum of all values in /metrics whose names begin with `name`."""
+        lines = self.request("GET", "/metrics")[2].decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def at_rest(self) -> bool:
         """Return whether the server holds no request any more and every KV page is free."""

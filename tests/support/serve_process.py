@@ -31,8 +31,11 @@ def at(url: str) -> Live:
 
 
 @contextmanager
-def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
+def started(*flags: str, first: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Start a server on a free port, in a process that runs the Python code `first` before."""
     arguments = command("serve", "--port", "0", "--threads", "1", *SMALL, *flags)
+    code = arguments.index("-c") + 1
+    arguments[code] = f"{first}\n{arguments[code]}"
     running = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield running

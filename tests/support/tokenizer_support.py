@@ -12,6 +12,12 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 BYTES = sorted(byte_alphabet())
+# How the tokenizers of Mistral split a text.
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def loaded(path: Path) -> Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_support import serving
-from engine_support import EOS, Guesses, Letters, Reader, fake_engine, output_ids, speculation
+from engine_support import EOS, EvenTimes, Guesses, Letters, Reader, fake_engine, output_ids, speculation
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -328,27 +328,17 @@ def test_lookup_of_short_texts_and_of_nothing() -> None:
 # -- verification only where it saves time
 
 
-class Table(StepTimes):
+class Table(EvenTimes):
     """Step times for a test: `seconds[n]` is the time of a step with n token rows."""
 
     def __init__(self, *seconds: float, late: float = 0.0) -> None:
-        self.seconds, self.late = seconds, late
-
-    @property
-    def late_s(self) -> float:
-        return self.late
+        self.seconds, self.late_s = seconds, late
 
     def growing(self, tokens: int, logit_rows: int, most: int) -> list[float]:
         return [self.seconds[tokens + more] for more in range(most + 1)]
 
-    def record(self, program: Any, seconds: float) -> None:
-        pass
 
-    def record_late(self, seconds: float) -> None:
-        pass
-
-
-def rows_of_steps(times: StepTimes, wrong: Callable[[int], bool], steps: int) -> list[int]:
+def rows_of_steps(times: EvenTimes, wrong: Callable[[int], bool], steps: int) -> list[int]:
     """Return the number of token rows in each decode step of one sequence."""
     guesses = Guesses(wrong)
     engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))

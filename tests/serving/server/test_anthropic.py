@@ -238,7 +238,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.com/x
         ({"tool_choice": {"type": "tool"}}, "tool_choice needs a name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"stop_sequences": [""]}, "stop_sequences.0 must have at least 1 characters"),
-        ({"temprature": 1}, "temprature is not a field of /v1/messages"),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "maximum context length is"),
     ],
 )

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -402,29 +401,22 @@ def test_a_time_limit(llm: LLM, live: Live) -> None:
         assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 60
 
 
-def said(live: Live, sent: bytes) -> bytes:
-    """Send bytes, and return everything that the server sends until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as sock:
-        sock.sendall(sent)
-        return sock.makefile("rb").read()
-
-
 def test_many_short_headers_are_a_large_head(live: Live) -> None:
     head = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + b"X: y\r\n" * 3000 + b"\r\n"
-    assert said(live, head).startswith(b"HTTP/1.1 400 ")
-    assert said(live, head.replace(b"X: y\r\n" * 2000, b"")).startswith(b"HTTP/1.1 200 ")
+    assert live.said(head).startswith(b"HTTP/1.1 400 ")
+    assert live.said(head.replace(b"X: y\r\n" * 2000, b"")).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_http, "BODY_SECONDS", 0.05)
     sent = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
-    assert said(live, sent).startswith(b"HTTP/1.1 408 ")
+    assert live.said(sent).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.5)
     for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
-        answer = said(live, sent)
+        answer = live.said(sent)
         assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
 
 
@@ -439,7 +431,7 @@ def test_an_answer_may_take_longer_than_the_next_head(llm: LLM, live: Live, monk
     "sent", [b"hello", b"GET http://[ HTTP/1.1\r\nHost: x", b"GET / HTTP/1.1\r\nX: " + b"y" * 100_000]
 )
 def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    head, _, body = said(live, sent + b"\r\n\r\n").partition(b"\r\n\r\n")
+    head, _, body = live.said(sent + b"\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and error_of(body)["code"] == 400
     assert caplog.records == []  # a client must not be able to fill the log
 

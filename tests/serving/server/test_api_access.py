@@ -59,9 +59,7 @@ def basic(key: str) -> dict[str, str]:
 
 def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
     """Open a connection, send a request head and the given bytes of its body, and return the socket."""
-    sock = socket.create_connection(("127.0.0.1", live.port), timeout=30)
-    sock.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
-    return sock
+    return live.connect(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
 
 
 # -- keys

@@ -33,6 +33,7 @@ def test_a_signal_lets_finish_what_has_begun(model: str) -> None:
         assert err.count("\n") == 1 and "finishing the requests in progress; repeat the signal to end at once" in err
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(model: str) -> None:
     with process("--model", model) as (server, _, live), begin_stream(live, 2000) as sock:
         server.send_signal(signal.SIGTERM)

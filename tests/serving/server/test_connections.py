@@ -1,7 +1,6 @@
 """HTTP connections: protocols, methods and headers that clients use, and clients that send without reading."""
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,20 +21,6 @@ def llm(model: str) -> Iterator[LLM]:
     with LLM(model, backend="null", max_context=2048, max_seqs=4, step_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
-
-
-def connected(live: Live, sent: bytes) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", live.port), timeout=30)
-    sock.sendall(sent)
-    return sock
-
-
-def said(live: Live, *parts: bytes) -> bytes:
-    """Send parts one after another, and return everything that the server sends until it closes the connection."""
-    with connected(live, parts[0]) as sock:
-        for part in parts[1:]:
-            sock.sendall(part)
-        return sock.makefile("rb").read()
 
 
 def post(body: bytes = BODY, *headers: str, path: str = COMPLETIONS, version: str = "1.1") -> bytes:
@@ -65,7 +50,7 @@ def test_an_upgrade_is_ignored(live: Live, headers: tuple[str, ...], chunked: bo
         body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     get = "\r\n".join(["GET /version HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    text = said(live, first + head + b"\r\n\r\n", body[:9], body[9:] + get + get, last)
+    text = live.said(first + head + b"\r\n\r\n", body[:9], body[9:] + get + get, last)
     assert text.count(b"HTTP/1.1 200 OK") == 5 and text.count(b'"completion_tokens":2') == 2
     assert text.count(b'"version"') == 2 and b"HTTP/1.1 4" not in text and b"101" not in text.split(b"\r\n")[0]
 
@@ -74,7 +59,7 @@ def test_an_upgrade_is_ignored(live: Live, headers: tuple[str, ...], chunked: bo
     "path", ["/health", "/version", "/v1/models", "/", "/chat", "/metrics", "/nowhere", COMPLETIONS]
 )
 def test_head_is_get_without_the_body(live: Live, path: str) -> None:
-    answers = [said(live, f"{m} {path} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()) for m in ("HEAD", "GET")]
+    answers = [live.said(f"{m} {path} HTTP/1.1\r\nHost: x\r\n{CLOSE}\r\n\r\n".encode()) for m in ("HEAD", "GET")]
     (head, _, nothing), (same, _, _) = (answer.partition(b"\r\n\r\n") for answer in answers)
     assert nothing == b"" and head.split(b"\r\n")[0] == same.split(b"\r\n")[0]
     names = [[line.partition(b":")[0] for line in lines.split(b"\r\n")] for lines in (head, same)]
@@ -83,17 +68,17 @@ def test_head_is_get_without_the_body(live: Live, path: str) -> None:
 
 def test_an_old_client_gets_no_chunks(live: Live) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True}).encode()
-    head, _, text = said(live, post(body, version="1.0")).partition(b"\r\n\r\n")
+    head, _, text = live.said(post(body, version="1.0")).partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower() and b"connection: close" in head.lower()
     assert text.startswith(b"data: {") and text.endswith(b"\n\ndata: [DONE]\n\n")
-    head, _, text = said(live, post(version="1.0")).partition(b"\r\n\r\n")
+    head, _, text = live.said(post(version="1.0")).partition(b"\r\n\r\n")
     assert f"content-length: {len(text)}".encode() in head and json.loads(text)["usage"]["completion_tokens"] == 2
-    assert b"chunked" in said(live, post(body, CLOSE))
+    assert b"chunked" in live.said(post(body, CLOSE))
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip", "Identity", ""])
 def test_a_compressed_body_is_a_415(live: Live, coding: str) -> None:
-    text = said(live, post(BODY, f"Content-Encoding: {coding}", CLOSE))
+    text = live.said(post(BODY, f"Content-Encoding: {coding}", CLOSE))
     if coding.lower() in ("identity", ""):
         assert text.startswith(b"HTTP/1.1 200 ")
     else:
@@ -126,7 +111,7 @@ def test_a_compressed_body_is_a_415(live: Live, coding: str) -> None:
 )
 def test_the_host_header_is_one_name(guarded: Live, hosts: list[str], status: int) -> None:
     lines = ["GET /version HTTP/1.1", *(f"Host: {host}" for host in hosts), CLOSE, "", ""]
-    assert said(guarded, "\r\n".join(lines).encode()).startswith(f"HTTP/1.1 {status} ".encode())
+    assert guarded.said("\r\n".join(lines).encode()).startswith(f"HTTP/1.1 {status} ".encode())
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +137,7 @@ def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.Mon
 
     received = protocol.HttpProtocol.data_received
     monkeypatch.setattr(protocol.HttpProtocol, "data_received", counted)
-    with connected(live, GET * 1000) as sock:
+    with live.connect(GET * 1000) as sock:
         sock.settimeout(0.2)
         try:
             for _ in range(19):
@@ -171,16 +156,16 @@ def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.Mon
 
 def test_requests_that_arrive_together_are_all_answered(live: Live) -> None:
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    text = said(live, post() + GET * 100 + last)
+    text = live.said(post() + GET * 100 + last)
     assert text.count(b"HTTP/1.1 200 OK") == 102 and text.count(b'"completion_tokens":2') == 1
 
 
 def test_garbage_after_a_request_waits_for_its_answer(live: Live) -> None:
-    text = said(live, post() + b"garbage\r\n\r\n" * 9)
+    text = live.said(post() + b"garbage\r\n\r\n" * 9)
     assert text.startswith(b"HTTP/1.1 200 OK") and text.count(b"HTTP/1.1") == 1
     json.loads(text.partition(b"\r\n\r\n")[2])
     broken = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"") + b"zz\r\n"
-    assert said(live, broken).startswith(b"HTTP/1.1 400 ")
+    assert live.said(broken).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_client_that_leaves_with_requests_behind_is_noticed(live: Live) -> None:
@@ -188,7 +173,7 @@ def test_a_client_that_leaves_with_requests_behind_is_noticed(live: Live) -> Non
     live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
     before = live.host.loop.engine.stats.counts.generated
     body = json.dumps({"prompt": "x", "max_tokens": 2000, "ignore_eos": True}).encode()
-    with connected(live, post(body) + GET):
+    with live.connect(post(body) + GET):
         until(lambda: not live.at_rest())
     until(live.at_rest)
     assert live.host.loop.engine.stats.counts.generated - before < 1900

@@ -123,7 +123,6 @@ def test_every_form_of_a_request(live: Live, model: str, pooling: str, monkeypat
         ({"dimensions": 0}, "dimensions must be at least 1"),
         ({"dimensions": 49}, "dimensions must be at most 48, not 49"),
         ({"encoding_format": "int8"}, "encoding_format must be 'float' or 'base64'"),
-        ({"temperature": 0}, "temperature is not a field of /v1/embeddings"),
     ],
 )
 def test_what_is_wrong_is_a_400(live: Live, body: dict[str, Any], message: str) -> None:

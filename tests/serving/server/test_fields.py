@@ -123,7 +123,6 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
         (RESPONSES, {"input": [{"type": "reasoning"}]}, "input", "input has no message"),
         (RESPONSES, {"input": [{"type": "image_generation_call"}]}, "input.0.type", "must be 'message'"),
         (RESPONSES, {"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens", "is not a field of reasoning"),
-        (COMPLETIONS, {"best_of": 2}, "best_of", "must equal n"),
         (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type", "must be 'text'"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
         (RESPONSES, {"tools": [{"type": "web_serch"}]}, "tools.0.type", "must be 'function'"),

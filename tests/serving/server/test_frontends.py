@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +12,9 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from api_support import Live, serving, until
-from commands import command
-from serve_process import SMALL, at, begin_stream, process, rest
+from api_support import Live, until
+from serve_process import at, begin_stream, process, rest, started
 
-from megakernel import LLM
 from megakernel.serving.engine.engine import Step
 
 COMPLETIONS = "/v1/completions"
@@ -69,14 +66,8 @@ def to_end(stream: socket.socket) -> bytes:
     return text
 
 
-def value(live: Live, name: str) -> float:
-    """Return the sum of all values in /metrics whose names begin with `name`."""
-    lines = live.request("GET", "/metrics")[2].decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
 def at_rest(live: Live) -> bool:
-    return not any(value(live, f"vllm:{name}") for name in ("num_requests", "kv_cache_usage_perc"))
+    return not any(live.metric(f"vllm:{name}") for name in ("num_requests", "kv_cache_usage_perc"))
 
 
 @pytest.mark.slow
@@ -95,11 +86,11 @@ def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
             live.post(COMPLETIONS, BRIEF)
             until(lambda: at_rest(live))
             # The engine stopped the two choices of the killed frontend's stream before they had 1200 tokens each.
-            assert value(live, "megakernel:token_rows_total") < 3.6 * 1200
+            assert live.metric("megakernel:token_rows_total") < 3.6 * 1200
             # The metrics still include what the killed frontend counted. In total these are two requests of 3 tokens,
             # the two choices of the kept stream with 1200 tokens each, and part of the lost stream.
-            assert value(live, "vllm:request_success_total") == 4
-            assert value(live, "vllm:generation_tokens_total") > 3 + 2 * 1200 + 3
+            assert live.metric("vllm:request_success_total") == 4
+            assert live.metric("vllm:generation_tokens_total") > 3 + 2 * 1200 + 3
         server.terminate()
         _, err = server.communicate(timeout=30)
         assert server.returncode == 0
@@ -130,7 +121,7 @@ def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
             text = to_end(late)
             assert text.endswith(END)
             assert text.count(b"data: {") < 2 * 1200  # late tokens come several per event
-        until(lambda: value(live, "vllm:generation_tokens_total") == 3 * 3 + 2 * 1200)
+        until(lambda: live.metric("vllm:generation_tokens_total") == 3 * 3 + 2 * 1200)
 
 
 @pytest.mark.slow
@@ -152,13 +143,6 @@ def test_the_death_of_the_engine_is_told_to_everybody(
     assert not list(tmp_path.iterdir())
 
 
-def patched(patch: str, *flags: str) -> subprocess.Popen[str]:
-    """Start `megakernel serve` on a free port, in a process that first runs the Python code `patch`."""
-    line = command("serve", "--json", "--port", "0", "--threads", "1", *SMALL, *flags)
-    line[line.index("-c") + 1] = f"{patch}\n{line[line.index('-c') + 1]}"
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
 def test_an_engine_that_fails_ends_the_server(model: str) -> None:
     patch = """
@@ -169,8 +153,7 @@ def fail(self, **options):
     return step(self, **options)
 Engine.step = fail
 """
-    server = patched(patch, "--model", model, *TWO)
-    try:
+    with started("--json", "--model", model, *TWO, first=patch) as server:
         assert server.stdout is not None
         facts = json.loads(server.stdout.readline())
         with begin_stream(at(facts["url"]), 1200) as stream:
@@ -179,8 +162,6 @@ Engine.step = fail
         _, err = server.communicate(timeout=30)
         assert server.returncode == 1
         assert "IndexError" in err and err.endswith("error: the engine has stopped: the reason is in the log above\n")
-    finally:
-        server.kill()
 
 
 @pytest.mark.slow
@@ -190,44 +171,36 @@ import megakernel.serving.server.host as host
 made = host.Description
 host.Description = lambda **given: made(**(given | {{"source": {str(tmp_path / "none")!r}}}))
 """
-    server = patched(patch, "--model", model)
-    out, err = server.communicate(timeout=60)
+    with started("--json", "--model", model, first=patch) as server:
+        out, err = server.communicate(timeout=60)
     assert server.returncode == 1 and out == ""
     said, last = err.splitlines()
     assert said.startswith("megakernel: error: ") and "none" in said
     assert last.startswith("megakernel: error: a frontend process ended with status 1 before it accepted connections")
 
 
-def test_a_late_frontend_sends_several_tokens_in_an_event(model: str) -> None:
-    with (
-        LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
-        serving(llm) as live,
-    ):
-        steps = count()
+def test_a_late_frontend_sends_several_tokens_in_an_event(null: Live) -> None:
+    steps = count()
 
-        def hold_up(step: Step, seconds: float) -> None:
-            """Block the frontend's event loop for 0.2 s in the middle of the answer. Meanwhile the engine runs on."""
-            assert live.service.engine._loop is not None
-            if next(steps) == 50:
-                live.service.engine._loop.call_soon_threadsafe(time.sleep, 0.2)
-            time.sleep(0.002)
+    def hold_up(step: Step, seconds: float) -> None:
+        """Block the frontend's event loop for 0.2 s in the middle of the answer. Meanwhile the engine runs on."""
+        assert null.service.engine._loop is not None
+        if next(steps) == 50:
+            null.service.engine._loop.call_soon_threadsafe(time.sleep, 0.2)
+        time.sleep(0.002)
 
-        live.host.loop.on_step.append(hold_up)
-        body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
-        events = [event["choices"][0]["token_ids"] for event in live.events(COMPLETIONS, body)]
-        assert sum(map(len, events)) == 200 and len(events) < 200
+    null.host.loop.on_step.append(hold_up)
+    body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+    events = [event["choices"][0]["token_ids"] for event in null.events(COMPLETIONS, body)]
+    assert sum(map(len, events)) == 200 and len(events) < 200
 
 
-def test_nothing_but_the_server_says_who_is_gone(model: str) -> None:
+def test_nothing_but_the_server_says_who_is_gone(null: Live) -> None:
     """The engine ignores `Gone` and `Close` messages from a frontend. Only the server process may send them."""
     from megakernel.serving.server.messages import Close, Gone, encode
 
-    with (
-        LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
-        serving(llm) as live,
-    ):
-        client = live.service.engine
-        assert client._loop is not None
-        for message in (Gone(b"frontend"), Close()):
-            client._loop.call_soon_threadsafe(client._requests.send, encode(message))
-        assert live.post(COMPLETIONS, {**BRIEF, "prompt": [5]})["usage"]["completion_tokens"] == 3
+    client = null.service.engine
+    assert client._loop is not None
+    for message in (Gone(b"frontend"), Close()):
+        client._loop.call_soon_threadsafe(client._requests.send, encode(message))
+    assert null.post(COMPLETIONS, {**BRIEF, "prompt": [5]})["usage"]["completion_tokens"] == 3

@@ -1,7 +1,6 @@
 """The live record of steps: its figures, its HTTP routes and its web page."""
 
 import json
-import socket
 import tempfile
 import threading
 import time
@@ -137,9 +136,7 @@ def test_those_who_wait_for_a_step_hold_one_thread(monkeypatch: pytest.MonkeyPat
 
     with tiny("null") as server:
         monkeypatch.setattr(server.host.live, "trace", trace)
-        waiting = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(40)]
-        for sock in waiting:
-            sock.sendall(b"GET /timeline HTTP/1.1\r\nHost: x\r\n\r\n")
+        waiting = [server.connect(b"GET /timeline HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(40)]
         try:
             assert asked.acquire(timeout=60)
             assert server.request("GET", "/roofline")[0] == 200

@@ -126,8 +126,8 @@ def test_an_answer_goes_on_wherever_it_was_cut(name: str, replicas: tuple[Live, 
     first, second = (asked(live, path, body) for live in replicas)
     head, whole = first(Replay(0, 0))
     marks = list(MARK.finditer(whole))
-    around = {end + off for mark in marks[:: 1 + len(marks) // 6] for end in mark.span() for off in (-1, 0, 1)}
-    between = range(0, len(whole), 7 if name == "seeded" else max(61, len(whole) // 6))
+    around = {end + off for mark in marks[:: 1 + len(marks) // 4] for end in mark.span() for off in (-1, 0, 1)}
+    between = range(0, len(whole), 7 if name == "seeded" else max(61, len(whole) // 4))
     cuts = sorted({*around, *between, len(whole)})
 
     def cut_at(cut: int) -> Ask:

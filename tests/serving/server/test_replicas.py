@@ -249,18 +249,12 @@ def two_replicas(model: str) -> Iterator[Fleet]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def metric(server: Live, name: str) -> int:
-    _, _, text = server.request("GET", "/metrics")
-    [value] = re.findall(rf"^vllm:{name}\S* (\S+)", text.decode(), re.MULTILINE)
-    return int(float(value))
+def running(server: Live) -> float:
+    return server.metric("vllm:num_requests_running")
 
 
-def running(server: Live) -> int:
-    return metric(server, "num_requests_running")
-
-
-def generated(server: Live) -> int:
-    return metric(server, "generation_tokens_total")
+def generated(server: Live) -> float:
+    return server.metric("vllm:generation_tokens_total")
 
 
 def some(**fields: Any) -> dict[str, Any]:

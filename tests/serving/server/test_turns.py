@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import zmq
-from api_support import Live, serving
+from api_support import Live
 from engine_support import fake_engine
 
-from megakernel import LLM, SamplingParams, StructuredOutputsParams
+from megakernel import SamplingParams, StructuredOutputsParams
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
@@ -103,33 +103,29 @@ def test_who_leaves_frees_the_thread(when: str) -> None:
     asyncio.run(run())
 
 
-def test_a_server_encodes_in_turn_by_address(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_encodes_in_turn_by_address(null: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose texts take long to tokenise does not block /tokenize for a client at another address."""
-    with (
-        LLM(model, backend="null", max_context=256, max_seqs=4, step_tokens=32, threads=1) as llm,
-        serving(llm) as live,
-    ):
-        gate, begun = threading.Event(), threading.Semaphore(0)
-        assert live.service.tokenizer is not None
-        encode = live.service.tokenizer.encode
+    gate, begun = threading.Event(), threading.Semaphore(0)
+    assert null.service.tokenizer is not None
+    encode = null.service.tokenizer.encode
 
-        def slow(text: str, **options: Any) -> list[int]:
-            if text == "slow":
-                begun.release()
-                gate.wait()
-            return encode(text, **options)
+    def slow(text: str, **options: Any) -> list[int]:
+        if text == "slow":
+            begun.release()
+            gate.wait()
+        return encode(text, **options)
 
-        monkeypatch.setattr(live.service.tokenizer, "encode", slow)
-        greedy = [live.send("/tokenize", {"prompt": "slow"}) for _ in range(9)]
-        for _ in range(3):
-            assert begun.acquire(timeout=30)
-        try:
-            assert _tokenize_from("127.0.0.9", live) == 200
-        finally:
-            gate.set()
-        for sock in greedy:
-            assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
-            sock.close()
+    monkeypatch.setattr(null.service.tokenizer, "encode", slow)
+    greedy = [null.send("/tokenize", {"prompt": "slow"}) for _ in range(9)]
+    for _ in range(3):
+        assert begun.acquire(timeout=30)
+    try:
+        assert _tokenize_from("127.0.0.9", null) == 200
+    finally:
+        gate.set()
+    for sock in greedy:
+        assert sock.recv(100).startswith(b"HTTP/1.1 200 ")
+        sock.close()
 
 
 def _tokenize_from(address: str, live: Live) -> int:
@@ -150,13 +146,17 @@ def test_the_engine_admits_clients_in_turn() -> None:
     assert [i for i in order if i != other.first] == [request.first for request in requests]
 
 
+def engine_loop(context: zmq.Context[Any], folder: Path, max_waiting: int) -> EngineLoop:
+    engine, _ = fake_engine(max_seqs=1)
+    row = Board(folder / "board", 1, create=True).row(0, ENGINE_FIELDS)
+    grammars = Grammars(None, engine.dims.model.vocab, frozenset())
+    return EngineLoop(engine, context, "inproc://requests", row, max_waiting=max_waiting, grammars=grammars)
+
+
 def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
     """One client may have up to `max_waiting` sequences in the queue, and all clients together twice as many."""
-    engine, _ = fake_engine(max_seqs=1)
-    row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
     with zmq.Context() as context:
-        grammars = Grammars(None, engine.dims.model.vocab, frozenset())
-        loop = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3, grammars=grammars)
+        loop = engine_loop(context, tmp_path, max_waiting=3)
         sent: list[bytes] = []
 
         class Frontend:
@@ -180,16 +180,13 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
         assert submit(30, "greedy") and not submit(31, "greedy")
         for first in (1, 2, 10, 11, 12, 30):
             loop._abort(b"frontend", first)
-        assert engine.idle and not loop._open_of and submit(40, "greedy")
+        assert loop.engine.idle and not loop._open_of and submit(40, "greedy")
 
 
 def test_grammars_are_compiled_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose grammars wait to be compiled delays another client by one grammar."""
-    engine, _ = fake_engine(max_seqs=1)
-    row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
     with zmq.Context() as context:
-        grammars = Grammars(None, engine.dims.model.vocab, frozenset())
-        loop = EngineLoop(engine, context, "inproc://grammars", row, max_waiting=99, grammars=grammars)
+        loop = engine_loop(context, tmp_path, max_waiting=99)
         started: list[Callable[[Any], None]] = []
         order: list[int] = []
 

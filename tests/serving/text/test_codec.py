@@ -129,6 +129,7 @@ def test_gguf_files_continue_as_folders_do(tmp_path: Path, folder: Path) -> None
 ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
+@pytest.mark.usefixtures("templates_here")
 @pytest.mark.parametrize(
     ("template", "roles", "text"),
     [
