@@ -87,7 +87,7 @@ constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
 // The operations whose operands pass through shared-memory pages of the CUDA interpreter.
-enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7 };
+enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7, kExperts = 11 };
 enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
 enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5, kStored = 6, kGeluGated = 7 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };

@@ -1,8 +1,10 @@
 """Tests of layers with experts: instructions, whole models against transformers, quantised experts, and wrong routing
 tables. test_invariance.py tests that neither other rows nor the size of a step change bits."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,21 +16,22 @@ from mutate import edit, rows_of
 from runner import Piece, Runner
 from stored_checkpoints import assert_close, logits
 from tiny_llama import error, hf_logits, make_llama
-from twins import CpuTwins
+from twins import CpuTwins, HostTwins, Twins
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, accesses, cost, from_f32, to_f32
+from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, Units, accesses, cost, from_f32, to_f32
 from megakernel.isa.operations.route import chosen
 from megakernel.isa.record import WAIT_WORD, WAITS
-from megakernel.machine import host
+from megakernel.machine import MACHINES, host
 from megakernel.model import KNOWN_SHAPES, families
 from megakernel.model import RandomCheckpoint as Seeded
 from megakernel.model.stored import stored_as
 from megakernel.roofline.work import step_work
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.cuda.limits import model_refusal
+from megakernel.runtime.cuda.limits import model_refusal, phase_refusal, refusal
+from megakernel.runtime.cuda.params import PAGES
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import passes
+from megakernel.scheduler import Options, passes
 from megakernel.scheduler.verify import verify
 
 B = Buffer
@@ -36,6 +39,7 @@ B = Buffer
 # the 11 of a layer, so experts serve several rows.
 EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
 FEW = {"tokens": 3, "logit_rows": 3}
+T = TypeVar("T", bound=Twins)
 
 
 @pytest.fixture(params=[(w, t) for w in WIDTHS for t in (Dtype.F32, Dtype.BF16)], ids=lambda p: f"{p[0]}-{p[1].name}")
@@ -45,9 +49,13 @@ def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def routed(dims: Dims, *, biased: bool = False) -> CpuTwins:
+    return routed_on(CpuTwins, dims, biased=biased)
+
+
+def routed_on(kind: type[T], dims: Dims, *, biased: bool = False) -> T:
     """Interpreters whose buffers have random contents, and in ROUTES different experts for each row."""
     checkpoint = RandomCheckpoint(dims, biased=biased)
-    twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
+    twins = kind(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
     rng, count = np.random.default_rng(1), dims.model.experts_per_token
     twins.buffer(0, B.ROUTES)[:] = [rng.permutation(dims.model.experts)[:count] for _ in range(dims.bucket.tokens)]
     return twins
@@ -79,34 +87,66 @@ def test_experts_and_their_sum(dims: Dims, tokens: int, clipped: int) -> None:
     twins.backend.close()
 
 
+# Sizes of rows that a GPU copies piece by piece, in whole pages, and in several pieces with few rows in a page.
+ON_GPUS = EXPERTS.changed(dtype=int(Dtype.BF16), kv_page=DIMS.bucket.kv_block, ffn=40)
+GPU_SIZES = {
+    "pieces": {},
+    "whole": {"hidden": 512, "ffn": 256},
+    "long": {"hidden": 1096, "ffn": 2056, "experts": 4, "layers": 1},
+}
+
+
+@pytest.mark.parametrize("clipped", [0, 1])
+@pytest.mark.parametrize("units", [Units.DOTS, Units.TENSOR])
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("sizes", GPU_SIZES)
+def test_experts_on_gpus(sizes: str, tokens: int, units: Units, clipped: int) -> None:
+    dims = ON_GPUS.changed(units=int(units), tokens=tokens, logit_rows=3, clipped_gates=clipped, **GPU_SIZES[sizes])
+    twins = routed_on(HostTwins, dims, biased=bool(clipped))
+    h = twins.buffer(0, B.H)  # large enough that gates are limited
+    h[:] = from_f32(to_f32(h) * np.float32(1 + 4 * clipped), Dtype.BF16)
+    table, d, layer = make_table(twins.dims, {0: (0, tokens)}), twins.dims, twins.dims.model.layers - 1
+    routes, chosen = twins.buffer(0, B.ROUTES), d.model.experts - 1  # no row has chosen the last expert
+    routes[:] = (routes[:, :1] + [0, 1, 2]) % chosen
+    for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
+        for place in {0, 1, d.places - 1}:
+            for row, rows in ((0, tokens),) if d.by_expert else ((0, 1), (2, 1)):
+                for col, cols in ((0, 24), (24, width - 24)):
+                    tile = record(twins.forward.by_name[name], row, rows, col, cols, place)
+                    twins.compare(tile, layer, table, rtol=1e-4, atol=1e-4)
+    twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), layer, table, atol=1e-4)
+    for normalised in (0, 1):
+        twins = routed_on(HostTwins, dims.changed(normalised_routes=normalised), biased=bool(normalised))
+        twins.compare(record(twins.forward.by_name["route"], 1, tokens - 1), layer, table)
+
+
 def test_of_equal_logits_the_lower_expert_is_better() -> None:
     tied = np.array([[1, 3, 2, 3, 3], [np.nan, 0, -np.inf, np.nan, 0]], np.float32)
     experts, weights = chosen(tied, 4, normalised=False)
     assert experts.tolist() == [[1, 3, 4, 2], [1, 4, 0, 2]]
     np.testing.assert_allclose(weights[1], [0.5, 0.5, 0, 0])
-    twins = routed(EXPERTS)
-    h, router = twins.buffer(0, B.H), twins.reference.buffer(B.W_ROUTER, 1)
-    h[:8], h[8:12] = 0, np.nan
-    table = make_table(twins.dims, {0: (0, 40)})
-    twins.start_equal()
-    twins.execute_both(record(twins.forward.by_name["route"], 0, 40), 1, table, 0)
-    got = twins.other(0, B.ROUTES)
-    assert (got[:12] == [0, 1, 2]).all() and len(router) == 11
-    np.testing.assert_array_equal(got, twins.buffer(0, B.ROUTES))
-    twins.backend.close()
+    for twins in (routed(EXPERTS), routed_on(HostTwins, ON_GPUS)):
+        h, router = twins.buffer(0, B.H), twins.reference.buffer(B.W_ROUTER, 1)
+        h[:8], h[8:12] = 0, from_f32(np.full(1, np.nan, np.float32), Dtype(twins.dims.model.dtype))
+        table = make_table(twins.dims, {0: (0, 40)})
+        twins.start_equal()
+        twins.execute_both(record(twins.forward.by_name["route"], 0, 40), 1, table, 0)
+        got = twins.other(0, B.ROUTES)
+        assert (got[:12] == [0, 1, 2]).all() and len(router) == 11
+        np.testing.assert_array_equal(got, twins.buffer(0, B.ROUTES))
 
 
 @pytest.mark.parametrize("wrong", [-1, 11, 2**31 - 1, -(2**31)])
 def test_a_wrong_table_reads_nothing_outside(wrong: int) -> None:
-    """If the routing table names an expert that does not exist, the CPU uses an existing one or skips it."""
-    for tokens in (3, 40):
-        twins = routed(EXPERTS.changed(tokens=tokens, logit_rows=3))
+    """An expert that does not exist is taken for one that does, or skipped."""
+    for tokens, on_gpu in itertools.product((3, 40), (False, True)):
+        dims = (ON_GPUS if on_gpu else EXPERTS).changed(tokens=tokens, logit_rows=3)
+        twins = routed_on(HostTwins, dims) if on_gpu else routed(dims)
         twins.buffer(0, B.ROUTES)[:] = wrong
         table = make_table(twins.dims, {0: (0, tokens)})
-        tile = record(twins.forward.by_name["experts_gate_up"], 0, tokens, 0, 37, 2)
+        tile = record(twins.forward.by_name["experts_gate_up"], 0, tokens, 0, dims.model.ffn, 2)
         found = to_f32(twins.run(tile, 1, table)[0, B.ACT, 0])
         assert np.isfinite(found).all()
-        twins.backend.close()
 
 
 # -- whole models
@@ -217,8 +257,18 @@ def test_costs_count_the_experts_that_a_step_needs_at_most() -> None:
         assert read == experts * one
 
 
-def test_gpus_refuse_experts() -> None:
-    assert "experts" in str(model_refusal(SMALL.sizes(Dtype.BF16)))
+def test_what_gpus_do_not_compute_is_refused() -> None:
+    for config in (SMALL, KNOWN_SHAPES["gpt-oss-20b"]):
+        assert model_refusal(config.sizes(Dtype.BF16)) is None
+    pairs = ON_GPUS.changed(units=int(Units.TENSOR), sms=2, ring_pages=PAGES)
+    assert "pairs of SMs" in str(refusal(pairs)) and refusal(pairs.changed(sms=1)) is None
+    for hidden, wrong in ((32768, False), (32776, True)):
+        dims = ON_GPUS.changed(hidden=hidden)
+        config = RandomCheckpoint(dims, biased=False).config
+        phase = passes.apply(families.forward(config), dims.split).by_name["experts_gate_up"]
+        assert bool(phase_refusal(phase, record(phase, 0, 1, 0, 8, 0)[None], dims)) is wrong
+    with pytest.raises(MegakernelError, match="pairs of SMs: they do not compute experts"):
+        compiled(SMALL, MACHINES["h100"], 200, options=Options(matmul="tensor", pairs="on"))
 
 
 def test_a_program_with_impossible_experts_is_refused() -> None:
@@ -233,5 +283,3 @@ def test_a_program_with_impossible_experts_is_refused() -> None:
     ):
         violations = verify(replace(program, dims=program.dims.changed(**change))).violations
         assert any(what in violation for violation in violations), change
-    with pytest.raises(MegakernelError, match="experts"):
-        Runner(Seeded("x", SMALL), "cuda", Dtype.BF16)

@@ -124,4 +124,5 @@ EXPERTS = OperationSpec(
     _buffers,
     _experts,
     results=(Result.GATED, Result.NONE),
+    paged=True,
 )
