@@ -54,10 +54,8 @@ def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
     assert compile.cubin(Build(True, TENSOR)) == b"code of one 121"
     assert compile.cubin(Build(True, TENSOR, sms=2)) == b"code of one 122"
     assert compile.cubin(Build(True, TENSOR, experts=True)) == b"code of one 121"
-    assert counting.asked == [
-        (False, TENSOR, 1),
-        *((True, u, n) for u, n in ((DOTS, 1), (TENSOR, 1), (TENSOR, 2), (TENSOR, 1))),
-    ]
+    again = [(True, units, sms) for units, sms in ((DOTS, 1), (TENSOR, 1), (TENSOR, 2), (TENSOR, 1))]
+    assert counting.asked == [(False, TENSOR, 1), *again]
     counting.source.touch()
     compile.cubin(Build(False, TENSOR))
     assert len(counting.asked) == 5  # the cache depends on contents, not on modification times
