@@ -33,6 +33,7 @@ _TABLE = """
 --tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
+--enable-expert-parallel | switch | off | each rank has some whole experts, instead of a part of every expert
 --o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank) or
     auto
 --residual | text | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or
@@ -45,9 +46,9 @@ _TABLE = """
     (by a step's token rows)
 --pairs | text | off | whether two SMs with matrix units form one worker that loads weight tiles once for both: on, off
     or auto (whichever the simulator finds faster)
---no-interleave | text | off | each worker runs phases one after another instead of alternating between compute-bound
+--no-interleave | switch | off | each worker runs phases one after another instead of alternating between compute-bound
     and memory- or link-bound matmuls
---no-rank-overlap | text | off | instructions wait for whole phases of other ranks, not only for the row blocks that
+--no-rank-overlap | switch | off | instructions wait for whole phases of other ranks, not only for the row blocks that
     they need
 --threads | threads | auto | CPU threads; auto is one per core that this process may use
 --machine | text | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200,

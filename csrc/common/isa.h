@@ -152,6 +152,7 @@ struct Dims {
   int32_t rank;
   int32_t replicated_o;
   int32_t replicated_residual;
+  int32_t expert_parallel;
   int32_t kv_block;
   int32_t kv_page;
   int32_t row_block;
@@ -178,13 +179,15 @@ struct Dims {
   MK_DIMS_FN int32_t first_head() const { return start(heads, tp, rank); }
   MK_DIMS_FN int32_t first_kv_head() const { return (first_head() / group_size()); }
   MK_DIMS_FN int32_t rank_kv_heads() const { if ((rank_heads() < 1)) return 0; return (ceil_div((first_head() + rank_heads()), group_size()) - first_kv_head()); }
-  MK_DIMS_FN int32_t first_ffn() const { return shard(ffn, tp, rank); }
-  MK_DIMS_FN int32_t rank_ffn() const { return (shard(ffn, tp, (rank + 1)) - first_ffn()); }
+  MK_DIMS_FN int32_t first_ffn() const { return (expert_parallel ? 0 : shard(ffn, tp, rank)); }
+  MK_DIMS_FN int32_t rank_ffn() const { if (expert_parallel) return ffn; return (shard(ffn, tp, (rank + 1)) - first_ffn()); }
   MK_DIMS_FN int32_t first_vocab() const { return shard(vocab, tp, rank); }
   MK_DIMS_FN int32_t rank_vocab() const { return (shard(vocab, tp, (rank + 1)) - first_vocab()); }
   MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
+  MK_DIMS_FN int32_t first_expert() const { return (expert_parallel ? start(experts, tp, rank) : 0); }
+  MK_DIMS_FN int32_t rank_experts() const { return (expert_parallel ? (experts / tp) : experts); }
   MK_DIMS_FN int32_t by_expert() const { return (((tokens * experts_per_token) > experts) ? 1 : 0); }
-  MK_DIMS_FN int32_t places() const { return (by_expert() ? experts : experts_per_token); }
+  MK_DIMS_FN int32_t places() const { return (by_expert() ? rank_experts() : experts_per_token); }
   MK_DIMS_FN int32_t q_cols() const { return (rank_heads() * head_dim); }
   MK_DIMS_FN int32_t kv_cols() const { return (rank_kv_heads() * head_dim); }
   MK_DIMS_FN int32_t qkv_cols() const { return (q_cols() + (2 * kv_cols())); }

@@ -125,7 +125,7 @@ MK_FN int32_t layer_of_weights(const Sizes& d, const Task& task) {
 // Returns the number of the first matrix that the task uses in that buffer, of which each layer has
 // `matrices`. For experts, an expert's gate and up projections count as one matrix.
 MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
-  if (is_experts(task)) return layer_of_weights(d, task) * d.experts + part_of(task).expert;
+  if (is_experts(task)) return layer_of_weights(d, task) * d.rank_experts() + part_of(task).expert;
   return layer_of_weights(d, task) * matrices;
 }
 

@@ -198,7 +198,8 @@ class ToGated : public To {
   const bool gelu_;
 };
 
-// Stores the results of experts, rounded to bf16. The ranks' results are added, so one rank adds the bias.
+// Stores the results of experts, rounded to bf16. If ranks have parts of each expert, their results are
+// added, so one rank adds the bias.
 class ToRows : public To {
  public:
   using To::To;
@@ -206,7 +207,7 @@ class ToRows : public To {
 
   MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
   MK_FN void store(Row row, int col, float a, float b) const {
-    if (bias_ && c_.dims->rank == 0) a += bias_[col], b += bias_[col + 1];
+    if (bias_ && (c_.dims->rank == 0 || c_.dims->expert_parallel)) a += bias_[col], b += bias_[col + 1];
     store_pair(row + col, a, b);
   }
 };

@@ -11,7 +11,8 @@ namespace mk {
 // The operands of a part, which replace those of the record.
 struct ExpertPart {
   int32_t row, rows;  // first token row of the part; number of those that have chosen the expert
-  int32_t col, cols, expert;
+  int32_t col, cols;
+  int32_t expert;   // counted from the rank's first
   uint32_t chosen;  // bit i is set if token row `row` + i has chosen the expert
 };
 
@@ -34,18 +35,24 @@ MK_FN int32_t most_dot_rows(int32_t inner) {
 
 // Finds rows in ROUTES. No contents of ROUTES can make an instruction access memory that it must not.
 struct Routes {
-  const int32_t* experts;  // [rows][count]
-  int32_t count, every;    // experts of a token; all experts
+  const int32_t* experts;       // [rows][count]
+  int32_t count;                // experts of a token
+  int32_t first, rank_experts;  // the rank's experts: the first and their number
   bool by_expert;
 
   MK_FN Routes(const Params& params, const Sizes& d)
       : experts(static_cast<const int32_t*>(params.at(d.rank, Buffer::ROUTES, 0))),
         count(d.experts_per_token),
-        every(d.experts),
+        first(d.first_expert()),
+        rank_experts(d.rank_experts()),
         by_expert(d.by_expert()) {}
 
   MK_FN int32_t at(int32_t row, int32_t place) const {
     return load_int(experts + int64_t{row} * count + place);
+  }
+  // Whether the rank has the expert with this number.
+  MK_FN bool own(int32_t expert) const {
+    return static_cast<uint32_t>(expert) - static_cast<uint32_t>(first) < static_cast<uint32_t>(rank_experts);
   }
   MK_FN bool has(int32_t row, int32_t expert) const {
     bool found = false;
@@ -61,7 +68,7 @@ struct Routes {
   }
   // Returns the row of the part's i-th result: a token has one for each of its experts.
   MK_FN int32_t result(const Task& task, int32_t i) const {
-    const int32_t row = token(task, i), expert = part_of(task).expert;
+    const int32_t row = token(task, i), expert = first + part_of(task).expert;
     int32_t place = 0;
     MK_LOOP for (; place < count - 1 && at(row, place) != expert;)++ place;
     return row * count + place;
@@ -79,15 +86,15 @@ MK_FN int32_t choose_rows(P& p, const Routes& routes, Task& task, int32_t done) 
   const ExpertTile& op = operands<ExpertTile>(task.record);
   const int32_t left = op.rows - done, row = op.row + done;
   const int32_t rows = lower_of(left, routes.by_expert ? most_dot_rows(task.phase.inner) : 1);
-  const int32_t wanted = routes.by_expert ? op.place : routes.at(row, op.place);
-  const int32_t expert = lower_of(higher_of(wanted, 0), routes.every - 1);
-  const uint32_t chosen = ballot(rows, [&](int32_t i) { return routes.has(row + i, expert); });
+  const int32_t expert = routes.by_expert ? routes.first + op.place : routes.at(row, op.place);
+  const bool own = routes.own(expert);
+  const uint32_t chosen = ballot(rows, [&](int32_t i) { return own && routes.has(row + i, expert); });
   p.sync_warp();
   if (p.lane() == 0) {
     auto& part = *reinterpret_cast<ExpertPart*>(task.record + kOperandWord);
     part.row = row;
     part.rows = count_bits(chosen);
-    part.expert = expert;
+    part.expert = own ? expert - routes.first : 0;
     part.chosen = chosen;
     MK_LOOP for (int32_t i = kSignalWord; rows < left && i < kSignalWord + kSignals; ++i) task.record[i] = 0;
   }

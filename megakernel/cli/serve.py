@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     *("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads", "speculate"),
-    *("generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
+    *("enable expert parallel", "generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
     *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
     *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
     *("max queued requests", "max body bytes", "request timeout", "stall timeout", "shutdown timeout"),
@@ -143,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "activations", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
+    how |= {"enable_expert_parallel": given["enable expert parallel"]}
     # The port is opened before the model is loaded, so that a port in use fails at once.
     with _listening(given) as sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         limits = Limits(*(given[name] for name in _LIMITS))

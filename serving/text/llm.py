@@ -53,6 +53,7 @@ class LLM:
     model        known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, folder, .gguf file, random:NAME
                  for random weights, or a Checkpoint (without tokenizer)
     tp           number of tensor-parallel ranks, which share the model and the threads: 1, 2, 4 or 8
+    enable_expert_parallel  whether each rank has some whole experts, instead of a part of every expert
     backend      auto (cuda if available, otherwise cpu), reference, cpu, cuda, or null, which computes nothing
     dtype        auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
     weights      type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
@@ -84,6 +85,7 @@ class LLM:
         step_tokens: int = 512,
         prefix_cache: bool = True,
         speculate: int = 0,
+        enable_expert_parallel: bool = False,
         weights: str = "auto",
         kv_cache_dtype: str = "auto",
         activations: str = "auto",
@@ -118,7 +120,8 @@ class LLM:
         self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
-        options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
+        chosen = Options(expert_parallel=enable_expert_parallel)
+        options = with_matmul(chosen, self.config, self.machine, tp=tp, tokens=step_tokens)
         self.kv_cache = kv_cache_dtype if quantised else self.dtype.name.lower()
         kept = checkpoint.storage if registered(backend).stores else {}
         q8 = rounds_activations(activations, kept)

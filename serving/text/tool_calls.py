@@ -377,9 +377,13 @@ class _Object:
             self.arguments.append("{}")
 
     def end(self, how: str) -> None:
-        """End an object whose last bracket is missing. `how` says why it ends: at a `mark`, at a character that cannot
-        follow (`broken`), or with the answer, whose finish reason is `stop` or `length`. Missing brackets are added,
-        except for `length`, which means that the answer was cut off."""
+        """End an object whose last bracket is missing, and add the brackets. `how` says where it ends:
+
+        mark    at the text that ends a call, such as </tool_call>
+        broken  at a character that cannot follow
+        stop    at the end of the answer
+        length  where max_tokens has cut off the answer: no brackets are added
+        """
         self.done = True
         if how == "length":
             return

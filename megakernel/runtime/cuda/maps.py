@@ -86,7 +86,7 @@ def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
     inner, width = phase.inner(dims.split), phase.width(dims.split)
     row, two = inner * item, phase.matrices(dims.split) == 2
     members, whole = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
-    count = layers(weights, dims) * (dims.model.experts if phase.operation is Operation.EXPERTS else 1)
+    count = layers(weights, dims) * (dims.split.rank_experts if phase.operation is Operation.EXPERTS else 1)
     return MapLayout(
         item,
         sizes=(PIECE_INNER, inner // PIECE_INNER, *members, count),

@@ -44,7 +44,7 @@ _MORE: Sequence[dict[str, Any]] = (
     {"window": 150, "family": "glm4", "post_norms": True},
 )
 # In programs with experts, each of these is added to the shapes of half of the seeds.
-_MIXTRAL = {"family": "mixtral", "ffn": 72, "experts": 5, "experts_per_token": 2, "normalised_routes": True}
+_MIXTRAL = {"family": "mixtral", "ffn": 72, "experts": 8, "experts_per_token": 2, "normalised_routes": True}
 _EXPERTS: Sequence[dict[str, Any]] = (
     _MIXTRAL,
     _MIXTRAL
@@ -105,6 +105,8 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
             "o": str(rng.choice(["sharded", "replicated"])),
             "residual": str(rng.choice(["dealt", "replicated"])),
         }
+    if ranks > 1 and kind.startswith("experts"):
+        chosen["expert_parallel"] = seed % 4 < 2
     tokens = int(rng.integers(1, 9 if units == "dots" else 150))
     if chosen.get("norm") == "inside":
         tokens, chosen["residual"] = min(tokens, 4), "replicated"
@@ -213,8 +215,8 @@ _FAULT_STEPS = {
     "dots": (5, 6, 2, 8),
     "tensor": (5, 6),
     "pairs": (10, 5),
-    "experts dots": (20, 21, 23),
-    "experts tensor": (20, 21),
+    "experts dots": (20, 22),
+    "experts tensor": (22, 21),
 }
 
 

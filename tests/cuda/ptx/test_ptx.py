@@ -27,8 +27,8 @@ SEEDS = {
     "dots": (2, 5, 6, 8),
     "tensor": (0, 3, 5, 6),
     "pairs": (0, 3, 10),
-    "experts dots": (20, 21, 23),
-    "experts tensor": (20, 21),
+    "experts dots": (20, 22, 25, 29),
+    "experts tensor": (21, 22, 25),
 }
 # The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
