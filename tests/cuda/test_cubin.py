@@ -97,8 +97,8 @@ INSTRUCTIONS = {
     **{("tensor", False): 19_200, ("tensor", True): 19_800},
     **{("dots", False): 19_200, ("dots", True): 19_800},
     **{("pairs", False): 20_500, ("pairs", True): 21_000},
-    **{("experts-tensor", False): 24_300, ("experts-tensor", True): 25_000},
-    ("experts-dots", False): 24_300,
+    **{("experts-tensor", False): 26_400, ("experts-tensor", True): 27_000},
+    ("experts-dots", False): 23_200,
 }
 
 
