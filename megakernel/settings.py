@@ -62,8 +62,8 @@ _TABLE = """
 --served-model-name | text... | (the model's own name) | names that requests may use for the model
 --chat-template | text | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
     text itself
---tool-call-parser | hermes/llama3_json/mistral | (that of the chat template) | format of the model's function calls:
-    hermes, llama3_json or mistral
+--tool-call-parser | hermes/llama3_json/mistral/granite | (that of the chat template) | format of the model's function
+    calls: hermes, llama3_json, mistral or granite
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
     /health and /chat
 --open-metrics | switch | off | on: /metrics requires no key
@@ -78,6 +78,7 @@ _TABLE = """
     a 503
 --api-server-count | count | 1 | processes for HTTP, tokenising and detokenising, besides the engine's process
 --max-body-bytes | count | 16777216 | maximum bytes of a request's body
+--max-grammar-bytes | count | 536870912 | maximum bytes of compiled grammars that are kept for later requests
 --request-timeout | seconds | (none) | seconds that a whole answer, or the first token of a stream, may take
 --stall-timeout | seconds | 120 | seconds that requests may wait without a finished step before /health returns 503
 --shutdown-timeout | seconds | 30 | seconds to finish running requests after SIGTERM

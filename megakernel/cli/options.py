@@ -120,6 +120,8 @@ def load(model: str, **how: Any) -> LLM:
             "memory; --weights chooses a smaller type",
             style="dim",
         )
+    if llm.codec.why:
+        output.stderr.print(f"{llm.codec.why}: only token ids work", style="dim")
     if llm.sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items())
         output.stderr.print(

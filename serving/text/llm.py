@@ -23,7 +23,7 @@ from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
-from megakernel.serving.engine.grammars import Grammars
+from megakernel.serving.engine.grammars import KEPT_BYTES, Grammars
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes
 from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
@@ -65,6 +65,7 @@ class LLM:
     max_seqs     maximum number of sequences that run at once
     step_tokens  maximum tokens that one step computes; longer prompts are split over several steps
     prefix_cache compute the common prefix of several prompts only once
+    grammar_bytes  maximum bytes of compiled grammars that are kept for later requests
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
     generation_config  defaults of sampling: auto (the generation_config.json of the model's folder), vllm (those of
@@ -84,6 +85,7 @@ class LLM:
         max_seqs: int = 64,
         step_tokens: int = 512,
         prefix_cache: bool = True,
+        grammar_bytes: int = KEPT_BYTES,
         speculate: int = 0,
         enable_expert_parallel: bool = False,
         weights: str = "auto",
@@ -117,7 +119,7 @@ class LLM:
         self.pooling = load_pooling(model) if isinstance(model, str) else "last"
         self.sampling = _sampling(model, generation_config)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
-        self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)
+        self.grammars = Grammars(self.tokenizer, self.config.vocab, eos, grammar_bytes)
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
         chosen = Options(expert_parallel=enable_expert_parallel)
