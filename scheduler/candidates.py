@@ -72,6 +72,8 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
         raise MegakernelError(
             "cannot compile for pairs of SMs: only programs for the matrix units of a GPU can use them"
         )
+    if sms > 1 and config.experts:
+        raise MegakernelError("cannot compile for pairs of SMs: they do not compute experts")
     if machine.workers % sms:
         raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} is an odd number of workers")
     rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units, options))

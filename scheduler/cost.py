@@ -68,9 +68,10 @@ def _arithmetic(phase: Phase, columns: dict[str, Column], dims: Dims, machine: M
         matrix, cache = flops / machine.matrix_flops, loads / machine.cache_bytes_per_s
         tiles: NDArray[np.float64] = share * np.maximum(matrix, cache)
         return tiles
-    return work.matrix_flops * (share / _matmul_flops(dims, machine)) + work.vector_flops * (
-        share / machine.vector_flops
-    )
+    # GPUs compute routers and experts as dot products, also in programs whose matmuls use tensor cores.
+    dots = not phase.is_matmul and dims.worker.units != Units.CORE
+    matrix_flops = machine.vector_flops if dots else _matmul_flops(dims, machine)
+    return work.matrix_flops * (share / matrix_flops) + work.vector_flops * (share / machine.vector_flops)
 
 
 def _matmul_flops(dims: Dims, machine: Machine) -> float:

@@ -87,7 +87,7 @@ constexpr bool kLayered[kBuffers] = {false, true, true, true, true, true, true, 
 enum class Operation : int32_t { kJoin = 1, kDrain = 2, kGather = 3, kRope = 4, kNorm = 5, kMatmul = 6, kAttention = 7, kReduce = 8, kSample = 9, kRoute = 10, kExperts = 11, kCombine = 12 };
 constexpr int32_t kOperations = 13;
 // The operations whose operands pass through shared-memory pages of the CUDA interpreter.
-enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7 };
+enum class PagedOperation : int32_t { kMatmul = 6, kAttention = 7, kExperts = 11 };
 enum class Rows : int32_t { kEvery = 0, kOwn = 1, kLogit = 2, kSampled = 3 };
 enum class Result : int32_t { kNone = 0, kHeads = 1, kResidual = 2, kPartial = 3, kGated = 4, kLogits = 5, kStored = 6, kGeluGated = 7 };
 enum class Units : int32_t { kCore = 0, kDots = 1, kTensor = 2 };
@@ -183,9 +183,9 @@ struct Dims {
   MK_DIMS_FN int32_t rank_ffn() const { if (expert_parallel) return ffn; return (shard(ffn, tp, (rank + 1)) - first_ffn()); }
   MK_DIMS_FN int32_t first_vocab() const { return shard(vocab, tp, rank); }
   MK_DIMS_FN int32_t rank_vocab() const { return (shard(vocab, tp, (rank + 1)) - first_vocab()); }
+  MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
   MK_DIMS_FN int32_t first_expert() const { return (expert_parallel ? start(experts, tp, rank) : 0); }
   MK_DIMS_FN int32_t rank_experts() const { return (expert_parallel ? (experts / tp) : experts); }
-  MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
   MK_DIMS_FN int32_t by_expert() const { return (((tokens * experts_per_token) > experts) ? 1 : 0); }
   MK_DIMS_FN int32_t places() const { return (by_expert() ? rank_experts() : experts_per_token); }
   MK_DIMS_FN int32_t q_cols() const { return (rank_heads() * head_dim); }
@@ -217,8 +217,6 @@ struct Sizes : Dims {
   int32_t rank_ffn_;
   int32_t first_vocab_;
   int32_t rank_vocab_;
-  int32_t first_expert_;
-  int32_t rank_experts_;
   int32_t q_cols_;
   int32_t kv_cols_;
   int32_t qkv_cols_;
@@ -238,8 +236,6 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t rank_ffn() const { return rank_ffn_; }
   MK_DIMS_FN int32_t first_vocab() const { return first_vocab_; }
   MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
-  MK_DIMS_FN int32_t first_expert() const { return first_expert_; }
-  MK_DIMS_FN int32_t rank_experts() const { return rank_experts_; }
   MK_DIMS_FN int32_t q_cols() const { return q_cols_; }
   MK_DIMS_FN int32_t kv_cols() const { return kv_cols_; }
   MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
@@ -270,8 +266,6 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.rank_ffn_ = d.rank_ffn();
   s.first_vocab_ = d.first_vocab();
   s.rank_vocab_ = d.rank_vocab();
-  s.first_expert_ = d.first_expert();
-  s.rank_experts_ = d.rank_experts();
   s.q_cols_ = d.q_cols();
   s.kv_cols_ = d.kv_cols();
   s.qkv_cols_ = d.qkv_cols();

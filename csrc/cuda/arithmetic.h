@@ -35,6 +35,14 @@ MK_FN T* here(T* p) {
   return p;
 }
 
+MK_FN int32_t count_bits(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
+}
+
 MK_FN float bits_to_float(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   return __uint_as_float(bits);

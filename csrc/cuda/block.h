@@ -18,7 +18,7 @@
 //
 // A block works on up to kSlots instructions at once. Instruction j uses the shared-memory slot j % kSlots,
 // with its description (the task) and these barriers, which complete one phase per instruction:
-//   fetched  the controller warp has written the task
+//   fetched  the controller warp has written the task (of experts, after it has waited for the counters)
 //   inputs   the input loader has seen that the instruction's inputs are written
 //   loaded   both loaders have requested all of the instruction's loads
 //   outputs  the consumer warps have issued and fenced all of their stores

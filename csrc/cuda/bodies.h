@@ -3,10 +3,12 @@
 #include "ablation.h"
 #include "matmul.h"
 #include "ops/attention.h"
+#include "ops/combine.h"
 #include "ops/gather.h"
 #include "ops/norm.h"
 #include "ops/reduce.h"
 #include "ops/rope.h"
+#include "ops/route.h"
 #include "ops/sample.h"
 
 namespace mk {
@@ -17,10 +19,12 @@ struct Bodies {
     return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
   }
 
-  // Does the part of the work that needs no data of this launch: prefetches the weights of a norm.
+  // Does the part of the work that needs no data of this launch: prefetches the weights of a norm or a
+  // router.
   template <class P>
   MK_FN static void prepare(P& p, const Call& c) {
     if (normed(c)) prefetch_norm(p, c);
+    if (kHasExperts && c.task->is(Operation::kRoute)) prefetch_router(p, c);
   }
 
   template <class P, class Pages>
@@ -42,6 +46,9 @@ struct Bodies {
         return gather(p, c, operands<Run>(record));
       case Operation::kRope:
         return rope(p, c, operands<Run>(record));
+      case Operation::kExperts:
+        if constexpr (!kHasExperts) return;
+        [[fallthrough]];
       case Operation::kMatmul:
         return matmul(p, c, pages);
       case Operation::kAttention:
@@ -50,10 +57,14 @@ struct Bodies {
         return reduce(p, c, operands<Tile>(record));
       case Operation::kSample:
         return sample(p, c, operands<Run>(record));
-      case Operation::kNorm:
-      case Operation::kRoute:  // this and the next two: the host refuses models with experts
-      case Operation::kExperts:
+      case Operation::kRoute:
+        // In builds without waits, it would change ROUTES while others read it.
+        if constexpr (kHasExperts && kAblation == Ablation::kNone) route(p, c, operands<Run>(record));
+        return;
       case Operation::kCombine:
+        if constexpr (kHasExperts) combine(p, c, operands<Run>(record));
+        return;
+      case Operation::kNorm:
       case Operation::kJoin:
       case Operation::kDrain:
         return;

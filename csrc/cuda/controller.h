@@ -1,6 +1,7 @@
 // The controller warp reads its worker's stream of instructions and hands each one to the other warps, on
 // both SMs if the worker has two. It also claims instructions from queues that all workers of a rank share.
 #pragma once
+#include "counters.h"
 #include "plan.h"
 
 namespace mk {
@@ -9,7 +10,7 @@ template <class P>
 class Controller {
  public:
   MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {
-    if constexpr (kSms > 1) return;
+    if constexpr (!kHolds) return;
     MK_UNROLL for (int i = 0; i < kHeld; ++i) phases_[i] = phases()[i * P::kLanes + p.lane()];
   }
 
@@ -86,21 +87,29 @@ class Controller {
     const int32_t n = record_phase(record);
     return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
   }
-  // Returns the parameters of phase number n. If the worker is one SM, the lanes divide the phases among
-  // their registers, so only the result on lane n % kLanes is phase n.
+  // Returns the parameters of phase number n. If the lanes hold the phases, only the result on lane n %
+  // kLanes is phase n.
   MK_FN const Phase& held(int32_t n) const {
-    if constexpr (kSms > 1) return phases()[n];
+    if constexpr (!kHolds) return phases()[n];
     return phases_[kHeld == 1 ? 0 : n / P::kLanes];
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Hands an instruction's record to the other warps, in the blocks of all SMs of the worker. A null record
-  // marks the end of the stream.
+  // Hands an instruction's record to the other warps, in the blocks of all SMs of the worker. An experts
+  // record is handed over in parts (routes.h). A null record marks the end of the stream.
   MK_FN void publish(const int32_t* record, const Where& where) {
-    if (!wait_for_room(kSlots, where)) return;
+    int32_t done = 0;
+    MK_LOOP do { done = publish_part(record, where, done); }
+    while (kHasExperts && done > 0);
+  }
+
+  // Hands over a record or, of an experts record, the part that begins with its row `done`. Returns the row
+  // with which the next part begins, or 0 if there is none.
+  MK_FN int32_t publish_part(const int32_t* record, const Where& where, [[maybe_unused]] int32_t done) {
+    if (!wait_for_room(kSlots, where)) return 0;
     [[maybe_unused]] const uint64_t begin = p_.now();
     Operation operation = Operation::kJoin;
-    int32_t ahead = 0;
+    int32_t ahead = 0, next = 0;
     if constexpr (kSms > 1) {
       if (record) operation = operation_of(record);
       if (operation == Operation::kAttention)
@@ -121,17 +130,25 @@ class Controller {
         }
       }
       const int32_t n = record ? record_phase(record) : 0;
-      if constexpr (kSms == 1) {
+      if constexpr (kHolds) {
         if (p_.lane() == n % P::kLanes) task.phase = held(n);
       } else {
         const auto* from = reinterpret_cast<const int32_t*>(&held(n));
         auto* to = reinterpret_cast<int32_t*>(&task.phase);
         for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
       }
+      if constexpr (kHasExperts) {
+        p_.sync_warp();
+        if (is_experts(task)) {
+          if (!wait_words(p_, params_, block_.dims, task)) return 0;
+          next = choose_rows(p_, Routes(params_, block_.dims), task, done);
+        }
+      }
       p_.hand_over_at(sm, slot.fetched);
     }
     if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
     ++published_;
+    return next;
   }
 
   // Returns word i of an instruction record, as SM `sm` of the worker gets it. If a worker has two SMs, they
@@ -152,8 +169,10 @@ class Controller {
   const Params& params_;
   uint32_t published_ = 0;
   // A copy of the rank's phases (the model's operations, isa.h) in registers, divided among the lanes, so
-  // that they need no shared memory. With two SMs per worker, registers are short, so lanes load a phase from
-  // memory, word by word. This costs relatively little, because instructions take longer on two SMs.
+  // that they need no shared memory. With two SMs per worker, or with experts, registers are short, so lanes
+  // load a phase from memory, word by word. On two SMs this costs relatively little, because instructions
+  // take longer.
+  static constexpr bool kHolds = kSms == 1 && !kHasExperts;
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

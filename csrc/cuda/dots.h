@@ -19,8 +19,6 @@
 
 namespace mk {
 
-constexpr int kDotRows = kDotInputPages * kPieces;  // maximum rows, if each fits in one piece
-static_assert(kDotRows == 32, "a warp has one lane for each row");
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
 // Where to find one piece (a range of elements) of every input row, in bytes from `base`: in the ring or, if
@@ -82,7 +80,14 @@ class Dots {
   // end, lane i has the total of row i. For a single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
-    if constexpr (kMask > 0) {
+    if constexpr (kMask >= kDotRows) {
+      MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
+        if (r >= rows) break;
+        sum_[r].a += shuffle_xor(sum_[r].a, kMask);
+        sum_[r].b += shuffle_xor(sum_[r].b, kMask);
+      }
+      share<kMask / 2>(p, rows);
+    } else if constexpr (kMask > 0) {
       const bool upper = p.lane() & kMask;
       MK_UNROLL for (int r = 0; r < kMask; ++r) {
         if (r >= rows) break;
@@ -116,11 +121,12 @@ class Dots {
 
 // Passes the warp's two outputs of each row to `to.store`.
 template <class P, class To>
-MK_FN void store_dots(P& p, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
+MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
   const auto column = to.column(m.tile.col + col);
   MK_LOOP for (int r = p.lane(); r < m.tile.rows; r += P::kLanes) {
     const Pair t = dots.at(r);
-    to.store(to.row(m.tile.row + r), column, t.a, t.b);
+    const int row = is_experts(*c.task) ? Routes(*c.params, *c.dims).result(*c.task, r) : m.tile.row + r;
+    to.store(to.row(row), column, t.a, t.b);
   }
 }
 
@@ -205,6 +211,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   const int inner = m.phase.inner, rows = m.tile.rows, cols = m.tile.cols;
   const int pieces = ceil_div(inner, kPiece), inputs = dot_input_pages(m), own = c.warp * kPieceBytes;
   const bool normed = m.normed();
+  if (kHasExperts && rows == 0) return;  // no row has chosen the expert
   int weights_left = dot_weight_pages(m);
   Dots<P> sums;
   DotHeads<P> heads;
@@ -241,25 +248,27 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
     } while (++piece < pieces);
     if (col >= cols) continue;
     sums.reduce(p, rows);
-    switch (m.phase.result) {
+    const Result of_experts = m.two() ? Result::kGated : Result::kNone;
+    switch (uses_dots(*c.dims) ? m.phase.result : of_experts) {
       case Result::kHeads:
         heads.store(p, c, sums, m, unit);
         break;
       case Result::kResidual:
       case Result::kStored:
-        store_dots(p, sums, ToResidual(c), m, col);
+        store_dots(p, c, sums, ToResidual(c), m, col);
         break;
       case Result::kPartial:
-        store_dots(p, sums, ToPartial(c), m, col);
+        store_dots(p, c, sums, ToPartial(c), m, col);
         break;
       case Result::kGated:
       case Result::kGeluGated:
-        store_dots(p, sums, ToGated(c), m, col);
+        store_dots(p, c, sums, ToGated(c), m, col);
         break;
       case Result::kLogits:
-        store_dots(p, sums, ToLogits(c), m, col);
+        store_dots(p, c, sums, ToLogits(c), m, col);
         break;
       case Result::kNone:
+        if constexpr (kHasExperts) store_dots(p, c, sums, ToRows(c), m, col);
         break;
     }
   }

@@ -42,7 +42,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   };
   if (use.whole) {
     if (p.lane() == 0) {
-      if (uses_dots(block.dims) && use.pieces) {
+      if ((kHasExperts || uses_dots(block.dims)) && use.pieces) {
         // Weight pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two
         // matrices, the pages have the same columns of one matrix each. With one matrix, page 0 has the even
         // columns of the pair and page 1 the odd ones.
@@ -59,7 +59,9 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
     }
   } else if (use.pieces) {
     use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) {
-      const int64_t element = static_cast<int64_t>(box.y) * use.inner + box.x;
+      int64_t row = box.y;
+      if (is_experts(task) && use.fill == Fill::kInputs) row = Routes(params, block.dims).input(task, box.y);
+      const int64_t element = row * use.inner + box.x;
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
@@ -69,15 +71,18 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
 }
 
 // For a matmul that is computed as dot products, returns the address from which a loader copies pieces of
-// rows: the inputs if `inputs` is set, otherwise the weights of the current layer. Returns null if the loader
-// copies no pieces for this task.
+// rows: the inputs if `inputs` is set, otherwise the instruction's weights. Returns null if the loader copies
+// no pieces for this task.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
-  if (!uses_dots(block.dims) || !task.is(Operation::kMatmul)) return nullptr;
+  if (!is_experts(task) && !(uses_dots(block.dims) && task.is(Operation::kMatmul))) return nullptr;
   if (inputs && matmul_of(task).normed()) return nullptr;
-  const int32_t layer = inputs ? 0 : first_matrix(block.dims, task, 1);
-  return static_cast<const char*>(
-      params.at(block.rank, inputs ? task.phase.inputs : task.phase.weights, layer));
+  const Phase& phase = task.phase;
+  const int32_t layer = inputs ? 0 : layer_of_weights(block.dims, task);
+  const auto* start =
+      static_cast<const char*>(params.at(block.rank, inputs ? phase.inputs : phase.weights, layer));
+  if (inputs || !is_experts(task)) return start;
+  return start + int64_t{part_of(task).expert} * phase.matrices * phase.width * phase.inner * 2;
 }
 
 // Called by a loader (0 weights, 1 inputs) when its stream ends, after `page` pages. It matters after an
@@ -167,7 +172,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              ++page;
              return true;
            });
-    if (waits) p.arrive(slot.inputs);  // aborted
+    if (waits) p.arrive(slot.inputs);  // aborted, or there are no rows
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive_at(0, slot.loaded);
     p.arrive_at(0, slot.retired);

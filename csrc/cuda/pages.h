@@ -18,7 +18,7 @@ class Pages {
         task_(task),
         first_(first),
         next_(first),
-        generic_(task.is(Operation::kAttention) || uses_dots(block.dims)) {}
+        generic_(task.is(Operation::kAttention) || by_dots(block.dims, task)) {}
 
   // ring() is the address of the block's page ring; offset(i) is the distance of page i from it, in bytes.
   MK_FN const unsigned char* ring() const { return block_.pages[0]; }

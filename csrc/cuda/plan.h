@@ -9,6 +9,7 @@
 #pragma once
 #include "../common/index.h"
 #include "block.h"
+#include "routes.h"
 
 namespace mk {
 
@@ -98,9 +99,13 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #endif
 }
 
-// A matmul instruction. It multiplies the tile's rows of the inputs [rows][inner] by the transpose of the
-// weights [columns][inner]. With two weight matrices (gate and up), the second follows the first in the
-// buffer. Each has `width` rows, and an output column uses one row of each.
+// Experts are always computed as dot products, also in programs whose matmuls use tensor cores.
+MK_FN bool by_dots(const Sizes& d, const Task& task) { return uses_dots(d) || is_experts(task); }
+
+// A matmul instruction, or a part of an experts instruction, whose rows routes.h explains. It multiplies the
+// tile's rows of the inputs [rows][inner] by the transpose of the weights [columns][inner]. With two weight
+// matrices (gate and up), the second follows the first in the buffer. Each has `width` rows, and an output
+// column uses one row of each.
 struct Matmul {
   const Phase& phase;
   const Tile& tile;
@@ -112,10 +117,16 @@ struct Matmul {
 };
 MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
 
-// Returns the number of the first matrix that the task uses in the buffer of its phase's weights.
-MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
+// Returns the layer whose part of the buffer of its phase's weights the task uses.
+MK_FN int32_t layer_of_weights(const Sizes& d, const Task& task) {
   const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
-  return layered ? weight_layer(task.phase, d, task.where.layer) * matrices : 0;
+  return layered ? weight_layer(task.phase, d, task.where.layer) : 0;
+}
+// Returns the number of the first matrix that the task uses in that buffer, of which each layer has
+// `matrices`. For experts, an expert's gate and up projections count as one matrix.
+MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
+  if (is_experts(task)) return layer_of_weights(d, task) * d.rank_experts() + part_of(task).expert;
+  return layer_of_weights(d, task) * matrices;
 }
 
 // Returns how many output columns a matmul on tensor cores computes at a time (a chunk). For each chunk, the
@@ -247,6 +258,7 @@ MK_FN int32_t ahead_cols(const Matmul& m) {
 template <class Each>
 MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
+  if (kHasExperts && m.tile.rows == 0) return true;  // no row has chosen the expert
   const int32_t rows = m.tile.rows, pieces = dot_pieces(m);
   // Weight pages still to come: `left` in later laps, `lap` in this one.
   int32_t left = dot_weight_pages(m), lap = 0;
@@ -288,7 +300,7 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
              .pieces = true,
              .buffer = m.phase.inputs,
              .x = in_x,
-             .y = m.tile.row,
+             .y = is_experts(task) ? 0 : m.tile.row,
              .row = in_row,
              .boxes = lower_of(kPieces, pieces - piece),
              .per = rows,
@@ -412,8 +424,11 @@ MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot, int32
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (static_cast<PagedOperation>(task.phase.operation)) {  // all other operations use no pages
+    case PagedOperation::kExperts:
+      if constexpr (!kHasExperts) break;
+      [[fallthrough]];
     case PagedOperation::kMatmul:
-      return uses_dots(d) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
+      return by_dots(d, task) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
     case PagedOperation::kAttention: {
       const auto end = [&] { return end_item(s, task) + (kSms > 1 && task.empty > 0 ? kSms : 0); };
       MK_LOOP for (int32_t item = first_item(s, task); item < end(); item += kSms) {

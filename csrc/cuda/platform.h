@@ -108,6 +108,16 @@ constexpr int kSms = MK_SMS;
 constexpr int kSms = 1;
 #endif
 
+// Whether the build has the code for layers with experts, and for attention sinks, which only models with
+// experts have. Builds without it hand over every instruction faster. -DMK_EXPERTS=1 must be set exactly if
+// Dims.experts of the programs to run is not 0.
+#if defined(MK_EXPERTS)
+constexpr bool kHasExperts = MK_EXPERTS;
+#else
+constexpr bool kHasExperts = kSms == 1;
+#endif
+static_assert(!kHasExperts || kSms == 1, "workers of two SMs do not compute experts");
+
 // An encoded tensor map, which describes a tensor in global memory to the bulk copy engine (TMA) or, in tests
 // on the CPU, to the code that emulates the engine. The host writes it.
 struct alignas(64) TensorMap {

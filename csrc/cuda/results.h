@@ -10,6 +10,7 @@
 #include "ops/call.h"
 #include "ops/memory.h"
 #include "ops/softmax.h"
+#include "routes.h"
 
 namespace mk {
 
@@ -115,13 +116,21 @@ class ToHeads {
 // number, so `column` returns just this number.
 class To {
  public:
-  MK_FN explicit To(const Call& c) : c_(c), bias_(c.weights<float>(c.phase().bias)) {}
+  MK_FN explicit To(const Call& c) : c_(c), bias_(bias_of(c)) {}
 
   MK_FN int column(int col) const { return col; }
 
  protected:
   const Call& c_;
   const float* const bias_;
+
+ private:
+  MK_FN static const float* bias_of(const Call& c) {
+    const float* bias = c.weights<float>(c.phase().bias);
+    if (is_experts(*c.task) && bias)
+      bias += int64_t{part_of(*c.task).expert} * c.phase().matrices * c.phase().width;
+    return bias;
+  }
 };
 
 // Adds the results to the output, which is the residual, or stores them there if the phase says so.
@@ -164,7 +173,8 @@ class ToPartial : public To {
   }
 };
 
-// Stores silu(gate) * up, or gelu(gate) * up. Unlike in the other classes, `store` takes two values of one
+// Stores silu(gate) * up, or gelu(gate) * up, or the clipped gate of experts
+// (megakernel/isa/operations/experts.py). Unlike in the other classes, `store` takes two values of one
 // column: gate and up.
 class ToGated : public To {
  public:
@@ -175,12 +185,31 @@ class ToGated : public To {
   MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
   MK_FN float value(int col, float gate, float up) const {
     if (bias_) gate += bias_[col], up += bias_[c_.phase().width + col];
+    if (is_experts(*c_.task) && c_.dims->clipped_gates) {
+      gate = gate > kGateLimit ? kGateLimit : gate;
+      up = up > kGateLimit ? kGateLimit : up < -kGateLimit ? -kGateLimit : up;
+      return gated(gate, kGateSlope * gate) * (up + 1.0f);
+    }
     return gated(gate, gelu_ ? gelu_exponent(gate) : gate) * up;
   }
   MK_FN void store(Row row, int col, float gate, float up) const { row[col] = to_bf16(value(col, gate, up)); }
 
  private:
   const bool gelu_;
+};
+
+// Stores the results of experts, rounded to bf16. If ranks have parts of each expert, their results are
+// added, so one rank adds the bias.
+class ToRows : public To {
+ public:
+  using To::To;
+  using Row = uint16_t*;
+
+  MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
+  MK_FN void store(Row row, int col, float a, float b) const {
+    if (bias_ && (c_.dims->rank == 0 || c_.dims->expert_parallel)) a += bias_[col], b += bias_[col + 1];
+    store_pair(row + col, a, b);
+  }
 };
 
 // Stores this rank's vocabulary columns of the logits in the output buffer of the rank that samples the row.

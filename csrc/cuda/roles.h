@@ -17,7 +17,9 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     block.index = index;
     block.rank = params.first_rank + index / kSms / params.workers;
     block.worker = index / kSms % params.workers;
-    block.dims = sizes_of(params.dims[block.rank]);
+    Dims dims = params.dims[block.rank];
+    if constexpr (!kHasExperts) dims.expert_parallel = 0;  // leaves out the code for the other case
+    block.dims = sizes_of(dims);
     block.step = step_view(params.step_words, block.dims);
     MK_LOOP for (int i = 0; i < kPages; ++i) {
       p.init(block.full[i], 2);

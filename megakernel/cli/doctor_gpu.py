@@ -109,6 +109,8 @@ def cases() -> list[Case]:
     grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True, family="gemma")
     odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
     normed = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, family="qwen3", qkv_bias=True)
+    experts = ModelConfig(331, 256, 72, 2, 6, 2, 64, 512, family="qwen3_moe", experts=7, experts_per_token=2)
+    clipped = replace(biased, hidden=256, ffn=72, experts=7, experts_per_token=2, family="gpt_oss", clipped_gates=True)
     return [
         Case("few rows", biased, 5, "dots"),
         Case("few rows of one KV head", grouped, 2, "dots", "inside"),
@@ -118,6 +120,11 @@ def cases() -> list[Case]:
         Case("heads of 80", odd, 40, "tensor", "next"),
         Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", "inside", tp=2),
         Case("four ranks", grouped, 150, "tensor", tp=4),
+        Case("a row's own experts", experts, 3, "dots", "inside"),
+        Case("few rows of experts", experts, 5, "dots"),
+        Case("many rows of experts", experts, 150, "tensor"),
+        Case("experts with biases and attention with sinks", clipped, 5, "dots", tp=2),
+        Case("many rows with biases and sinks", clipped, 150, "tensor"),
     ]
 
 

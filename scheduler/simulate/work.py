@@ -239,6 +239,7 @@ def _plain(
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.worker.ring_pages:
         weights, read = np.zeros(len(task)), read + weights  # the warps that compute load all data themselves
+        matrix_s = work.matrix_flops / costs.vector_flops  # of routers and experts, which are dot products
         if costs.issue and phase.operation is Operation.SAMPLE:
             # Each warp loads the next group of logits while it processes the last, so the slower of the two counts.
             steps = sample_steps(dims, costs.issue)

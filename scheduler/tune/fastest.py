@@ -135,7 +135,7 @@ class Fastest:
             open_ -= {"o", "residual"}
         if tokens > _REPLICATED_ROWS:
             open_ -= {"residual"}
-        if tokens <= self.machine.tile_rows:
+        if tokens <= self.machine.tile_rows or self._config.experts:
             open_ -= {"pairs"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp, self._options)) > _DOT_TILES:
             open_ -= {"matmul"}

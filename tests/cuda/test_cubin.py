@@ -81,10 +81,25 @@ PAIRS = TENSOR | {
     "block.h": {"SYNCS.ARRIVE.TRANS64.RED": "pages released in the other SM"},
     "megakernel.cu": TENSOR["megakernel.cu"] | {"UCGABAR_WAIT": "the end of both blocks"},
 }
-TABLES = {"tensor": TENSOR, "dots": DOTS, "pairs": PAIRS}
+EXPERTS = {
+    "route.h": {"LDG.E.128": "weights of the router", "BAR.SYNC": "logits of all warps"},
+    "routes.h": {"VOTE": "rows that have chosen an expert"},
+    "combine.h": {"LDG.E.128.STRONG.GPU": "results of experts", "STG.E.128": "their sum"},
+    "loaders.h": DOTS["loaders.h"],
+}
+TABLES = {
+    **{"tensor": TENSOR, "dots": DOTS, "pairs": PAIRS},
+    **{"experts-tensor": TENSOR | EXPERTS, "experts-dots": DOTS | EXPERTS},
+}
 # The permitted number of instructions that control flow can reach, for each (kind of build, whether it traces). The
 # number is limited because a GPU's instruction caches hold only a part of such long code.
-INSTRUCTIONS = {("tensor", False): 19_200, ("tensor", True): 19_800, ("pairs", False): 20_500, ("pairs", True): 21_000}
+INSTRUCTIONS = {
+    **{("tensor", False): 19_200, ("tensor", True): 19_800},
+    **{("dots", False): 19_200, ("dots", True): 19_800},
+    **{("pairs", False): 20_500, ("pairs", True): 21_000},
+    **{("experts-tensor", False): 26_400, ("experts-tensor", True): 27_000},
+    ("experts-dots", False): 23_200,
+}
 
 
 def lacking(code: sass.Code, table: dict[str, dict[str, str]]) -> list[str]:
@@ -108,11 +123,12 @@ class Built:
     code: sass.Code
 
 
-@pytest.fixture(scope="module", params=["tensor", "dots", "pairs", "tensor traced", "dots traced", "pairs traced"])
+@pytest.fixture(scope="module", params=[f"{kind}{' traced' * traced}" for kind, traced in INSTRUCTIONS])
 def built(request: pytest.FixtureRequest) -> Built:
-    """Return the machine code of one build: for tensor cores, dot products or pairs of SMs, with or without tracing.
-    Compiling fails if ptxas reports slow code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is
-    installed, it compiles the builds for tensor cores. NVRTC, which is used at run time, compiles all others."""
+    """Return the machine code of one build: for tensor cores, dot products, pairs of SMs, or either of the first two
+    with experts; with or without tracing. Compiling fails if ptxas reports slow code, which is a serialised wgmma or an
+    ignored setmaxnreg. If nvcc is installed, it compiles the builds for tensor cores. NVRTC, which is used at run time,
+    compiles all others."""
     numerics, *traced = request.param.split()
     return build(numerics, bool(traced))
 
@@ -125,8 +141,8 @@ def build(numerics: str, traced: bool = False) -> Built:
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    units, sms = (Units.TENSOR, 2) if numerics == "pairs" else (Units[numerics.upper()], 1)
-    cubin = cubins.compiled(compiler, Build(traced, units, sms))
+    units, sms = Units.DOTS if "dots" in numerics else Units.TENSOR, 2 if numerics == "pairs" else 1
+    cubin = cubins.compiled(compiler, Build(traced, units, sms, experts="experts" in numerics))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin.code)
         file.flush()
@@ -179,5 +195,4 @@ def test_nothing_is_spilled(built: Built) -> None:
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []
-    limits = INSTRUCTIONS | {("dots", traced): INSTRUCTIONS["tensor", traced] for traced in (False, True)}
-    assert len(code.reachable([0])) <= limits[built.numerics, built.traced]
+    assert len(code.reachable([0])) <= INSTRUCTIONS[built.numerics, built.traced]

@@ -38,7 +38,7 @@ class Counting:
         monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
 
     def _compile(self, defines: list[str]) -> compile.Cubin:
-        trace, units, sms, _ = (int(define.split("=")[1]) for define in defines)
+        trace, units, sms, *_ = (int(define.split("=")[1]) for define in defines)
         self.asked.append((bool(trace), Units(units), sms))
         return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}{sms}".encode(), self.log)
 
@@ -53,17 +53,19 @@ def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
     assert compile.cubin(Build(True, DOTS)) == b"code of one 111"
     assert compile.cubin(Build(True, TENSOR)) == b"code of one 121"
     assert compile.cubin(Build(True, TENSOR, sms=2)) == b"code of one 122"
-    assert counting.asked == [(False, TENSOR, 1), (True, DOTS, 1), (True, TENSOR, 1), (True, TENSOR, 2)]
+    assert compile.cubin(Build(True, TENSOR, experts=True)) == b"code of one 121"
+    again = [(True, units, sms) for units, sms in ((DOTS, 1), (TENSOR, 1), (TENSOR, 2), (TENSOR, 1))]
+    assert counting.asked == [(False, TENSOR, 1), *again]
     counting.source.touch()
     compile.cubin(Build(False, TENSOR))
-    assert len(counting.asked) == 4  # the cache depends on contents, not on modification times
+    assert len(counting.asked) == 5  # the cache depends on contents, not on modification times
     counting.source.write_text("two")
     assert compile.cubin(Build(False, TENSOR)) == b"code of two 021"
     (counting.source.parent / "new.h").write_text("")
     compile.cubin(Build(False, TENSOR))
     counting.version = "2"
     compile.cubin(Build(False, TENSOR))
-    assert len(counting.asked) == 7
+    assert len(counting.asked) == 8
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
 

@@ -26,6 +26,8 @@ def make(dims: Dims, seed: int = 0) -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
     if dims.model.post_norms:
         checkpoint.config = replace(checkpoint.config, family="glm4", post_norms=True)
+    if dims.model.clipped_gates:
+        checkpoint.config = replace(checkpoint.config, family="gpt_oss")
     return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
@@ -83,6 +85,8 @@ def test_reduces(case: int, post_norms: int) -> None:
 # (head_dim, query heads, KV heads). The cases have head sizes that fill their pages and head sizes that do not, 1 to 8
 # query heads per KV head, and a single KV head.
 HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2)]
+# Sizes of a model without sinks of attention, and of one with sinks: gpt-oss, which has experts too.
+SINKS: list[dict[str, int]] = [{}, {"experts": 2, "experts_per_token": 1, "clipped_gates": 1}]
 SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first position, rows); rows 28 to 47 are padding
 
 
@@ -114,20 +118,22 @@ def run_items(twins: HostTwins, table: StepTable, items: Sequence[Item], final: 
 @pytest.mark.parametrize(
     ("heads", "window"), [*((heads, 0) for heads in HEADS), (HEADS[0], 20), (HEADS[2], 150)], ids=str
 )
-def test_attention(heads: tuple[int, int, int], window: int) -> None:
+@pytest.mark.parametrize("sinks", SINKS, ids=["", "sinks"])
+def test_attention(heads: tuple[int, int, int], window: int, sinks: dict[str, int]) -> None:
     head_dim, query, kv = heads
-    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, window=window)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, window=window, **sinks)
     twins, table = attention_twins(dims)
     items = [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv), Item(1, 21, 7, 0, 1), Item(1, 28, 20, 0, kv)]
     run_items(twins, table, items, {0: [0, 1], 1: [2, 3]})
 
 
 @pytest.mark.parametrize(("heads", "window"), [(HEADS[0], 0), (HEADS[3], 0), (HEADS[2], 150)])
-def test_split_attention(heads: tuple[int, int, int], window: int) -> None:
+@pytest.mark.parametrize("sinks", SINKS, ids=["", "sinks"])
+def test_split_attention(heads: tuple[int, int, int], window: int, sinks: dict[str, int]) -> None:
     """If items divide the KV blocks of some rows among them (a split), the item that ends last merges their partial
     results. The result is bit-identical to that of a single item."""
     head_dim, query, kv = heads
-    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3, window=window)
+    dims = BF16_DIMS.changed(head_dim=head_dim, heads=query, kv_heads=kv, partials=20 * kv * 3, window=window, **sinks)
     whole, table = attention_twins(dims)
     set_items(table, [Item(0, 0, 20, 0, kv), Item(0, 20, 1, 0, kv)])
     unsplit = whole.run(attend(whole, 0, kv), LAYER, table)

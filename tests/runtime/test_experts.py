@@ -2,7 +2,9 @@
 compares whole models with transformers. test_invariance.py tests that neither other rows nor the size of a step change
 bits."""
 
+import itertools
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -10,23 +12,23 @@ from compiled import TINY, compiled, small_machine
 from cpu_support import DIMS, RandomCheckpoint, make_table
 from handmade import record
 from mutate import edit, rows_of
-from runner import Runner
 from stored_checkpoints import assert_close, logits
-from twins import CpuTwins
+from twins import CpuTwins, HostTwins, Twins
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, accesses, cost, from_f32, to_f32
+from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, Units, accesses, cost, from_f32, to_f32
 from megakernel.isa.buffers import given, weight_shape
 from megakernel.isa.operations.route import chosen
 from megakernel.isa.record import WAIT_WORD, WAITS
-from megakernel.machine import host
+from megakernel.machine import MACHINES, host
 from megakernel.model import KNOWN_SHAPES, families
 from megakernel.model import RandomCheckpoint as Seeded
 from megakernel.model.config import ModelConfig
 from megakernel.model.stored import stored_as
 from megakernel.roofline.work import step_work
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.cuda.limits import model_refusal
+from megakernel.runtime.cuda.limits import model_refusal, phase_refusal, refusal
+from megakernel.runtime.cuda.params import PAGES
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options, passes
 from megakernel.scheduler.verify import verify
@@ -36,6 +38,7 @@ B = Buffer
 # the 11 of a layer, so experts serve several rows.
 EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
 FEW = {"tokens": 3, "logit_rows": 3}
+T = TypeVar("T", bound=Twins)
 
 
 @pytest.fixture
@@ -44,9 +47,13 @@ def dims(simd: str, dtype: Dtype) -> Dims:
 
 
 def routed(dims: Dims, *, biased: bool = False) -> CpuTwins:
+    return routed_on(CpuTwins, dims, biased=biased)
+
+
+def routed_on(kind: type[T], dims: Dims, *, biased: bool = False) -> T:
     """Interpreters whose buffers have random contents, and in ROUTES different experts for each row."""
     checkpoint = RandomCheckpoint(dims, biased=biased)
-    twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
+    twins = kind(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
     rng, count = np.random.default_rng(1), dims.model.experts_per_token
     twins.buffer(0, B.ROUTES)[:] = [rng.permutation(dims.model.experts)[:count] for _ in range(dims.bucket.tokens)]
     return twins
@@ -78,11 +85,53 @@ def test_experts_and_their_sum(dims: Dims, tokens: int, clipped: int) -> None:
     twins.backend.close()
 
 
+# Sizes of rows that a GPU copies piece by piece, in whole pages, and in several pieces with few rows in a page.
+ON_GPUS = EXPERTS.changed(dtype=int(Dtype.BF16), kv_page=DIMS.bucket.kv_block, ffn=40)
+GPU_SIZES = {
+    "pieces": {},
+    "whole": {"hidden": 512, "ffn": 256},
+    "long": {"hidden": 1096, "ffn": 2056, "experts": 4, "layers": 1},
+}
+
+
+@pytest.mark.parametrize("clipped", [0, 1])
+@pytest.mark.parametrize("units", [Units.DOTS, Units.TENSOR])
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("sizes", GPU_SIZES)
+def test_experts_on_gpus(sizes: str, tokens: int, units: Units, clipped: int) -> None:
+    dims = ON_GPUS.changed(units=int(units), tokens=tokens, logit_rows=3, clipped_gates=clipped, **GPU_SIZES[sizes])
+    twins = routed_on(HostTwins, dims, biased=bool(clipped))
+    h = twins.buffer(0, B.H)  # large enough that gates are limited
+    h[:] = from_f32(to_f32(h) * np.float32(1 + 4 * clipped), Dtype.BF16)
+    table, d, layer = make_table(twins.dims, {0: (0, tokens)}), twins.dims, twins.dims.model.layers - 1
+    routes, chosen = twins.buffer(0, B.ROUTES), d.model.experts - 1  # no row has chosen the last expert
+    routes[:] = (routes[:, :1] + [0, 1, 2]) % chosen
+    for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
+        for place in {0, 1, d.places - 1}:
+            for row, rows in ((0, tokens),) if d.by_expert else ((0, 1), (2, 1)):
+                for col, cols in ((0, 24), (24, width - 24)):
+                    tile = record(twins.forward.by_name[name], row, rows, col, cols, place)
+                    twins.compare(tile, layer, table, rtol=1e-4, atol=1e-4)
+    twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), layer, table, atol=1e-4)
+    for normalised in (0, 1):
+        twins = routed_on(HostTwins, dims.changed(normalised_routes=normalised), biased=bool(normalised))
+        twins.compare(record(twins.forward.by_name["route"], 1, tokens - 1), layer, table)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_whole_experts_on_gpus(tokens: int) -> None:
+    check_whole_experts(HostTwins, ON_GPUS, tokens)
+
+
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_whole_experts_on_each_rank(dims: Dims, tokens: int) -> None:
+    check_whole_experts(CpuTwins, dims, tokens).backend.close()
+
+
+def check_whole_experts(kind: type[T], dims: Dims, tokens: int) -> T:
     """With expert parallelism, a rank computes its own experts with the whole bias, and adds only their results."""
     sizes = {"experts": 12, "tp": 3, "expert_parallel": 1, "tokens": tokens, "logit_rows": 3}
-    twins = routed(dims.changed(**sizes), biased=True)
+    twins = routed_on(kind, dims.changed(**sizes), biased=True)
     table, forward = make_table(twins.dims, {0: (0, tokens)}), twins.forward.by_name
     assert twins.dims.places == (4 if tokens > 3 else 3)
     for rank in range(3):
@@ -92,7 +141,7 @@ def test_whole_experts_on_each_rank(dims: Dims, tokens: int) -> None:
                 tile = record(forward[name], 0, tokens, 0, width, place)
                 twins.compare(tile, 1, table, rank, rtol=1e-4, atol=1e-4)
         twins.compare(record(forward["combine_partial"], 0, 1), 1, table, rank, atol=1e-4)
-    twins.backend.close()
+    return twins
 
 
 def test_of_equal_logits_the_lower_expert_is_better() -> None:
@@ -100,29 +149,28 @@ def test_of_equal_logits_the_lower_expert_is_better() -> None:
     experts, weights = chosen(tied, 4, normalised=False)
     assert experts.tolist() == [[1, 3, 4, 2], [1, 4, 0, 2]]
     np.testing.assert_allclose(weights[1], [0.5, 0.5, 0, 0])
-    twins = routed(EXPERTS)
-    h, router = twins.buffer(0, B.H), twins.reference.buffer(B.W_ROUTER, 1)
-    h[:8], h[8:12] = 0, np.nan
-    table = make_table(twins.dims, {0: (0, 40)})
-    twins.start_equal()
-    twins.execute_both(record(twins.forward.by_name["route"], 0, 40), 1, table, 0)
-    got = twins.other(0, B.ROUTES)
-    assert (got[:12] == [0, 1, 2]).all() and len(router) == 11
-    np.testing.assert_array_equal(got, twins.buffer(0, B.ROUTES))
-    twins.backend.close()
+    for twins in (routed(EXPERTS), routed_on(HostTwins, ON_GPUS)):
+        h, router = twins.buffer(0, B.H), twins.reference.buffer(B.W_ROUTER, 1)
+        h[:8], h[8:12] = 0, from_f32(np.full(1, np.nan, np.float32), Dtype(twins.dims.model.dtype))
+        table = make_table(twins.dims, {0: (0, 40)})
+        twins.start_equal()
+        twins.execute_both(record(twins.forward.by_name["route"], 0, 40), 1, table, 0)
+        got = twins.other(0, B.ROUTES)
+        assert (got[:12] == [0, 1, 2]).all() and len(router) == 11
+        np.testing.assert_array_equal(got, twins.buffer(0, B.ROUTES))
 
 
 @pytest.mark.parametrize("wrong", [-1, 11, 2**31 - 1, -(2**31)])
 def test_a_wrong_table_reads_nothing_outside(wrong: int) -> None:
-    """If the routing table names an expert that does not exist, the CPU uses an existing one or skips it."""
-    for tokens in (3, 40):
-        twins = routed(EXPERTS.changed(tokens=tokens, logit_rows=3))
+    """An expert that does not exist is skipped."""
+    for tokens, on_gpu in itertools.product((3, 40), (False, True)):
+        dims = (ON_GPUS if on_gpu else EXPERTS).changed(tokens=tokens, logit_rows=3)
+        twins = routed_on(HostTwins, dims) if on_gpu else routed(dims)
         twins.buffer(0, B.ROUTES)[:] = wrong
         table = make_table(twins.dims, {0: (0, tokens)})
-        tile = record(twins.forward.by_name["experts_gate_up"], 0, tokens, 0, 37, 2)
+        tile = record(twins.forward.by_name["experts_gate_up"], 0, tokens, 0, dims.model.ffn, 2)
         found = to_f32(twins.run(tile, 1, table)[0, B.ACT, 0])
         assert np.isfinite(found).all()
-        twins.backend.close()
 
 
 # -- whole models
@@ -208,6 +256,20 @@ def test_costs_count_the_experts_that_a_step_needs_at_most() -> None:
         assert read == experts * one
 
 
+def test_what_gpus_do_not_compute_is_refused() -> None:
+    for config in (SMALL, KNOWN_SHAPES["gpt-oss-20b"]):
+        assert model_refusal(config.sizes(Dtype.BF16)) is None
+    pairs = ON_GPUS.changed(units=int(Units.TENSOR), sms=2, ring_pages=PAGES)
+    assert "pairs of SMs" in str(refusal(pairs)) and refusal(pairs.changed(sms=1)) is None
+    for hidden, wrong in ((32768, False), (32776, True)):
+        dims = ON_GPUS.changed(hidden=hidden)
+        config = RandomCheckpoint(dims, biased=False).config
+        phase = passes.apply(families.forward(config), dims.split).by_name["experts_gate_up"]
+        assert bool(phase_refusal(phase, record(phase, 0, 1, 0, 8, 0)[None], dims)) is wrong
+    with pytest.raises(MegakernelError, match="pairs of SMs: they do not compute experts"):
+        compiled(SMALL, MACHINES["h100"], 200, options=Options(matmul="tensor", pairs="on"))
+
+
 def test_a_rank_reads_its_own_experts() -> None:
     """With expert parallelism, a rank has an eighth of the experts' weights, and reads as many as on average."""
     config = KNOWN_SHAPES["qwen3-30b-a3b"]
@@ -230,10 +292,6 @@ def test_ranks_must_have_equally_many_whole_experts(config: ModelConfig) -> None
         compiled(config, host(4), tokens=1, tp=2, options=Options(expert_parallel=True))
 
 
-def test_gpus_refuse_experts() -> None:
-    assert "experts" in str(model_refusal(SMALL.sizes(Dtype.BF16)))
-
-
 def test_a_program_with_impossible_experts_is_refused() -> None:
     program = compiled(replace(SMALL, hidden=64, ffn=96), small_machine(1), tokens=5)
     impossible, flag = "are not possible", "a flag is out of range"
@@ -246,5 +304,3 @@ def test_a_program_with_impossible_experts_is_refused() -> None:
     ):
         violations = verify(replace(program, dims=program.dims.changed(**change))).violations
         assert any(what in violation for violation in violations), change
-    with pytest.raises(MegakernelError, match="experts"):
-        Runner(Seeded("x", SMALL), "cuda", Dtype.BF16)

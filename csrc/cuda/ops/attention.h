@@ -114,6 +114,9 @@ class AttentionItem {
     }
     if (own < 0 || split) return;
     const QueryRows q = query_rows(own, first);
+    if (sinks()) {
+      tile.add_sinks([&](int i) { return q.has(i) ? sinks()[q.first_head + q.head(i)] : minus_infinity(); });
+    }
     const Ranks ranks = output_ranks();
     MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
       tile.store_results([&](int i) {
@@ -176,6 +179,10 @@ class AttentionItem {
         a = scale.merged(a, block_a);
         b = scale.merged(b, block_b);
       }
+      if (sinks()) {
+        const float keep = sums.merge(sinks()[first_head + g], 1.0f).keep;
+        a *= keep, b *= keep;
+      }
       const float share = 1.0f / sums.l;
       MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank)
           store_word(output(rank, row, first_head + g) + e, pack_bf16(a * share, b * share));
@@ -193,6 +200,13 @@ class AttentionItem {
         }
       }
     }
+  }
+
+  // Returns a score for each query head of the rank, which takes part in the sum l but has no value; null if
+  // the phase has none.
+  MK_FN const float* sinks() const {
+    if constexpr (!kHasExperts) return nullptr;
+    return call_.weights<float>(call_.phase().weights);
   }
 
   MK_FN QueryRows query_rows(int head, int begin) const {

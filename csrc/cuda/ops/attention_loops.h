@@ -70,6 +70,14 @@ class AttentionTile {
     }
   }
 
+  template <class Value>
+  void add_sinks(Value value) {
+    for (int i = 0; i < rows_; ++i) {
+      const float keep = sums_[i].merge(value(i), 1.0f).keep;
+      for (float& out : out_[i]) out *= keep;
+    }
+  }
+
   template <class To>
   void store_block(To to) const {
     for (int i = 0; i < rows_; ++i) {

@@ -175,6 +175,17 @@ class AttentionTile {
     }
   }
 
+  // Merges one more score without a value into each row i: value(i), the sink of the row's head.
+  template <class Value>
+  __device__ void add_sinks(Value value) {
+    MK_UNROLL for (int half = 0; half < 2; ++half) {
+      const float keep = sums_[half].merge(value(fragment_row(here(lane_), half)), 1.0f).keep;
+      MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+        MK_UNROLL for (int e = 0; e < 2; ++e) out_[n][2 * half + e] *= keep;
+      }
+    }
+  }
+
   // Stores a single KV block's softmax maximum m, sum l and output o at to(i), for each row i that sees it.
   template <class To>
   __device__ void store_block(To to) const {

@@ -76,6 +76,20 @@ MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #endif
 }
 
+// Returns a word whose bit i is set if found(i), for i below `count`, which is at most 32. The lanes of the
+// warp, which call it together, divide the bits among themselves.
+template <class F>
+MK_FN uint32_t ballot(int32_t count, const F& found) {
+#if defined(__CUDA_ARCH__)
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  return __ballot_sync(0xFFFFFFFFu, lane < count && found(lane));
+#else
+  uint32_t bits = 0;
+  for (int32_t i = 0; i < count; ++i) bits |= uint32_t{found(i)} << i;
+  return bits;
+#endif
+}
+
 // Returns the value of the lane whose number is this lane's number XOR the mask.
 template <class T>
 MK_FN T shuffle_xor(T value, [[maybe_unused]] int mask) {

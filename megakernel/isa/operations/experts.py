@@ -134,4 +134,5 @@ EXPERTS = OperationSpec(
     _buffers,
     _experts,
     results=(Result.GATED, Result.NONE),
+    paged=True,
 )

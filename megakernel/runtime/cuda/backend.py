@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, Units, record
+from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, record
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ..backend import Output
@@ -191,8 +191,8 @@ class CudaBackend:
                 )
 
     def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """The kernel for programs with the matmul units, and the number of SMs per worker, of `dims`."""
-        build = compile.Build(trace, Units(dims.worker.units), dims.worker.sms, self.ablation)
+        """Return the variant of the kernel that runs programs of these sizes."""
+        build = compile.Build.of(dims, trace=trace, ablation=self.ablation)
         if (build, gpu.ordinal) not in self._kernels:
             if build not in self._codes:
                 self._codes[build] = compile.cubin(build)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MegakernelError, regular
-from ...isa import Units
+from ...isa import Dims, Units
 from ...model.cache import cache_folder
 from .params import Ablation
 
@@ -38,12 +38,18 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 @dataclass(frozen=True)
 class Build:
     """A variant of the interpreter: whether it records traces, which units compute matmuls, how many SMs a worker has,
-    and which work it leaves out."""
+    which work it leaves out, and whether it has the code for models with experts, which makes others slower."""
 
     trace: bool
     units: Units
     sms: int = 1
     ablation: Ablation = Ablation.NONE
+    experts: bool = False
+
+    @classmethod
+    def of(cls, dims: Dims, *, trace: bool = False, ablation: Ablation = Ablation.NONE) -> Build:
+        """Return the variant that runs programs of these sizes."""
+        return cls(trace, Units(dims.worker.units), dims.worker.sms, ablation, dims.model.experts > 0)
 
     @property
     def defines(self) -> list[str]:
@@ -127,7 +133,8 @@ def cubin(build: Build) -> bytes:
     terminal = sys.stderr.isatty()
     if terminal:
         few = " for few rows" if build.units is Units.DOTS else " for pairs of SMs" if build.sms > 1 else ""
-        what = f"the CUDA interpreter{few}{' with tracing' if build.trace else ''}"
+        parts = f"{' with experts' if build.experts else ''}{' with tracing' if build.trace else ''}"
+        what = f"the CUDA interpreter{few}{parts}"
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
     code = with_.compile(build).code
     _store(path, code)
@@ -206,10 +213,11 @@ def _failed(said: str) -> MegakernelError:
 if __name__ == "__main__":
     _kinds = [(False, Ablation.NONE), (True, Ablation.NONE), (False, Ablation.COPIES), (False, Ablation.COMPUTE)]
     _workers = [(Units.TENSOR, 1), (Units.DOTS, 1), (Units.TENSOR, 2)]
+    _builds = [
+        *(Build(trace, *worker, ablation) for (trace, ablation), worker in itertools.product(_kinds, _workers)),
+        *(Build(trace, units, experts=True) for trace in (False, True) for units in (Units.TENSOR, Units.DOTS)),
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
-        _made = [
-            _pool.submit(cubin, Build(_trace, _units, _sms, _ablation))
-            for (_trace, _ablation), (_units, _sms) in itertools.product(_kinds, _workers)
-        ]
+        _made = [_pool.submit(cubin, build) for build in _builds]
     for _one in _made:
         _one.result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Operation, Phase, Units
 from ...isa.record import Records
-from .pages import CHUNK, PIECES, norm_fits
+from .pages import CHUNK, PIECES, dot_rows, norm_fits
 from .params import PAGES
 
 _TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
@@ -14,8 +14,6 @@ def model_refusal(model: ModelSizes) -> str | None:
     """The reason why a model of these sizes cannot run on a GPU, in a few words, or None if it can."""
     if model.dtype != Dtype.BF16:
         return f"it computes in bf16, not in {Dtype(model.dtype).name.lower()}: use --dtype bf16"
-    if model.experts:
-        return "its layers have experts, but the interpreter lacks the operations for them: use --backend cpu"
     if model.whole_norms:
         return "it normalises q and k over all heads, which the interpreter does not: use --backend cpu"
     if model.quantised_kv:
@@ -36,6 +34,8 @@ def refusal(dims: Dims) -> str | None:
         return reason
     if dims.worker.ring_pages != PAGES:
         return "the program was not compiled for a GPU's shared memory: compile it for an h100 or h200"
+    if dims.model.experts and dims.worker.sms > 1:
+        return "its workers are pairs of SMs, which do not compute experts: compile it with --pairs off"
     if not dims.bucket.kv_page == dims.bucket.kv_block == KV_BLOCK:
         return (
             f"the program has KV pages of {dims.bucket.kv_page} tokens, not {KV_BLOCK}: compile it for an h100 or h200"
@@ -47,8 +47,10 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
     """The reason why records of a phase cannot run on a GPU, in a few words, or None if they can."""
     if phase.weight_bits is not None:
         return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
-    if phase.operation is Operation.ATTENTION and phase.weights is not None:
-        return "has attention sinks, which the interpreter does not add"
+    if phase.operation is Operation.ATTENTION and phase.weights is not None and not dims.model.experts:
+        return "has attention sinks, which the interpreter adds only in models with experts"
+    if phase.operation is Operation.EXPERTS and not dot_rows(phase.inner(dims.split)):
+        return f"has rows of {phase.inner(dims.split)} elements, which shared memory cannot hold"
     if phase.norm is not None:
         rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims.split)
         if not norm_fits(rows, inner, dims):

@@ -49,7 +49,8 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
             add(loaded, phase.inputs)
             if output_columns(phase, dims):
                 add(stored, phase.output, dims.split.tp if phase.result is Result.PARTIAL else 1)  # one part per rank
-        if phase.is_matmul and dims.worker.units == Units.DOTS and phase.inner(dims.split) % PIECE_INNER == 0:
+        dots = phase.operation is Operation.EXPERTS or (phase.is_matmul and dims.worker.units == Units.DOTS)
+        if dots and phase.inner(dims.split) % PIECE_INNER == 0:
             assert phase.weights is not None
             found[phase.weights, PAGES] = _columns(phase, phase.weights, dims)
     return {key: layout for key, layout in found.items() if math.prod(layout.sizes)}
@@ -84,11 +85,12 @@ def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
     item = BUFFERS[weights].resolve_dtype(dims.model).itemsize
     inner, width = phase.inner(dims.split), phase.width(dims.split)
     row, two = inner * item, phase.matrices(dims.split) == 2
-    members, layer = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
+    members, whole = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
+    count = layers(weights, dims) * (dims.split.rank_experts if phase.operation is Operation.EXPERTS else 1)
     return MapLayout(
         item,
-        sizes=(PIECE_INNER, inner // PIECE_INNER, *members, layers(weights, dims)),
-        strides=(PIECE_INNER * item, row, row * members[0], layer),
+        sizes=(PIECE_INNER, inner // PIECE_INNER, *members, count),
+        strides=(PIECE_INNER * item, row, row * members[0], whole),
         box=(PIECE_INNER, DOT_PIECE // PIECE_INNER, *((PIECES, 1) if two else (1, PIECES)), 1),
         swizzled=False,
     )

@@ -144,7 +144,7 @@ class Thread {
   char* update(uint64_t address, uint32_t bytes, Order order);
 
   Shuffled shuffle(bool butterfly, uint32_t value, uint32_t b, uint32_t c, uint32_t mask);
-  bool vote_all(bool value, uint32_t mask);
+  uint32_t ballot(bool value, uint32_t mask);
   void sync_warp(uint32_t mask);
   void barrier(uint32_t index, uint32_t threads);  // `threads` is 0 for the whole block
   void arrive_cluster();

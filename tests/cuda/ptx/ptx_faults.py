@@ -76,6 +76,12 @@ pairs
   a page is reused while the other block reads it  block.h: p.arrive_at(1 - sm_of(block), block.empty[slot], count)  mbarrier\.arrive
   a page is reused while the other block reads it  roles.h: p.init(block.empty[i], kSms * kConsumerWarps)  , 16$  , 8
   an SM without rows reads a row of others  norm.h: if (kSms > 1 && rows <= 0) return  bra
+experts dots
+  the controller acquires nothing before it reads ROUTES  controller.h: wait_words(p_, params_, block_.dims, task)  ld\.acquire  ld.relaxed
+  a row's expert is read from another place of ROUTES  routes.h: return load_int(experts  \[(%\w+)\]  [\1+4]
+  results of experts are added with the weights of others  combine.h: load_float(weights + first + j)  \[(%\w+)\]  [\1+4]
+experts tensor
+  each part of experts signals  routes.h: task.record[i] = 0  st\.
 """  # noqa: E501
 
 

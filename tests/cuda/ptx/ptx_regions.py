@@ -109,9 +109,18 @@ class _Finder:
             dims = self.a.ranks[rank]
             shape, item = spec.shape(dims, 0), spec.resolve_dtype(dims.model).itemsize
             stride = (shape[-1] if len(shape) > 1 else 1) * item
+            kind = _KINDS[access.kind]
+            if dims.model.experts and access.buffer in (Buffer.ACT, Buffer.EXPERTS_OUT):
+                # ROUTES is not known yet, so an expert may store in each of a row's places.
+                count, place, width = dims.model.experts_per_token, col // shape[-1], min(col_end - col, shape[-1])
+                every = range(count) if dims.by_expert or col_end - col > width else (place,)
+                first = int(self.a.addresses[rank, access.buffer]) + (col - place * shape[-1]) * item
+                for p in every:
+                    yield first + (row * count + p) * stride, end - row, width * item, count * stride, 0, kind
+                continue
             base = int(self.a.addresses[rank, access.buffer]) + row * stride + col * item
             if end > row and col_end > col:
-                yield base, end - row, (col_end - col) * item, stride, 0, _KINDS[access.kind]
+                yield base, end - row, (col_end - col) * item, stride, 0, kind
 
     def _cache(
         self, buffer: Buffer, page: int, head: int, first: int, end: int, elements: tuple[int, int], kinds: int

@@ -43,6 +43,14 @@ _MORE: Sequence[dict[str, Any]] = (
     {"window": 20, "full_layers": (0,)},
     {"window": 150, "family": "glm4", "post_norms": True},
 )
+# In programs with experts, each of these is added to the shapes of half of the seeds.
+_MIXTRAL = {"family": "mixtral", "ffn": 72, "experts": 8, "experts_per_token": 2, "normalised_routes": True}
+_EXPERTS: Sequence[dict[str, Any]] = (
+    _MIXTRAL,
+    _MIXTRAL
+    | {"family": "gpt_oss", "clipped_gates": True, "window": 20, "full_layers": (1,)}
+    | {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+)
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     "dots": ({}, {"norm": "inside"}, {"queue": "body"}),
     "tensor": ({}, {"queue": "attention"}, {"norm": "next", "interleave": False}),
@@ -72,8 +80,14 @@ class Step:
         return None if error < 0.03 else f"{self.name}: the logits differ by {error:.2g}"
 
 
+def _units(kind: str) -> str:
+    """Return the kind without experts."""
+    return kind.removeprefix("experts ")
+
+
 def _options(kind: str, chosen: dict[str, Any]) -> Options:
-    return Options(matmul="dots" if kind == "dots" else "tensor", pairs="on" if kind == "pairs" else "off", **chosen)
+    units = _units(kind)
+    return Options(matmul="dots" if units == "dots" else "tensor", pairs="on" if units == "pairs" else "off", **chosen)
 
 
 def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
@@ -81,19 +95,22 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     rng = np.random.default_rng(seed)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
-    more = _MORE[seed % len(_MORE)]
+    units, mores = _units(kind), _EXPERTS if kind.startswith("experts") else _MORE
+    more = mores[seed % len(mores)]
     config = replace(config, **more | {"family": more.get("family", config.family)})
-    chosen = dict(rng.choice(np.array(_OPTIONS[kind])))
+    chosen = dict(rng.choice(np.array(_OPTIONS[units])))
     ranks = int(rng.choice([1, 1, 2, 4])) if tp is None else tp
     if ranks > 1:
         chosen |= {
             "o": str(rng.choice(["sharded", "replicated"])),
             "residual": str(rng.choice(["dealt", "replicated"])),
         }
-    tokens = int(rng.integers(1, 9 if kind == "dots" else 150))
+    if ranks > 1 and kind.startswith("experts"):
+        chosen["expert_parallel"] = seed % 4 < 2
+    tokens = int(rng.integers(1, 9 if units == "dots" else 150))
     if chosen.get("norm") == "inside":
         tokens, chosen["residual"] = min(tokens, 4), "replicated"
-    workers = int(rng.integers(1, 4)) * (2 if kind == "pairs" else 1)
+    workers = int(rng.integers(1, 4)) * (2 if units == "pairs" else 1)
     machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK)
     if kind == "dots" and config.family == "qwen3" and not chosen.get("norm"):
         # Each worker runs several small tiles, one after another, and each of them normalises a head.
@@ -174,7 +191,7 @@ def checked(kind: str) -> list[str]:
     doctor_gpu._TIMEOUT_S = 1e6  # the emulator is too slow for the usual time limit
     emulator, wrong = Emulator(), list[str]()
     for case in doctor_gpu.cases():
-        if case.matmul == kind:
+        if _units(kind) == case.matmul and kind.startswith("experts") == (case.config.experts > 0):
             wrong += doctor_gpu.check(replace(case, config=replace(case.config, layers=1)), seeds=1, repeats=1)
     return wrong + emulator.wrong
 
@@ -194,7 +211,13 @@ def varied(kind: str, **changes: Any) -> list[str]:
 
 
 # Seeds of the steps in which faults are planted. Together, they execute the code of all faults of a kind of build.
-_FAULT_STEPS = {"dots": (5, 6, 2, 8), "tensor": (5, 6), "pairs": (10, 5)}
+_FAULT_STEPS = {
+    "dots": (5, 6, 2, 8),
+    "tensor": (5, 6),
+    "pairs": (10, 5),
+    "experts dots": (20, 22),
+    "experts tensor": (22, 21),
+}
 
 
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:

@@ -30,6 +30,7 @@ integer-arithmetic-instructions
   neg.{t:s32}                        t = t          sub({t}{{0}}, {0})
   min.{t:s32|u32|u64}                t = t t        {0} < {1} ? {0} : {1}
   max.{t:s32|u32|u64}                t = t t        {0} > {1} ? {0} : {1}
+  popc.b32                           u32 = b32      std::popcount({0})
   bfi.{t:b32|b64}                    t = t t u32 u32  insert({0}, {1}, {2}, {3})
 floating-point-instructions
   add.{t:f32}                        t = t t        {0} + {1}
@@ -50,7 +51,9 @@ comparison-and-selection-instructions
   setp.{c:eq|neu|lt|gt}.{t:f32}      pred = t t     {0} {c} {1}
   setp.equ.{t:f32}                   pred = t t     !({0} < {1} || {0} > {1})
   setp.{c:ltu|leu|gtu|geu}.{t:f32}   pred = t t     !({0} {c} {1})
-  selp.{t:b32|b64|u16|u32|u64|f32|f64}  t = t t pred  {2} ? {0} : {1}
+  setp.nan.{t:f32}                   pred = t t     {0} != {0} || {1} != {1}
+  setp.num.{t:f32}                   pred = t t     {0} == {0} && {1} == {1}
+  selp.{t:b32|b64|u16|u32|s32|u64|f32|f64}  t = t t pred  {2} ? {0} : {1}
 logic-and-shift-instructions
   and.{t:b16|b32|b64|pred}           t = t t        {0} & {1}
   or.{t:b16|b32|b64|pred}            t = t t        {0} | {1}
@@ -98,7 +101,8 @@ parallel-synchronization-and-communication-instructions
   bar.warp.sync                      b32            T.sync_warp({0})
   barrier.cluster.arrive.release     -              T.arrive_cluster()
   barrier.cluster.wait.acquire       -              T.wait_cluster()
-  vote.sync.all.pred                 pred = pred b32  T.vote_all({0}, {1})
+  vote.sync.all.pred                 pred = pred b32  T.ballot({0}, {1}) == ~0u
+  vote.sync.ballot.b32               b32 = pred b32  T.ballot({0}, {1})
   atom{o:|.acq_rel.gpu}{space:|.global|.shared}.{op:add|exch}.{t:u32|s32|b32}  * * *  atomic
   atom{o:}{space:|.global|.shared}.{op:cas}.{t:b32}  * * * *  atomic
   red{o:|.relaxed.gpu|.relaxed.sys|.release.gpu|.release.sys}{space:.global}.{op:add}.{t:s32}  * *  reduce

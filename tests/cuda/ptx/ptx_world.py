@@ -28,6 +28,8 @@ BUILDS = {
     "dots": Build(False, Units.DOTS),
     "tensor": Build(False, Units.TENSOR),
     "pairs": Build(False, Units.TENSOR, 2),
+    "experts dots": Build(False, Units.DOTS, experts=True),
+    "experts tensor": Build(False, Units.TENSOR, experts=True),
 }
 _compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
@@ -154,7 +156,8 @@ class Emulator:
             dims = fake_gpu.view(params.contents.dims, (1,), kinds)[0]
             if sum(grid.contents.ranks for grid, _ in self._grids) == dims["tp"]:
                 try:
-                    self._run(Build(False, Units(int(dims["units"])), int(dims["sms"])), self._grids)
+                    build = Build(False, Units(int(dims["units"])), int(dims["sms"]), experts=bool(dims["experts"]))
+                    self._run(build, self._grids)
                 except BaseException as e:
                     self.wrong.append(repr(e))
                 self._grids = []

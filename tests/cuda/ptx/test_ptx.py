@@ -22,16 +22,25 @@ from megakernel.runtime.cuda.params import Ablation
 
 RUNS = int(os.environ.get("PTX_RUNS", 0))
 KINDS = list(BUILDS)
-SEEDS = {"dots": (2, 5, 6, 8), "tensor": (0, 3, 5, 6), "pairs": (0, 3, 10)}
+# Quick steps, on one and on two GPUs.
+SEEDS = {
+    "dots": (2, 5, 6, 8),
+    "tensor": (0, 3, 5, 6),
+    "pairs": (0, 3, 10),
+    "experts dots": (20, 22, 25, 29),
+    "experts tensor": (21, 22, 25),
+}
 # The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
     "signals release nothing": "race in global",
     "a consumer does not release a page": "deadlock",
+    "the controller acquires nothing before it reads ROUTES": "race in global",
     "no syncwarp before an output page is ready": "race in shared",
     "results are read before wgmma has ended": "",
     "a consumer does not report the end": "deadlock",
     "signals go to the next counter": "",
     "a page is released only in its own block": "",
+    "each part of experts signals": "",
 }
 CHECKS: dict[str, Callable[[str], object]] = {
     "steps": lambda kind: ptx_steps.run(kind, range(RUNS) if RUNS else SEEDS[kind]),

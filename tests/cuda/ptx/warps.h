@@ -67,13 +67,15 @@ Shuffled Thread::shuffle(bool butterfly, uint32_t value, uint32_t b, uint32_t c,
   return mine.got;
 }
 
-bool Thread::vote_all(bool value, uint32_t mask) {
+uint32_t Thread::ballot(bool value, uint32_t mask) {
   check_mask(*this, mask);
-  meet(*this, "vote.all", false, value, [](bool** all) {
-    const bool every = std::all_of(all, all + kLanes, [](const bool* one) { return *one; });
+  uint32_t bits = value;
+  meet(*this, "vote", false, bits, [](uint32_t** all) {
+    uint32_t every = 0;
+    for (int i = 0; i < kLanes; ++i) every |= *all[i] << i;
     for (int i = 0; i < kLanes; ++i) *all[i] = every;
   });
-  return value;
+  return bits;
 }
 
 void Thread::sync_warp(uint32_t mask) {
