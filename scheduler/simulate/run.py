@@ -4,8 +4,8 @@ rules, and says what the simulator leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 _NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
+_LAYERS = 2  # simulated layers from which `extrapolated_seconds` extrapolates
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,13 @@ def simulate(
 
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
     """
+    check(program)
+    target_of(program.dims).check(program)
     work, costs = _prepared(program, machine, table, costs or costs_of(machine))
-    runs = _launched(program, work)
+    once, of_layer = _tasks(work)
+    most = _INTERVALS_PER_TASK * (once + work.layers * of_layer) if trace else 0
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
-    result, intervals = run(work, costs, at, _INTERVALS_PER_TASK * runs if trace else 0)
+    result, intervals = run(work, costs, at, most)
     _check(program, work, result)
     kept = None
     if trace:
@@ -89,24 +93,23 @@ def simulate(
     )
 
 
-def seconds_by_layers(program: Program, machine: Machine, table: StepTable, layers: Sequence[int]) -> list[float]:
-    """Return the seconds of a step of `program` if it ran its body this many times, for each number of `layers`.
+def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, most_s: float = inf) -> float:
+    """Return the seconds of a step of `program`, extrapolated from a simulation of its first layers, because all layers
+    are alike. Return infinity if the simulation finds early that the step takes at least `most_s` seconds.
 
     Raises MegakernelError as `simulate` does.
     """
     work, costs = _prepared(program, machine, table, costs_of(machine))
-    seconds = []
-    for count in layers:
-        result, _ = run(replace(work, layers=count), costs, _NO_STALL, 0)
+    layers = min(work.layers, _LAYERS)
+    goal = (work.layers - layers, _tasks(work)[1], most_s)
+    result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, goal)
+    if result.step_s < inf:
         _check(program, work, result)
-        seconds.append(result.step_s)
-    return seconds
+    return result.step_s + goal[0] * result.layer_s
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
     """Return the simulator's input, and the costs of one worker of the program, which may be two SMs."""
-    check(program)
-    target_of(program.dims).check(program)
     if program.processors != machine.workers:
         raise MegakernelError(
             f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
@@ -119,12 +122,12 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
     return make_work(program, table, costs), costs
 
 
-def _launched(program: Program, work: Work) -> int:
-    """Return the number of tasks (instructions or pieces of attention work) in one launch, over all layers."""
+def _tasks(work: Work) -> tuple[int, int]:
+    """Return the numbers of tasks (instructions or pieces of attention work) outside the layers and in each layer."""
     per_record = work.records["end_task"] - work.records["first_task"]
     lists = work.prologue, work.body, work.epilogue, work.queue_records
     first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)
-    return first + program.dims.model.layers * (body + queues) + last
+    return first + last, body + queues
 
 
 def _check(program: Program, work: Work, result: SimulationResult) -> None:
