@@ -19,16 +19,15 @@ namespace {
 class Engine {
  public:
   // `intervals` receives up to `most` entries of a trace; if it is null, no trace is written.
-  Engine(const Program& program, const Costs& costs, const Stall& stall, const Goal& goal,
-         Interval* intervals, int64_t most)
+  Engine(const Program& program, const Costs& costs, const Stall& stall, double most_s, Interval* intervals,
+         int64_t most)
       : p_(program),
         c_(costs),
         stall_(stall),
-        goal_(goal),
+        most_s_(most_s),
         intervals_(intervals),
         most_(most),
         claims_(static_cast<size_t>(program.layers) * program.ranks * program.queues),
-        left_(program.layers, goal.layer_tasks),
         links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s) {
     for (int32_t s = 0; s < program.ranks * program.workers; ++s) workers_.emplace_back(program, s);
     for (int64_t r = 0; r < program.ranks; ++r) devices_.emplace_back(program, costs, r);
@@ -59,7 +58,7 @@ class Engine {
         (this->*e.then)(*e.worker);
       }
       result_.step_s = now_;
-      if (now_ >= give_up_) {
+      if (now_ >= most_s_) {
         result_.step_s = kNever;
         return result_;
       }
@@ -408,20 +407,11 @@ class Engine {
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
     w.storing = false;
     ++w.stored;
-    if (run.segment == kBody && --left_[run.layer] == 0) layer_ended(run.layer);
     if (devices_[w.rank].completes(*run.task)) signal(run, w.rank);
     store(w);
     load(w);
     begin_body(w);
     fetch(w);
-  }
-
-  void layer_ended(int32_t layer) {
-    result_.layer_s = now_ - layer_end_;
-    layer_end_ = now_;
-    // The prediction is step_s + repeats * layer_s. While the last layer runs, both numbers grow.
-    if (layer == p_.layers - 2) give_up_ = (goal_.most_s + goal_.repeats * now_) / (1 + goal_.repeats);
-    if (layer == p_.layers - 1) give_up_ = goal_.most_s - goal_.repeats * result_.layer_s;
   }
 
   void signal(const Run& run, int32_t rank) {
@@ -465,18 +455,15 @@ class Engine {
   const Program& p_;
   const Costs& c_;
   const Stall stall_;
-  const Goal goal_;
+  const double most_s_;
   Interval* const intervals_;
   const int64_t most_;
   Result result_{};
   double now_ = c_.launch_s;
-  double layer_end_ = now_;        // when the last layer that has ended did so
-  double give_up_ = goal_.most_s;  // when the simulation ends early
   int64_t scheduled_ = 0;
   std::priority_queue<Event> events_;
   std::vector<Worker> workers_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]
-  std::vector<int64_t> left_;    // [layers]: how many tasks have not ended
   std::vector<Device> devices_;
   Links links_;
 };
@@ -485,14 +472,14 @@ class Engine {
 }  // namespace mk::simulate
 
 // Simulates a program and stores the predicted time and traffic in `result`. If `intervals` is not null, also
-// writes a trace there, at most `most` entries. Returns 0 on success, -1 if memory runs out, and -2 if an
-// index in the program is out of bounds.
+// writes a trace there, at most `most` entries. A step of `most_s` seconds or more is not simulated to its
+// end. Returns 0 on success, -1 if memory runs out, and -2 if an index in the program is out of bounds.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
-                           const mk::simulate::Stall* stall, const mk::simulate::Goal* goal,
-                           mk::Interval* intervals, int64_t most, mk::simulate::Result* result) {
+                           const mk::simulate::Stall* stall, double most_s, mk::Interval* intervals,
+                           int64_t most, mk::simulate::Result* result) {
   if (!mk::simulate::is_sound(*program)) return -2;
   try {
-    *result = mk::simulate::Engine(*program, *costs, *stall, *goal, intervals, most).run();
+    *result = mk::simulate::Engine(*program, *costs, *stall, most_s, intervals, most).run();
     return 0;
   } catch (const std::bad_alloc&) {
     return -1;

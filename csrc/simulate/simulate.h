@@ -94,18 +94,8 @@ struct Stall {
   double seconds;
 };
 
-// What a simulation of few layers is for. The prediction for a step with more layers adds the time of the
-// last simulated layer `repeats` times. If it is certain that the sum reaches `most_s`, the simulation ends
-// early.
-struct Goal {
-  int32_t repeats;
-  int32_t layer_tasks;  // how many tasks a layer has, including those of queues
-  double most_s;
-};
-
 struct Result {
-  double step_s;   // infinity if the simulation ended early
-  double layer_s;  // from the end of the last layer but one to the end of the last layer
+  double step_s;  // infinity if the step takes longer than the caller wants to know
   double memory_bytes, cache_bytes, link_bytes;  // totals over all ranks, including write-backs
   int64_t events, intervals;
   // After a deadlock: the first stream that never ends, and the record and layer in which it waits. A

@@ -93,15 +93,11 @@ class _Stall(ctypes.Structure):
     _fields_ = (("segment", _I32), ("number", _I32), ("layer", _I32), ("seconds", _F64))
 
 
-class _Goal(ctypes.Structure):
-    _fields_ = (("repeats", _I32), ("layer_tasks", _I32), ("most_s", _F64))
-
-
 class SimulationResult(ctypes.Structure):
     """mk::simulate::Result."""
 
     _fields_ = (
-        *((name, _F64) for name in ("step_s", "layer_s", "memory_bytes", "cache_bytes", "link_bytes")),
+        *((name, _F64) for name in ("step_s", "memory_bytes", "cache_bytes", "link_bytes")),
         *((name, _I64) for name in ("events", "intervals")),
         *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),
     )  # fmt: skip
@@ -112,7 +108,7 @@ def _library() -> ctypes.CDLL:
     lib = load()
     lib.mk_simulate.restype = _I32
     lib.mk_simulate.argtypes = [
-        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), ctypes.POINTER(_Goal), _POINTER, _I64,
+        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _F64, _POINTER, _I64,
         ctypes.POINTER(SimulationResult),
     ]  # fmt: skip
     return lib
@@ -123,11 +119,11 @@ def run(
     costs: TaskCosts,
     stall: tuple[int, int, int, float],
     most: int,
-    goal: tuple[int, int, float] = (0, 0, inf),
+    most_s: float = inf,
 ) -> tuple[SimulationResult, Intervals]:
     """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
-    seconds). `goal` has the fields of mk::simulate::Goal. Returns the result and up to `most` intervals of the trace,
-    in the order in which they ended."""
+    seconds). The result's `step_s` is infinity if a step takes `most_s` seconds or more. Returns the result and up to
+    `most` intervals of the trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
@@ -137,7 +133,7 @@ def run(
     intervals = np.empty(most, dtype=DTYPE)
     result = SimulationResult()
     to = intervals.ctypes.data if most else None
-    status = _library().mk_simulate(program, native, _Stall(*stall), _Goal(*goal), to, most, result)
+    status = _library().mk_simulate(program, native, _Stall(*stall), most_s, to, most, result)
     if status == -2:
         raise MegakernelError(
             "a record of the program names a counter, a task or a queue that does not exist: verify the program"

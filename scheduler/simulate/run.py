@@ -23,7 +23,7 @@ _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 _NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
-_LAYERS = 2  # simulated layers from which `extrapolated_seconds` extrapolates
+_FEW, _MORE = 2, 4  # the numbers of layers from whose times `extrapolated_seconds` extrapolates
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def simulate(
     check(program)
     target_of(program.dims).check(program)
     work, costs = _prepared(program, machine, table, costs or costs_of(machine))
-    once, of_layer = _tasks(work)
-    most = _INTERVALS_PER_TASK * (once + work.layers * of_layer) if trace else 0
+    most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
     result, intervals = run(work, costs, at, most)
     _check(program, work, result)
@@ -94,18 +93,23 @@ def simulate(
 
 
 def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, most_s: float = inf) -> float:
-    """Return the seconds of a step of `program`, extrapolated from a simulation of its first layers, because all layers
-    are alike. Return infinity if the simulation finds early that the step takes at least `most_s` seconds.
+    """Return the seconds of a step of `program`, extrapolated from simulations of few layers, because all layers are
+    alike. If they are `most_s` or more, the result may be infinity, which takes less time to find out.
 
     Raises MegakernelError as `simulate` does.
     """
     work, costs = _prepared(program, machine, table, costs_of(machine))
-    layers = min(work.layers, _LAYERS)
-    goal = (work.layers - layers, _tasks(work)[1], most_s)
-    result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, goal)
-    if result.step_s < inf:
-        _check(program, work, result)
-    return result.step_s + goal[0] * result.layer_s
+
+    def seconds(layers: int, at_most: float = inf) -> float:
+        result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, at_most)
+        if result.step_s < inf:
+            _check(program, work, result)
+        return result.step_s
+
+    if work.layers <= _MORE:
+        return seconds(work.layers, most_s)
+    few_s, times = seconds(_FEW), (work.layers - _FEW) / (_MORE - _FEW)
+    return few_s + times * (seconds(_MORE, few_s + (most_s - few_s) / times) - few_s)
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
@@ -122,12 +126,12 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
     return make_work(program, table, costs), costs
 
 
-def _tasks(work: Work) -> tuple[int, int]:
-    """Return the numbers of tasks (instructions or pieces of attention work) outside the layers and in each layer."""
+def _launched(work: Work) -> int:
+    """Return the number of tasks (instructions or pieces of attention work) in one launch, over all layers."""
     per_record = work.records["end_task"] - work.records["first_task"]
     lists = work.prologue, work.body, work.epilogue, work.queue_records
     first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)
-    return first + last, body + queues
+    return first + work.layers * (body + queues) + last
 
 
 def _check(program: Program, work: Work, result: SimulationResult) -> None:
