@@ -23,7 +23,7 @@ _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 _NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
-_FEW, _MORE = 2, 4  # the numbers of layers from whose times `extrapolated_seconds` extrapolates
+_FEW, _MORE = 1, 3  # the numbers of layers from whose times `extrapolated_seconds` extrapolates
 
 
 @dataclass(frozen=True)
