@@ -87,6 +87,7 @@ _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
+    *("first_expert", "rank_experts"),
     *("head_ranks", "by_expert", "places"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )

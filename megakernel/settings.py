@@ -33,6 +33,7 @@ _TABLE = """
 --tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
+--enable-expert-parallel | switch | off | each rank has some whole experts, instead of a part of every expert
 --o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank) or
     auto
 --residual | text | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or
@@ -45,9 +46,9 @@ _TABLE = """
     (by a step's token rows)
 --pairs | text | off | whether two SMs with matrix units form one worker that loads weight tiles once for both: on, off
     or auto (whichever the simulator finds faster)
---no-interleave | text | off | each worker runs phases one after another instead of alternating between compute-bound
+--no-interleave | switch | off | each worker runs phases one after another instead of alternating between compute-bound
     and memory- or link-bound matmuls
---no-rank-overlap | text | off | instructions wait for whole phases of other ranks, not only for the row blocks that
+--no-rank-overlap | switch | off | instructions wait for whole phases of other ranks, not only for the row blocks that
     they need
 --threads | threads | auto | CPU threads; auto is one per core that this process may use
 --machine | text | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200,
@@ -61,8 +62,8 @@ _TABLE = """
 --served-model-name | text... | (the model's own name) | names that requests may use for the model
 --chat-template | text | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
     text itself
---tool-call-parser | hermes/llama3_json/mistral | (that of the chat template) | format of the model's function calls:
-    hermes, llama3_json or mistral
+--tool-call-parser | hermes/llama3_json/mistral/granite | (that of the chat template) | format of the model's function
+    calls: hermes, llama3_json, mistral or granite
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
     /health and /chat
 --open-metrics | switch | off | on: /metrics requires no key
@@ -77,6 +78,7 @@ _TABLE = """
     a 503
 --api-server-count | count | 1 | processes for HTTP, tokenising and detokenising, besides the engine's process
 --max-body-bytes | count | 16777216 | maximum bytes of a request's body
+--max-grammar-bytes | count | 536870912 | maximum bytes of compiled grammars that are kept for later requests
 --request-timeout | seconds | (none) | seconds that a whole answer, or the first token of a stream, may take
 --stall-timeout | seconds | 120 | seconds that requests may wait without a finished step before /health returns 503
 --shutdown-timeout | seconds | 30 | seconds to finish running requests after SIGTERM

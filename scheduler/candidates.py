@@ -56,7 +56,7 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
     units = TARGETS[machine.target].units
     if options.matmul != "auto" or len(units) == 1:
         return options
-    chosen = next((u for u in units if tokens <= _tile_rows(config, machine, tp, u)), units[-1])
+    chosen = next((u for u in units if tokens <= _tile_rows(config, machine, tp, u, options)), units[-1])
     return replace(options, matmul=chosen.name.lower())
 
 
@@ -74,7 +74,7 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
         )
     if machine.workers % sms:
         raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} is an odd number of workers")
-    rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units))
+    rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units, options))
     if rows < 1:
         raise MegakernelError(
             f"cannot compile matmuls as dot products: the inputs of one token take more than {DOT_INPUT_PAGES} "
@@ -84,16 +84,27 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
     return replace(machine, workers=machine.workers // sms, tile_rows=rows, col_unit=unit), units
 
 
-def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units) -> int:
+def _expert_parallel(config: ModelConfig, tp: int, options: Options) -> int:
+    each = Split(config.sizes(Dtype.BF16), tp, expert_parallel=1).rank_experts
+    if options.expert_parallel and (not each or each * tp != config.experts):
+        raise MegakernelError(
+            f"cannot divide {config.experts} experts among {tp} ranks (expert parallelism): it needs a model with a "
+            "multiple of so many experts"
+        )
+    return int(options.expert_parallel)
+
+
+def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units, options: Options) -> int:
     """Return the largest number of rows that fits every matmul tile of a rank, whether the O projection is sharded or
     replicated."""
-    split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1)
+    parallel = _expert_parallel(config, tp, options)
+    split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1, expert_parallel=parallel)
     return TARGETS[machine.target].tile_rows(units, max(config.hidden, split.o_cols, split.rank_ffn))
 
 
-def most_dot_rows(config: ModelConfig, machine: Machine, tp: int) -> int:
+def most_dot_rows(config: ModelConfig, machine: Machine, tp: int, options: Options) -> int:
     """Return the largest number of rows of a matmul tile that is computed with dot products on CUDA cores."""
-    return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0])))
+    return max(1, min(machine.tile_rows, _tile_rows(config, machine, tp, TARGETS[machine.target].units[0], options)))
 
 
 def fastest(
@@ -119,12 +130,15 @@ def fastest(
     most = _MAX_BLOCKS // tp * machine.tile_rows
     for name, value in (("tokens", tokens), ("logit_rows", logit_rows)):
         if value > most:
-            raise MegakernelError(f"cannot compile {value} {name} for machine {machine.name}: the limit is {most}")
+            raise MegakernelError(
+                f"cannot compile a program for {value} {name} on machine {machine.name}: the limit is {most}"
+            )
     kv_blocks = ceil_div(max_context, KV_BLOCK)
     slots = machine.workers * (_CLAIMS if options.claimed else 1)
     any_split = TARGETS[machine.target].any_split
     split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
-    split = Split(config.sizes(dtype, quantised_kv=quantised_kv, q8_activations=q8_activations), tp)
+    sizes = config.sizes(dtype, quantised_kv=quantised_kv, q8_activations=q8_activations)
+    split = Split(sizes, tp, expert_parallel=_expert_parallel(config, tp, options))
     bucket = Bucket(
         kv_block=KV_BLOCK,
         kv_page=machine.kv_page,

@@ -60,12 +60,14 @@ def describe(program: Program) -> dict[str, Any]:
 
 
 def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
-    """Return where a layer's norms are computed, and how several ranks share the O projection and the residual."""
+    """Return where a layer's norms are computed, and how several ranks share the O projection, residual and experts."""
     inside, ahead = (any(getattr(phase, name) for phase in forward.body) for name in ("norm", "ahead"))
     ranks = {
         "o": "replicated" if dims.split.replicated_o else "sharded",
         "residual": "replicated" if dims.split.replicated_residual else "dealt",
     }
+    if dims.model.experts:
+        ranks["experts"] = "whole" if dims.split.expert_parallel else "divided"
     return (ranks if dims.split.tp > 1 else {}) | {"norm": "inside" if inside else "next" if ahead else "own"}
 
 

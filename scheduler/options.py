@@ -18,8 +18,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile a program. For `auto`, the compiler chooses the value that it predicts to be fastest. Only `o` and
-    `matmul` affect the bits of the results.
+    """How to compile a program. For `auto`, the compiler chooses the value that it predicts to be fastest. Only `o`,
+    `matmul` and `expert_parallel` affect the bits of the results.
 
     o              O projection: W_O sharded by head, or replicated on every rank
     residual       the rows of the residual: each on one owner rank (dealt), or on every rank (replicated)
@@ -34,6 +34,7 @@ class Options:
                    operations; if off, operations run one after another
     matmul         dot products on CUDA cores (for few rows) or matrix units; `with_matmul` resolves auto. It has no
                    effect on a CPU
+    expert_parallel  whether each rank has some whole experts, instead of a part of every expert
     overlap_ranks  if off, instructions wait until other ranks have finished a whole operation, instead of some rows
     panel          the number of row blocks (tiles of rows) that share one pass over the weights; 0: the cost model
                    chooses"""
@@ -46,6 +47,7 @@ class Options:
     pairs: str = "off"
     interleave: bool = True
     overlap_ranks: bool = True
+    expert_parallel: bool = False
     panel: int = 0
 
     @property

@@ -122,10 +122,11 @@ class _Builder:
         return (*phase, group.block) if self.by_blocks else phase
 
     def _targets(self, producer: int, successors: Iterable[int]) -> list[tuple[int, frozenset[int]]]:
-        """Return which ranks the group `producer` must signal, as pairs (rank, successors on this rank). If the
-        successors include siblings (the same tasks) on several ranks, the pair is (ALL_RANKS, all siblings). Without
-        `self.by_blocks`, tasks wait for whole phases of other ranks. Then one successor on another rank is enough for
-        ALL_RANKS."""
+        """Return which ranks the group `producer` must signal, as pairs (rank, successors on this rank).
+
+        Siblings are the same tasks on different ranks. If successors on several ranks are siblings, one pair stands for
+        them: (ALL_RANKS, all siblings). Without `self.by_blocks`, a task waits until a phase has ended on all ranks. A
+        group then signals ALL_RANKS even if its only successor is on another rank."""
         by_kind: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in successors:
             by_kind[self._kind(g)].append(g)

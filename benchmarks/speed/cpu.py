@@ -5,7 +5,8 @@ Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which 
 weights. llama.cpp runs with the fastest settings that a search finds. In one case, another process keeps one core busy
 during the run. `--simd avx2` runs our side without AVX-512; DIR must then have a build of llama.cpp without AVX-512.
 `--only TEXT` selects the cases whose names contain TEXT; other cases in FILE from an earlier call are kept. Nothing
-else should run on the machine meanwhile.
+else should run on the machine meanwhile. The shape of Qwen3-30B-A3B has four of its 48 layers, because the whole model
+does not fit into the memory of a small machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -27,6 +30,7 @@ from servers import measured
 RUNS = ["--runs", "5"]
 SMALL, LARGE = ["--model", "smollm2-135m"], ["--model", "random:llama-3.2-1b", "--context", "2048"]
 INTEGERS = ["--kv-cache-dtype", "q8_0"]
+EXPERTS = "four layers of qwen3-30b-a3b in q4_k"  # stands for the file that `experts_file` writes
 FEW = ["--tokens", "24"]  # option for fewer decode steps, for the larger model and for long contexts
 
 
@@ -56,6 +60,7 @@ CASES = {
     "smollm2 bf16, 32 sequences": batch("bf16"),
     "smollm2 as in its file (Q4_1), 32 sequences": batch("auto"),
     "smollm2 bf16, beside a busy process": latency(SMALL, "bf16", 256),
+    "30B-A3B q4_k, 4 layers": latency(["--model", EXPERTS, "--context", "2048"], "auto", 256),
 }
 
 
@@ -68,6 +73,20 @@ def busy() -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def experts_file() -> Iterator[str]:
+    """Write the model EXPERTS, with random weights, to a temporary GGUF file, and yield its path."""
+    from megakernel.isa import Dtype
+    from megakernel.model import KNOWN_SHAPES, RandomCheckpoint
+    from megakernel.model.gguf_writer import write_gguf
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        config = replace(KNOWN_SHAPES["qwen3-30b-a3b"], layers=4, normalised_routes=True)
+        write_gguf(RandomCheckpoint(EXPERTS, config), path, Dtype.Q4_K)
+        yield str(path)
 
 
 def main() -> None:
@@ -86,8 +105,12 @@ def main() -> None:
     for name, command in CASES.items():
         if args.only not in name:
             continue
-        with busy() if "busy" in name else nullcontext():
-            found = measured(*command, "--vs", "llama.cpp", "--llama-bench", str(args.llama_bench.resolve()))
+        with (
+            busy() if "busy" in name else nullcontext(),
+            experts_file() if EXPERTS in command else nullcontext() as path,
+        ):
+            given = [path if part == EXPERTS else part for part in command]
+            found = measured(*given, "--vs", "llama.cpp", "--llama-bench", str(args.llama_bench.resolve()))
         [other] = found["vs"].values()
         ratios = {"ratio": other["ratio"], "prefill_ratio": other.get("prefill", {}).get("ratio")}
         figures[name] = {"command": " ".join(command)} | ratios | {"result": found}

@@ -152,6 +152,7 @@ struct Dims {
   int32_t rank;
   int32_t replicated_o;
   int32_t replicated_residual;
+  int32_t expert_parallel;
   int32_t kv_block;
   int32_t kv_page;
   int32_t row_block;
@@ -178,13 +179,15 @@ struct Dims {
   MK_DIMS_FN int32_t first_head() const { return start(heads, tp, rank); }
   MK_DIMS_FN int32_t first_kv_head() const { return (first_head() / group_size()); }
   MK_DIMS_FN int32_t rank_kv_heads() const { if ((rank_heads() < 1)) return 0; return (ceil_div((first_head() + rank_heads()), group_size()) - first_kv_head()); }
-  MK_DIMS_FN int32_t first_ffn() const { return shard(ffn, tp, rank); }
-  MK_DIMS_FN int32_t rank_ffn() const { return (shard(ffn, tp, (rank + 1)) - first_ffn()); }
+  MK_DIMS_FN int32_t first_ffn() const { return (expert_parallel ? 0 : shard(ffn, tp, rank)); }
+  MK_DIMS_FN int32_t rank_ffn() const { if (expert_parallel) return ffn; return (shard(ffn, tp, (rank + 1)) - first_ffn()); }
   MK_DIMS_FN int32_t first_vocab() const { return shard(vocab, tp, rank); }
   MK_DIMS_FN int32_t rank_vocab() const { return (shard(vocab, tp, (rank + 1)) - first_vocab()); }
+  MK_DIMS_FN int32_t first_expert() const { return (expert_parallel ? start(experts, tp, rank) : 0); }
+  MK_DIMS_FN int32_t rank_experts() const { return (expert_parallel ? (experts / tp) : experts); }
   MK_DIMS_FN int32_t head_ranks() const { return lower_of(heads, tp); }
   MK_DIMS_FN int32_t by_expert() const { return (((tokens * experts_per_token) > experts) ? 1 : 0); }
-  MK_DIMS_FN int32_t places() const { return (by_expert() ? experts : experts_per_token); }
+  MK_DIMS_FN int32_t places() const { return (by_expert() ? rank_experts() : experts_per_token); }
   MK_DIMS_FN int32_t q_cols() const { return (rank_heads() * head_dim); }
   MK_DIMS_FN int32_t kv_cols() const { return (rank_kv_heads() * head_dim); }
   MK_DIMS_FN int32_t qkv_cols() const { return (q_cols() + (2 * kv_cols())); }
@@ -214,6 +217,8 @@ struct Sizes : Dims {
   int32_t rank_ffn_;
   int32_t first_vocab_;
   int32_t rank_vocab_;
+  int32_t first_expert_;
+  int32_t rank_experts_;
   int32_t q_cols_;
   int32_t kv_cols_;
   int32_t qkv_cols_;
@@ -233,6 +238,8 @@ struct Sizes : Dims {
   MK_DIMS_FN int32_t rank_ffn() const { return rank_ffn_; }
   MK_DIMS_FN int32_t first_vocab() const { return first_vocab_; }
   MK_DIMS_FN int32_t rank_vocab() const { return rank_vocab_; }
+  MK_DIMS_FN int32_t first_expert() const { return first_expert_; }
+  MK_DIMS_FN int32_t rank_experts() const { return rank_experts_; }
   MK_DIMS_FN int32_t q_cols() const { return q_cols_; }
   MK_DIMS_FN int32_t kv_cols() const { return kv_cols_; }
   MK_DIMS_FN int32_t qkv_cols() const { return qkv_cols_; }
@@ -263,6 +270,8 @@ MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {
   s.rank_ffn_ = d.rank_ffn();
   s.first_vocab_ = d.first_vocab();
   s.rank_vocab_ = d.rank_vocab();
+  s.first_expert_ = d.first_expert();
+  s.rank_experts_ = d.rank_experts();
   s.q_cols_ = d.q_cols();
   s.kv_cols_ = d.kv_cols();
   s.qkv_cols_ = d.qkv_cols();

@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if closed:
             return _fail("standard output is closed")
-        args, unknown = parser().parse_known_args(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        args, unknown = parser().parse_known_args([*map(_dashed, given)])
         if unknown:
             args.parser.error(_about_unknown(unknown, args.parser.format_usage(), getattr(args, "hints", {})))
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
@@ -99,6 +100,12 @@ def _drop_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dashed(argument: str) -> str:
+    """Return a flag with hyphens for underscores, because vLLM takes both. Other arguments remain as they are."""
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
 def _about_unknown(unknown: Sequence[str], usage: str, hints: Mapping[str, str]) -> str:

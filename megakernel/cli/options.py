@@ -15,7 +15,7 @@ from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
 from ..model.stored import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
-from ..settings import SETTINGS, positive
+from ..settings import SETTINGS, positive, switch
 from . import output
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
     `optional`, it has the value None, so that a verb that also accepts a compiled program knows that the flag was not
     given."""
     setting = SETTINGS[name]
+    if setting.read is switch:
+        parser.add_argument(setting.flag, action="store_true", help=setting.what)
+        return
     parser.add_argument(
         setting.flag,
         *setting.aliases,
@@ -47,10 +50,9 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
-    for name in ("o lowering", "residual", "norm", "queue", "matmul", "pairs"):
+    names = ("enable expert parallel", "o lowering", "residual", "norm", "queue", "matmul", "pairs")
+    for name in (*names, "no interleave", "no rank overlap"):
         add_setting(parser, name)
-    for name in ("no interleave", "no rank overlap"):
-        parser.add_argument(SETTINGS[name].flag, action="store_true", help=SETTINGS[name].what)
 
 
 def lowering(args: argparse.Namespace) -> Options:
@@ -64,6 +66,7 @@ def lowering(args: argparse.Namespace) -> Options:
         queue=args.queue,
         matmul=args.matmul,
         pairs=args.pairs,
+        expert_parallel=args.enable_expert_parallel,
         interleave=not args.no_interleave,
         overlap_ranks=not args.no_rank_overlap,
     )
@@ -117,6 +120,8 @@ def load(model: str, **how: Any) -> LLM:
             "memory; --weights chooses a smaller type",
             style="dim",
         )
+    if llm.codec.why:
+        output.stderr.print(f"{llm.codec.why}: only token ids work", style="dim")
     if llm.sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items())
         output.stderr.print(

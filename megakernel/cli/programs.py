@@ -159,11 +159,12 @@ def run_verify(args: argparse.Namespace) -> int:
         report = verify(program)
     if args.json:
         found = {"ok": report.ok, "checked": report.checked, "verify_s": report.seconds}
-        output.emit(found | {"violations": report.violations})
+        output.emit(found | {"violations": report.violations, "more": report.more})
     else:
         for violation in report.violations:
             print(violation)
-        verdict = "ok" if report.ok else f"{len(report.violations)} violations"
+        count = f"{'more than ' if report.more else ''}{len(report.violations)} violations"
+        verdict = "ok" if report.ok else count
         output.stdout.print(
             f"{verdict}: {report.checked:,} instructions checked in {report.seconds:.2f} s",
             style="green" if report.ok else "red",

@@ -27,7 +27,8 @@ def register(add: AddVerb) -> None:
         "show a step's least time on a machine and what limits it",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
-    for name in ("model", "machine", "tp", "o lowering", "residual", "norm", "dtype", *STORED):
+    shared = ("enable expert parallel", "o lowering", "residual", "norm")
+    for name in ("model", "machine", "tp", *shared, "dtype", *STORED):
         add_setting(parser, name)
     add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
     add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence", "C")
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     context = args.context
     machine = machines.load(args.machine)
     config, how = paper_model(args, machine, context)
-    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm)
+    parallel = args.enable_expert_parallel
+    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm, expert_parallel=parallel)
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
     tasks = fastest(config, machine, max_context=context, tp=args.tp, options=options, **how, **rows)
     forward, ranks = tasks.forward, tasks.rank_dims

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     *("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads", "speculate"),
-    *("generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
+    *("enable expert parallel", "generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
     *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
     *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
-    *("max queued requests", "max body bytes", "request timeout", "stall timeout", "shutdown timeout"),
-    *("replicas", "ray address", "routing"),
+    *("max queued requests", "max body bytes", "max grammar bytes", "request timeout", "stall timeout"),
+    *("shutdown timeout", "replicas", "ray address", "routing"),
 )
 # The settings that give the fields of the class `Limits`, in the order of its fields.
 _LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
@@ -44,6 +44,13 @@ _OF_VLLM = {
     "the KV cache is as large as --max-num-seqs and --max-model-len need": "gpu-memory-utilization"
     " kv-cache-memory-bytes num-gpu-blocks-override block-size swap-space cpu-offload-gb",
     "use --weights": "quantization load-format",
+    "use --backend": "device",
+    "set the environment variable HF_TOKEN": "hf-token",
+    "put the values into the model's config.json": "hf-overrides rope-scaling rope-theta",
+    "use --generation-config": "override-generation-config",
+    "the grammar backend is always llguidance: leave it out": "guided-decoding-backend structured-outputs-config",
+    "every endpoint is always served: leave it out": "task runner convert",
+    "use --max-model-len": "max-seq-len-to-capture ctx-size",
     "use --model": "tokenizer tokenizer-mode revision tokenizer-revision download-dir hf-config-path",
     "use --replicas": "data-parallel-size pipeline-parallel-size distributed-executor-backend",
     "use --speculate": "speculative-config speculative-model num-speculative-tokens",
@@ -143,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
     how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "activations", "threads", "speculate")}
     how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
     how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
+    how |= {"enable_expert_parallel": given["enable expert parallel"], "grammar_bytes": given["max grammar bytes"]}
     # The port is opened before the model is loaded, so that a port in use fails at once.
     with _listening(given) as sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
         limits = Limits(*(given[name] for name in _LIMITS))

@@ -260,4 +260,4 @@ def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
     """Return the shape of a rank's part of a weight buffer, without the axis for layers."""
     spec = BUFFERS[buffer]
     assert spec.part is not None, f"{buffer.name} is not a weight"
-    return (*(split.model.stack if spec.per_expert else ()), *spec.part(split.model, split))
+    return (*(split.stack if spec.per_expert else ()), *spec.part(split.model, split))

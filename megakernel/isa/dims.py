@@ -82,11 +82,6 @@ class ModelSizes:
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
     whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
 
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """The axis of a layer's weights in front of the axes of one expert: (experts,), or () without experts."""
-        return (self.experts,) if self.experts else ()
-
     def span(self, layer: int) -> int:
         """Return the maximum number of tokens to which a token attends in a layer, itself included."""
         if self.window < 1:
@@ -124,7 +119,8 @@ class Split:
 
     Query heads, FFN columns and vocabulary rows are divided into one contiguous shard per rank. All shards have the
     same size, or the first ones are larger by one head, or by SHARD_UNIT columns. A shard may be empty. A rank has all
-    KV heads that its query heads use. Therefore two neighbouring ranks may both have the same KV head.
+    KV heads that its query heads use. Therefore two neighbouring ranks may both have the same KV head. If experts are
+    divided among ranks (expert parallelism), a rank has all FFN columns of its experts.
     """
 
     model: ModelSizes
@@ -133,6 +129,7 @@ class Split:
     # 1: Every rank has all of W_O. Attention sends a row's heads to the rank that owns the row.
     replicated_o: int = 0
     replicated_residual: int = 0  # 1: every rank keeps the whole residual, and adds the partial sums of all ranks
+    expert_parallel: int = 0  # 1: every rank has some whole experts; 0: it has a part of every expert
 
     @property
     def rank_heads(self) -> int:
@@ -154,11 +151,21 @@ class Split:
 
     @property
     def first_ffn(self) -> int:
-        return shard(self.model.ffn, self.tp, self.rank)
+        return 0 if self.expert_parallel else shard(self.model.ffn, self.tp, self.rank)
 
     @property
     def rank_ffn(self) -> int:
+        if self.expert_parallel:
+            return self.model.ffn
         return shard(self.model.ffn, self.tp, self.rank + 1) - self.first_ffn
+
+    @property
+    def first_expert(self) -> int:
+        return start(self.model.experts, self.tp, self.rank) if self.expert_parallel else 0
+
+    @property
+    def rank_experts(self) -> int:
+        return self.model.experts // self.tp if self.expert_parallel else self.model.experts
 
     @property
     def first_vocab(self) -> int:
@@ -209,6 +216,11 @@ class Split:
     def qkv_rows(self) -> int:
         """The rows of W_QKV that the rank has: all, even those of other ranks' heads, if norms span all heads."""
         return Split(self.model).qkv_cols if self.model.whole_norms and self.rank_heads else self.qkv_cols
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axis of a layer's weights in front of the axes of one expert: (rank_experts,), or () without experts."""
+        return (self.rank_experts,) if self.model.experts else ()
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""
@@ -293,8 +305,8 @@ class Dims:
     @property
     def places(self) -> int:
         """The number of EXPERTS instructions (mixture-of-experts matmuls) per row and column tile. It is the number of
-        all experts if `by_expert` is 1, and otherwise the number of experts that a token uses."""
-        return self.model.experts if self.by_expert else self.model.experts_per_token
+        the rank's experts if `by_expert` is 1, and otherwise the number of experts that a token uses."""
+        return self.split.rank_experts if self.by_expert else self.model.experts_per_token
 
     @property
     def own_logit_rows(self) -> int:
@@ -316,6 +328,10 @@ class Dims:
         return from_rank * self.own_rows + self.reduce_place(row)
 
     # -- The methods below are used in Python only, and are not translated to C++.
+
+    def first_block(self, position: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first KV block that a token at a position attends to in any layer: 0 unless all have windows."""
+        return np.maximum(position.astype(np.int64) + 1 - max(self.model.spans), 0) // self.bucket.kv_block
 
     def owners(self, row: int) -> range:
         """Return the ranks that keep the residual of a token row."""

@@ -95,9 +95,9 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
             kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
             return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
         case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
-            return [Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * (2 * max(split.model.experts, 1))
+            return _of_experts([Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * 2, split)
         case Buffer.W_DOWN | Buffer.B_DOWN:
-            return [_all(split.model.hidden)] * max(split.model.experts, 1)
+            return _of_experts([_all(split.model.hidden)], split)
         case Buffer.W_ROUTER | Buffer.B_ROUTER:
             return [_all(split.model.experts)]
         case Buffer.SINKS:
@@ -127,6 +127,13 @@ def column_share(buffer: Buffer, split: Split) -> Share:
 
 def _all(count: int) -> Share:
     return Share(count, 0, count)
+
+
+def _of_experts(shares: list[Share], split: Split) -> list[Share]:
+    """Return the shares of all experts, each of which has the entries `shares`, or no rows if another rank has it."""
+    own = range(split.first_expert, split.first_expert + split.rank_experts)
+    none = [share._replace(size=0) for share in shares]
+    return [share for e in range(split.model.experts) for share in (shares if e in own else none)] or shares
 
 
 def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[WeightRows]:

@@ -170,12 +170,13 @@ class Keys:
         return float(value)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id."""
+        """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id, and
+        some GGUF files the same bits without a sign."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
             raise self._wrong(key, "token ids")
-        return tuple(i for i in ids if i != -1)
+        return tuple(i for i in ids if i not in (-1, 2**32 - 1))
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return the numbers at a key whose value must be a list of finite numbers."""

@@ -206,7 +206,7 @@ def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int,
             rows = Counter[str]()
             for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
                 rows[name] += share.whole
-            stack = split.model.stack if naming.stacked(buffer) else ()
+            stack = split.stack if naming.stacked(buffer) else ()
             expected |= {name: (*stack, count // math.prod(stack), *columns) for name, count in rows.items()}
     return expected
 

@@ -45,7 +45,15 @@ _READ = {
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
-_HARMLESS = {"attention.causal", "rope.scaling.finetuned", "tensor_data_layout"}
+_HARMLESS = {"attention.causal", "attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout"}
+# Keys that may have a list with a number for each layer. The numbers must be the same.
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+# Values of the key `general.type` of files that contain no model.
+_NO_MODELS = {
+    "adapter": "a LoRA adapter: merge it into its base model with llama-export-lora, and give the merged model",
+    "mmproj": "only the image encoder of a model: give the GGUF file of its language model",
+    "imatrix": "statistics for quantising a model: give the model itself",
+}
 
 
 class _Cursor:
@@ -256,6 +264,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
 
+    if why := _NO_MODELS.get(str(metadata.get("general.type"))):
+        raise refuse(f"the file is {why}")
     architecture = metadata.get("general.architecture")
     routed = bool(metadata.get(f"{architecture}.expert_count"))
     named = [f for f in FAMILIES.values() if architecture in f.gguf]
@@ -273,7 +283,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if values.get("attention.causal") is False:
         raise refuse(f"{prefix}attention.causal = False is not supported")
 
-    keys = Keys(metadata, source, prefix)
+    lists = {prefix + key: values[key] for key in _PER_LAYER if isinstance(values.get(key), list)}
+    keys = Keys(metadata | {key: each[0] for key, each in lists.items() if len(set(each)) == 1}, source, prefix)
     count = keys.count
     rope = _rope(file, keys)
     # The files do not say whether YaRN rounds the numbers of RoPE pairs.

@@ -53,6 +53,7 @@ _OF_IMAGES = {
 }  # fmt: skip
 
 _ORIGINAL = "original_max_position_embeddings"
+_OLD_NAMES = {"su": "longrope"}  # of kinds of RoPE scaling, as in the first files of Phi-3
 # The keys that each kind of RoPE scaling requires, and those that it may have.
 _NEEDS = {
     RopeKind.DEFAULT: set[str](),
@@ -192,7 +193,8 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     where = f"{source}: {key}"
     if not isinstance(table, dict):
         raise MegakernelError(f"{where} is {short(table)}, not an object")
-    named = {table[spelling] for spelling in ("rope_type", "type") if isinstance(table.get(spelling), str)}
+    given = [table[spelling] for spelling in ("rope_type", "type") if isinstance(table.get(spelling), str)]
+    named = {_OLD_NAMES.get(name, name) for name in given}
     if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
         raise MegakernelError(f"{where} must name exactly one rope_type, not {', '.join(sorted(named)) or 'none'}")
     name = named.pop() if named else "default"

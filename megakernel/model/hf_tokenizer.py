@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import MegakernelError, regular
+from ..errors import MegakernelError, file_errors, regular
 from .chat_template import ChatTemplate
 from .gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, ggml_tokenizer, merges_of
 from .hf_config import read_json
@@ -48,7 +48,8 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
     _check_ids(read_json(path), path)
-    with backend_errors(f"cannot read {path}"):
+    # It is valid JSON, so it may be of a kind that only a later version of the package knows.
+    with backend_errors(f"cannot read {path}", UnknownTokenizer):
         backend = tokenizers.Tokenizer.from_file(str(path))
     backend.no_truncation()
     backend.no_padding()
@@ -94,6 +95,10 @@ def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer
     from gguf import vocab
 
     remedy = "put the model's tokenizer.json beside it"
+    for file in (path, path.with_name("added_tokens.json")):
+        with file_errors(f"read {file}"):
+            if file.exists():
+                regular(file)
     if find_spec("sentencepiece") is None:
         raise UnknownTokenizer(
             f"{path} needs the package sentencepiece: run `pip install 'megakernel[sentencepiece]'`, or {remedy}"
@@ -156,7 +161,8 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
     found = {name: _template(file) for name, file in (("default", default), ("tool_use", tools)) if file.exists()}
     if "default" in found:
         return found
-    given = config.get("chat_template")
+    # Older processors of images have the template of their language model in a file of its own.
+    given = config.get("chat_template") or _optional(folder / "chat_template.json").get("chat_template")
     listed = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
     sources = {"default": given} if isinstance(given, str) else {str(t.get("name")): t.get("template") for t in listed}
     where = str(folder / "tokenizer_config.json")

@@ -53,7 +53,9 @@ class _Split:
                 good &= (*files.shapes.get(scales, ()), _BLOCK // 2) == shape
                 good &= all(files.rows(each, 0, 0).dtype == np.uint8 for each in (name, scales) if good)
             if not good:
-                raise MegakernelError(f"tensor {name} in {files.where(name)} has not the type and shape of experts")
+                raise MegakernelError(
+                    f"tensor {name} in {files.where(name)} does not have the type and shape of experts' weights"
+                )
             outputs = shape[2] if kind == "" else shape[1]
             inputs = {"": shape[1:2], "_blocks": (_BLOCK * shape[-2],)}.get(kind, ())
             parts = ["gate", "up"] if proj == "gate_up" else ["down"]

@@ -59,7 +59,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (_GPT2,),
     ),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
-    (f"{_LLAMA3_NAMES} dbrx smaug-bpe glm4 chatglm-bpe", (_LLAMA3,)),
+    (f"{_LLAMA3_NAMES} dbrx smaug-bpe glm4 glm5 chatglm-bpe", (_LLAMA3,)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", (_QWEN2,)),
     ("qwen35", (_QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),)),
     ("tekken", (_camel("") + _DIGIT + _REST_SLASH,)),
@@ -135,7 +135,7 @@ SPLITS = {name: expressions for names, expressions in _RULES for name in names.s
 # Rules of vocabularies that write tokens as SentencePiece does ("▁" for a space). Only line breaks split their texts.
 SPELLED = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
 # With these rules, a piece that is itself a token becomes that token, without applying merges.
-WHOLE_PIECES = {*_LLAMA3_NAMES.split(), "tekken", "minicpm5", "youtu", "granite-embed-multi-97m"}
+WHOLE_PIECES = {*_LLAMA3_NAMES.split(), "tekken", "minicpm5", "youtu", "granite-embed-multi-97m", "glm4", "glm5"}
 # With these rules, BOS is put before a text unless the file says otherwise.
 BEGUN = {*_LLAMA3_NAMES.split(), "tekken", "chameleon", "gemma4", "granite-embed-multi-311m"}
 # With these rules, characters are composed first (Unicode NFC), such as e and an accent.

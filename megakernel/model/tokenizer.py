@@ -145,14 +145,14 @@ class Tokenizer:
 
 
 @contextmanager
-def backend_errors(what: str) -> Iterator[None]:
-    """Turn an error of the package `tokenizers` into a MegakernelError, which begins with `what`."""
+def backend_errors(what: str, kind: type[MegakernelError] = MegakernelError) -> Iterator[None]:
+    """Turn an error of the package `tokenizers` into an error of type `kind`, which begins with `what`."""
     try:
         yield
     except (MegakernelError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # the package raises BaseException after a panic in its Rust code
-        raise MegakernelError(f"{what}: {str(e)[:500]}") from e
+        raise kind(f"{what}: {str(e)[:500]}") from e
 
 
 # If an answer continues a message, this mark is appended to the message, to find the message's end in the rendered

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import inf
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import BUFFERS, CONTROL, DRAIN, MAX_PHASES, OPERATIONS, Buffer, Dims, Forward, Operation, Phase, Result, Rows
 from ..isa import record as bits
+from ..isa.buffers import given
 from ..isa.operations.spec import FIELDS, OPTIONAL, Contents, contents
 from .program import SEGMENTS
 
@@ -107,10 +108,15 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
             if buffer is not None and (found := contents(buffer, d)) != wanted:
                 yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.split.rank})"
     if p.adds_products and p.result in (Result.RESIDUAL, Result.PARTIAL, Result.STORED):
-        parts = [p.inner(d.split) for d in all_dims(dims)]
-        whole = p.inner(dims.changed(tp=1).split)
+        parts = [_inner(p, d) for d in all_dims(dims)]
+        whole = _inner(p, dims.changed(tp=1))
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:
             yield f"its inner length is {whole}, of which the ranks have {parts}: this does not fit its result"
+
+
+def _inner(p: Phase, d: Dims) -> int:
+    """Return the length of a phase's dot products on a rank, added up over the rank's experts if they have weights."""
+    return p.inner(d.split) * (prod(d.split.stack) if BUFFERS[given(p.weights)].per_expert else 1)
 
 
 def _place(p: Phase, segment: int, layers: int) -> Iterator[str]:

@@ -84,7 +84,7 @@ def moves(dims: Dims, position: Ints) -> bool:
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """Return the KV blocks [begin, end) that rows at positions `first` to `last` see with the longest window."""
-    begin = np.maximum(first + 1 - max(dims.model.spans), 0) // dims.bucket.kv_block
+    begin = dims.first_block(first)
     return begin, last // dims.bucket.kv_block + 1
 
 

@@ -159,7 +159,8 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
 
 
 def _phases(program: Program) -> Iterator[tuple[int, int, Segment]]:
-    """Yield (segment, layer, phase) for all phases of a step, in order: each needs only earlier ones."""
+    """Yield the number of the segment, the layer and the instructions of each phase of a step. A phase comes after all
+    phases whose results it needs."""
     for index in range(len(SEGMENTS)):
         phases = program.phases(index)
         for layer in range(program.dims.model.layers) if index == BODY else (0,):

@@ -78,11 +78,13 @@ def _check_rows(t: StepTable) -> None:
 
 
 def _check_pages(t: StepTable, seq: NDArray[Any], start: NDArray[Any], last: NDArray[Any]) -> None:
-    """Check the KV pages of the sequences `seq`, which write positions `start` to `last` and read all earlier ones."""
-    index = np.arange(t.dims.bucket.pages_per_seq)
+    """Check the KV pages of the sequences `seq`, which write positions `start` to `last` and read all earlier ones that
+    they see in some layer."""
+    index, bucket = np.arange(t.dims.bucket.pages_per_seq), t.dims.bucket
     tables = t.block_tables[seq]
-    used = index <= (last // t.dims.bucket.kv_page)[:, None]
-    written = used & (index >= (start // t.dims.bucket.kv_page)[:, None])
+    first = t.dims.first_block(start) * (bucket.kv_block // bucket.kv_page)
+    used = (index >= first[:, None]) & (index <= (last // bucket.kv_page)[:, None])
+    written = used & (index >= (start // bucket.kv_page)[:, None])
     owner = np.broadcast_to(np.arange(len(seq))[:, None], tables.shape)
     pages = tables[written]
     order = np.argsort(pages, kind="stable")
@@ -112,7 +114,7 @@ def _check_items(t: StepTable) -> None:
     _require((t.row_seq[row] == seq) & (t.row_seq[last] == seq), "an item's rows are not of its sequence")
 
     live, split = seq >= 0, t.item_split[:n]
-    first = np.maximum(t.positions[row] + 1 - max(d.model.spans), 0) // d.bucket.kv_block
+    first = d.first_block(t.positions[row])
     whole = np.where(live, t.positions[last] // d.bucket.kv_block + 1 - first, 0)
     unsplit = split < 0
     _require(split >= -1, "a split index is below -1")

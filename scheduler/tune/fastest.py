@@ -142,7 +142,7 @@ class Fastest:
             open_ -= {"residual"}
         if tokens <= self.machine.tile_rows:
             open_ -= {"pairs"}
-        if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp)) > _DOT_TILES:
+        if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp, self._options)) > _DOT_TILES:
             open_ -= {"matmul"}
         together = (["o", "queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"])
         choices = [_products([name for name in names if name in open_]) for names in together]

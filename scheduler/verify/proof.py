@@ -82,11 +82,12 @@ _MOST = 50  # the maximum number of violations that a report lists
 @dataclass(frozen=True)
 class Report:
     """The result of a proof. `checked` is the number of instructions of a launch, over all ranks and layers. The
-    program is proved safe if there are no violations."""
+    program is proved safe if there are no violations. `more` says whether there are more than the report lists."""
 
     checked: int
     seconds: float
     violations: list[str]
+    more: bool = False
 
     @property
     def ok(self) -> bool:
@@ -98,9 +99,8 @@ def verify(program: Program) -> Report:
     inputs of a step). Stages run in turn until one finds violations. The report lists that stage's violations."""
     start = time.perf_counter()
     violations = next(filter(None, map(list, _stages(program))), [])
-    if len(violations) > _MOST:
-        violations[_MOST:] = ["and more"]
-    return Report(program.instructions, time.perf_counter() - start, violations)
+    more = len(violations) > _MOST
+    return Report(program.instructions, time.perf_counter() - start, violations[:_MOST], more)
 
 
 def _stages(program: Program) -> Iterator[Iterable[str]]:

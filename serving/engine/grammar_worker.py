@@ -54,16 +54,26 @@ class _Vocabulary:
 # The values of the keyword `format` that the grammar library can enforce.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
-_NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties", "contains"])
-_NESTED |= {"not", "if", "then", "else"}
-_NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+_NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties"])
+_NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
+# keywords that the library does not implement
+_UNENFORCED = frozenset(["uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"])
+_UNENFORCED |= {
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "contentSchema",
+    "$dynamicRef",
+    "$recursiveRef",
+}
+_UNENFORCED |= {"unevaluatedItems", "unevaluatedProperties"}
 _PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
 # _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes, which are kept.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
-# Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds.
-_BEYOND = re.compile(r"\\[bB1-9k]|(?<!\\)\(\?<?[=!]")
+# Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds, atomic groups.
+_BEYOND = re.compile(r"\\[bB1-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)")
 
 
 class _Schema:
@@ -107,6 +117,7 @@ class _Schema:
         if "x-root" in schema and schema is not self.root:
             inner = _Schema(schema, self)
             return {"$ref": self._keep(inner._at, inner._rewritten(schema, combined))}
+        schema = _given(schema)
         combining = [key for key in _COMBINING if key in schema]
         named = not schema.keys().isdisjoint(("properties", "patternProperties", "required"))
         combines = bool(combining) and (named or len(combining) > 1 or "allOf" in combining)
@@ -126,14 +137,18 @@ class _Schema:
             elif key == "pattern" and isinstance(value, str):
                 if pattern := self._pattern(value):
                     out[key] = pattern
-            elif key == "uniqueItems":
-                self.left |= {key} if value else set()
+            elif key in _UNENFORCED:
+                # `unevaluatedItems: true` and `uniqueItems: false` forbid nothing.
+                self.left |= set() if value is key.startswith("unevaluated") else {key}
             elif key not in self._dropped and (key != "format" or value in _FORMATS):
                 out[key] = value
         if "propertyNames" in schema:
             self._limit_names(schema["propertyNames"], out)
         if not combined and (named or combines):
             self._close(schema, out, combines)
+        if not out.get("properties", {}).keys() <= set(out.get("required", ())):
+            # The library counts properties only if all that have a name are required.
+            self.left |= {key for key in ("minProperties", "maxProperties") if out.pop(key, None) is not None}
         return out
 
     def _close(self, schema: dict[str, Any], out: dict[str, Any], combines: bool) -> None:
@@ -154,7 +169,7 @@ class _Schema:
         """Yield the schema and, found through $ref, allOf, anyOf and oneOf, all that apply to the same JSON value."""
         if not isinstance(schema, dict):
             return
-        yield schema
+        yield (schema := _given(schema))
         for key in _COMBINING[1:]:
             for one in schema.get(key, ()):
                 yield from self._combined(one, seen)
@@ -210,6 +225,11 @@ class _Schema:
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
         return "" if beyond else plain
+
+
+def _given(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without keywords that are null, which some programs write for absent ones."""
+    return {key: value for key, value in schema.items() if value is not None or key in ("const", "default")}
 
 
 # -- compilation

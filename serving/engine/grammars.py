@@ -30,8 +30,7 @@ _WORKER = Path(__file__).with_name("grammar_worker.py")
 # Limits on the time and memory to compile one grammar. Ordinary schemas take 1 to 30 ms.
 MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
-# Limits of the cache: how many compiled grammars, and how many bytes. The least recently used one is dropped first.
-MOST_KEPT, MOST_KEPT_BYTES = 256, 512 << 20
+_MOST_KEPT, KEPT_BYTES = 256, 512 << 20  # default limits of the cache: compiled grammars, and their bytes
 _SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
 
@@ -146,12 +145,15 @@ class _Compiled:
 class Grammars:
     """Makes the constraints that sampling parameters ask for, and caches compiled grammars. It is thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int]) -> None:
-        """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab: int, eos_ids: frozenset[int], most_bytes: int = KEPT_BYTES
+    ) -> None:
+        """`vocab` is the model's vocabulary size, which may be larger than the tokenizer's. The cache has at most
+        `most_bytes` of compiled grammars; the least recently used one is dropped first."""
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept_bytes, self._most_bytes = 0, most_bytes
         self._checker: LimitedProcess | None = None
         self._library: LLTokenizer | None = None
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
@@ -213,7 +215,7 @@ class Grammars:
             dropped = [self._known.pop(key)] if key in self._known else []
             self._known[key] = compiled
             self._kept_bytes += compiled.size - sum(one.size for one in dropped)
-            while len(self._known) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+            while len(self._known) > _MOST_KEPT or self._kept_bytes > self._most_bytes:
                 dropped.append(self._known.popitem(last=False)[1])
                 self._kept_bytes -= dropped[-1].size
         if dropped:

@@ -150,13 +150,14 @@ class Slots:
 
     def __init__(self, dims: Dims) -> None:
         n = dims.bucket.max_seqs
-        self.page = dims.bucket.kv_page
+        self.dims, self.page = dims, dims.bucket.kv_page
         self.order: Ints = np.zeros(0, np.int64)  # a new array after each change, so that `is` shows whether it changed
         self.sequence: Objects = np.full(n, None)
         self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
         self.reader, self.number = np.zeros((2, n), np.int64)  # see `Request.reader`, and the number of the choice
         self.tokens = np.zeros((n, dims.bucket.max_context), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
+        self.freed = np.zeros(n, np.int64)  # first pages that the sequence no longer has, see `passed`
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
         # Ids that end each sequence, padded with -1.
         self.stop_ids = np.full((n, 1), -1)
@@ -181,7 +182,7 @@ class Slots:
         self.number[slot] = request.first + sequence.choice
         self.tokens[slot, : len(tokens)] = tokens
         self.known[slot] = self.length[slot] = len(tokens)
-        self.computed[slot], self.known_pages[slot] = shared * self.page, shared
+        self.computed[slot], self.known_pages[slot], self.freed[slot] = shared * self.page, shared, 0
         self.limit[slot], self.prompt[slot] = sequence.length_limit, len(request.prompt_ids)
         self.early_until[slot] = len(request.prompt_ids) + request.params.min_tokens
         self.top[slot] = POOLED if request.params.pooling else -1 if logprobs is None else logprobs
@@ -212,7 +213,20 @@ class Slots:
         return self.tokens[slot, : self.known[slot]]
 
     def pages_of(self, slot: int) -> list[int]:
-        return self.pages.ids[slot, : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
+        return self.pages.ids[slot, self.freed[slot] : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
+
+    def passed(self, slots: Ints) -> Ints:
+        """Return, for each slot, how many of its sequence's first pages no later step reads, because all tokens that
+        they hold have left the sliding windows of all layers. Pages that the prefix cache does not know yet stay."""
+        next_row = np.minimum(self.computed[slots], self.known[slots] - 1)
+        blocks = self.dims.first_block(next_row)
+        return np.minimum(blocks * (self.dims.bucket.kv_block // self.page), self.known_pages[slots])
+
+    def drop(self, slot: int, count: int) -> list[int]:
+        """Remove all of the sequence's first `count` pages that it still has, and return them."""
+        dropped: list[int] = self.pages.ids[slot, self.freed[slot] : count].tolist()
+        self.freed[slot] = count
+        return dropped
 
     def set_pages(self, slot: int, kept: int, more: list[int]) -> None:
         """Keep the first `kept` pages of a slot's sequence, and append the pages `more` to them."""

@@ -6,7 +6,9 @@ fills a page or computes its prompt.
 
 A running sequence has KV pages for its prompt and the tokens generated so far. If it needs another page and none is
 free, the youngest running sequence is preempted: it frees its pages and waits again, but keeps its generated tokens.
-When it is admitted again, it recomputes their keys and values, with bit-identical results."""
+When it is admitted again, it recomputes their keys and values, with bit-identical results. If all layers have sliding
+windows, a sequence frees the pages that its windows have left. Launches run one after another, so no running launch
+reads a page that the next one overwrites."""
 
 from __future__ import annotations
 
@@ -123,6 +125,7 @@ class Batch:
         self.slots = Slots(dims)
         self.counts = Counts()  # the engine updates them after each step
         self._max_seqs, self._page = dims.bucket.max_seqs, dims.bucket.kv_page
+        self._windows = max(dims.model.spans) < dims.bucket.max_context  # whether all layers have sliding windows
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
         self._slots = list(range(dims.bucket.max_seqs - 1, -1, -1))  # free slots
@@ -165,6 +168,11 @@ class Batch:
         slots, order = self.slots, self.slots.order
         for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
             self._publish(sequence)
+        if self._windows:
+            passed = slots.passed(order)
+            for slot, count in zip(order.tolist(), passed.tolist(), strict=True):
+                if count > slots.freed[slot]:
+                    self._pool.give(slots.drop(slot, count))
         self._grow()
         self._admit()
         return self._deal()
@@ -210,9 +218,9 @@ class Batch:
         slots, slot = self.slots, sequence.slot
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
-        kept = self.pages_for(tokens)
-        self._pool.give(slots.pages_of(slot)[kept:])
-        slots.set_pages(slot, min(kept, int(slots.pages.count[slot])), [])
+        kept, count = self.pages_for(tokens), int(slots.pages.count[slot])
+        self._pool.give(slots.pages.ids[slot, kept:count].tolist())
+        slots.set_pages(slot, min(kept, count), [])
         if slots.sampling.penalised[slot]:
             self._write_history(slot, tokens - 1)
 

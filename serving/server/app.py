@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.errors import APIError, ErrorResponse, MessagesError, answer_error, shortened
+from megakernel.serving.server.errors import TOO_DEEP, APIError, ErrorResponse, MessagesError, answer_error, shortened
 from megakernel.serving.server.http import Gate, while_connected
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
 from megakernel.serving.server.messages import ROOFLINE, TIMELINE
@@ -59,7 +59,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         redirect_slashes=False,
         root_path=root_path,
     )
-    for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, Exception):
+    for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, *TOO_DEEP, Exception):
         app.add_exception_handler(kind, answer_error)
 
     @app.exception_handler(404)

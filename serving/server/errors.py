@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
@@ -36,6 +37,10 @@ _MESSAGES_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+
+
+# What the libraries raise that convert a request to JSON again.
+TOO_DEEP = (RecursionError, PydanticSerializationError)
 
 
 class ErrorInfo(BaseModel):
@@ -92,7 +97,11 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return _validation(error.errors())
     if isinstance(error, HTTPException):
-        return APIError(error.status_code, str(error.detail), headers=error.headers)
+        cause = error.__cause__  # why a body cannot be parsed, which FastAPI does not say
+        told = f"the body cannot be read as JSON: {shortened(str(cause))}" if cause else str(error.detail)
+        return APIError(error.status_code, told, headers=error.headers)
+    if isinstance(error, TOO_DEEP):
+        return APIError(400, "the JSON of the request is nested too deeply")
     if isinstance(error, (EngineDead, Overloaded)):
         return APIError(503, str(error), headers={"Retry-After": "1" if isinstance(error, Overloaded) else "30"})
     if isinstance(error, MegakernelError):

@@ -66,9 +66,11 @@ def has_more_values(body: bytes, most: int) -> bool:
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
 
 
-# A JSON escape for half a character (a surrogate) without the other half. It may be text that only looks like one.
+# A JSON escape for half a character (a surrogate) without the other half. It may be text that only looks like one. Or
+# the bytes that UTF-8 would have for half a character, if it allowed them; the parser of JSON takes them.
 _HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+    rb"|\xed[\xa0-\xbf]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PATH = 200  # characters of the path to a field that an error shows

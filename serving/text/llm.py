@@ -23,7 +23,7 @@ from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
-from megakernel.serving.engine.grammars import Grammars
+from megakernel.serving.engine.grammars import KEPT_BYTES, Grammars
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes
 from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
@@ -53,6 +53,7 @@ class LLM:
     model        known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, folder, .gguf file, random:NAME
                  for random weights, or a Checkpoint (without tokenizer)
     tp           number of tensor-parallel ranks, which share the model and the threads: 1, 2, 4 or 8
+    enable_expert_parallel  whether each rank has some whole experts, instead of a part of every expert
     backend      auto (cuda if available, otherwise cpu), reference, cpu, cuda, or null, which computes nothing
     dtype        auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
     weights      type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
@@ -64,6 +65,7 @@ class LLM:
     max_seqs     maximum number of sequences that run at once
     step_tokens  maximum tokens that one step computes; longer prompts are split over several steps
     prefix_cache compute the common prefix of several prompts only once
+    grammar_bytes  maximum bytes of compiled grammars that are kept for later requests
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
     generation_config  defaults of sampling: auto (the generation_config.json of the model's folder), vllm (those of
@@ -83,7 +85,9 @@ class LLM:
         max_seqs: int = 64,
         step_tokens: int = 512,
         prefix_cache: bool = True,
+        grammar_bytes: int = KEPT_BYTES,
         speculate: int = 0,
+        enable_expert_parallel: bool = False,
         weights: str = "auto",
         kv_cache_dtype: str = "auto",
         activations: str = "auto",
@@ -115,10 +119,11 @@ class LLM:
         self.pooling = load_pooling(model) if isinstance(model, str) else "last"
         self.sampling = _sampling(model, generation_config)
         eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
-        self.grammars = Grammars(self.tokenizer, self.config.vocab, eos)
+        self.grammars = Grammars(self.tokenizer, self.config.vocab, eos, grammar_bytes)
         self.threads = machines.host(threads).workers
         memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
-        options = with_matmul(Options(), self.config, self.machine, tp=tp, tokens=step_tokens)
+        chosen = Options(expert_parallel=enable_expert_parallel)
+        options = with_matmul(chosen, self.config, self.machine, tp=tp, tokens=step_tokens)
         self.kv_cache = kv_cache_dtype if quantised else self.dtype.name.lower()
         kept = checkpoint.storage if registered(backend).stores else {}
         q8 = rounds_activations(activations, kept)

@@ -22,14 +22,15 @@ class ToolFormat:
     end: str
     between: str  # the text that separates two calls
     arguments: str  # the JSON key for a call's arguments
-    each: bool = False  # whether every call has its own `begin` and `end`; otherwise all calls share one pair
-    bare: bool = False  # whether the model may omit `begin` if its answer consists of calls only
+    each: bool = False  # whether every call has its own `begin` and `end`; otherwise `begin` precedes a JSON list
+    bare: bool = False  # whether there is no list, and no `begin` either if the answer consists of calls only
 
 
 FORMATS = {
     "hermes": ToolFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments", each=True),
     "llama3_json": ToolFormat("<|python_tag|>", "", "; ", "parameters", bare=True),
-    "mistral": ToolFormat("[TOOL_CALLS]", "]", ", ", "arguments"),
+    "mistral": ToolFormat("[TOOL_CALLS]", "", ", ", "arguments"),
+    "granite": ToolFormat("<|tool_call|>", "", ", ", "arguments"),
 }
 
 
@@ -40,7 +41,7 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
         return FORMATS[name]
     marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
-    marks["<|start_header_id|>"] = "llama3_json"
+    marks |= {"<|tool_call|>": "granite", "<|start_header_id|>": "llama3_json"}
     return FORMATS[next((kind for mark, kind in marks.items() if mark in (template or "")), "hermes")]
 
 
@@ -49,10 +50,10 @@ def with_tools(
 ) -> list[dict[str, Any]]:
     """Rewrite a conversation for a chat template without tool support: tools, calls and results become plain text."""
     listed = "\n".join(json.dumps(tool) for tool in tools)
-    call = json.dumps({"name": "FUNCTION", form.arguments: {"PARAMETER": "VALUE"}})
+    call = _written([{"name": "FUNCTION", form.arguments: {"PARAMETER": "VALUE"}}], form)
     told = (
         f"You can call these functions, whose parameters are given as JSON schemas:\n<tools>\n{listed}\n</tools>\n"
-        f"To call one, answer with its name and its arguments:\n{form.begin}{call}{form.end}"
+        f"To call one, answer with its name and its arguments:\n{call}"
     )
     first = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
     rest = list(messages)[bool(first) :]
@@ -66,9 +67,17 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     if not calls:
         return message
-    written = [json.dumps({"name": call["name"], form.arguments: call["arguments"]}) for call in calls]
-    text = form.begin + (form.end + form.between + form.begin if form.each else form.between).join(written) + form.end
+    text = _written([{"name": call["name"], form.arguments: call["arguments"]} for call in calls], form)
     return {"role": message["role"], "content": f"{message['content']}\n{text}".strip()}
+
+
+def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
+    """Return calls as the model writes them."""
+    texts = [json.dumps(call) for call in calls]
+    if form.each:
+        return form.between.join(f"{form.begin}{text}{form.end}" for text in texts)
+    text = form.between.join(texts)
+    return form.begin + (text if form.bare else f"[{text}]")
 
 
 def calls_grammar(
@@ -88,7 +97,7 @@ def calls_grammar(
     begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
     one = f"{begin} {call} {end}" if form.each else call
     more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
-    calls = one + more if form.each or form.bare else f'{begin} "[" {one}{more} {end}'
+    calls = one + more if form.each or form.bare else f'{begin} "[" {one}{more} "]"'
     if answer is None:
         return "\n".join([f"start: {calls}", *rules])
     try:
@@ -183,7 +192,7 @@ class ToolReader:
         if mark:
             self._give(text[:at], content)
             self._held, self._calling = text[at + len(mark) :], mark == self._begin
-            self._opened = self._calling
+            self._opened = self._opened or self._calling
             return True
         kept = max(_beginning(text, mark) for mark in marks)
         self._give(text[: len(text) - kept], content)
@@ -245,7 +254,9 @@ class ToolReader:
 
 
 _STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*"\s*(\S?)', re.DOTALL)
-_OTHER_KEYS = ("name", "type", "id")
+_NAME_KEYS = ("name", "function")
+_OTHER_KEYS = (*_NAME_KEYS, "type", "id")
+_ESCAPES = '"\\/bfnrtu'  # the characters that may follow a backslash in JSON
 
 
 class _Object:
@@ -280,6 +291,8 @@ class _Object:
         self._item: list[str] = []  # characters of the key or of the value that is being read
         self._comma = ""  # a comma and white space that are dropped if no value follows
         self._quoted = self._escaped = False
+        self._inner = False  # whether the members are those of an object `function`, as in the OpenAI API
+        self._strange = False  # whether there is a key of which nothing is known
         self._hopeless = False  # whether the text read so far cannot be a call
 
     @property
@@ -322,8 +335,7 @@ class _Object:
     def _take(self, character: str) -> None:
         if self._quoted:
             self._quoted = self._escaped or character != '"'
-            self._escaped = character == "\\" and not self._escaped
-            self._item.append(json.dumps(character)[1:-1] if character < " " else character)
+            self._item += self._in_string(character)
         elif len(self._open) == 1 and character in ",:}":
             if character != ":":
                 self._end_value()
@@ -331,7 +343,9 @@ class _Object:
                 self._key, self._item = _string(self._item), []
                 if self.bare and not self.arguments and self._key not in (*self._keys, *_OTHER_KEYS):
                     self.done = self._hopeless = True
-            if character == "}":
+            if character == "}" and self._inner:
+                self._inner = False
+            elif character == "}":
                 self._no_arguments()
                 self.done = self.closed = True
         elif character in "}]":
@@ -342,6 +356,8 @@ class _Object:
                     break
             if len(self._open) == 1:
                 self._end_value()
+        elif character == "{" and self._key == "function" and len(self._open) == 1:
+            self._inner, self._key = True, None
         elif character == "," or (self._comma and character.isspace()):
             self._comma += character
         else:
@@ -353,15 +369,26 @@ class _Object:
                 self._open.append("}" if character == "{" else "]")
                 self._item = self._item if len(self._open) > 1 else []
 
+    def _in_string(self, character: str) -> str:
+        """Return how to write the next character of a string. A backslash waits for the character after it, because
+        models write escapes that JSON does not have, as in "C:\\Users" or "don\\'t"."""
+        written = json.dumps(character)[1:-1] if character < " " else character
+        if self._escaped and character != "'":
+            written = ("\\" if character in _ESCAPES else "\\\\") + written
+        self._escaped = character == "\\" and not self._escaped
+        return "" if self._escaped else written
+
     def _end_value(self) -> None:
         """Process the value of a member whose end has been read: the function's name or its arguments."""
         item, key, self._item, self._key = self._item, self._key, [], None
         if item is self.arguments:
             self.done = self._only_arguments
-        elif key == "name" and self.name is None:
+        elif key in _NAME_KEYS and self.name is None:
             self.name = _string(item)
             self._hopeless = self.name not in self._names
             self.done = self.bare and self._hopeless
+        elif key is not None and key not in (*self._keys, *_OTHER_KEYS):
+            self._strange = True
         elif key in self._keys and not self.arguments:
             value = "".join(item).strip()
             value = _string(item) if value.startswith('"') else value
@@ -372,14 +399,19 @@ class _Object:
             self._no_arguments()
 
     def _no_arguments(self) -> None:
-        """If the call has no arguments, take them to be an empty object."""
+        """If the call has no arguments, take them to be an empty object, unless an unknown key may have them."""
+        self._hopeless = self._hopeless or (self._strange and not self.arguments)
         if not self.arguments:
             self.arguments.append("{}")
 
     def end(self, how: str) -> None:
-        """End an object whose last bracket is missing. `how` says why it ends: at a `mark`, at a character that cannot
-        follow (`broken`), or with the answer, whose finish reason is `stop` or `length`. Missing brackets are added,
-        except for `length`, which means that the answer was cut off."""
+        """End an object whose last bracket is missing, and add the brackets. `how` says where it ends:
+
+        mark    at the text that ends a call, such as </tool_call>
+        broken  at a character that cannot follow
+        stop    at the end of the answer
+        length  where max_tokens has cut off the answer: no brackets are added
+        """
         self.done = True
         if how == "length":
             return

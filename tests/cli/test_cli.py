@@ -402,6 +402,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
+        ("serve --hf_token x", "(set the environment variable HF_TOKEN)"),
         ("serve --gpu-memory-utilization 0.9", "(the KV cache is as large as --max-num-seqs"),
         ("serve --quantization=fp8 model", "(use --weights)"),
         ("serve --max-num-sequences 3", "(did you mean --max-num-seqs?)"),

@@ -48,6 +48,7 @@ YARN = {"type": "yarn", "factor": 4.0, ORIGINAL: 128}
 SCALED = 0.1 * math.log(4.0) + 1
 LONG = {"rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8, ORIGINAL: 128}
 LONG_ROPE = Rope(1e4, RopeKind.LONGROPE, original_context=128, attention=math.sqrt(1 + math.log(4) / math.log(128)))
+LONG_ROPE_READ = replace(LONG_ROPE, factors=(2.0,) * 8, short_factors=(1.0,) * 8)
 PLAIN = ModelConfig(300, 64, 100, 2, 4, 2, 16, 512, 1e-5, Rope(), family="llama")
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
@@ -73,6 +74,13 @@ GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
 SMOLLM3 |= {"tie_word_embeddings": False}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None, "head_dim": 16}
+GEMMA = {
+    "architectures": ["GemmaForCausalLM"],
+    "model_type": "gemma",
+    "hidden_act": "gelu_pytorch_tanh",
+    "head_dim": 16,
+}
+GEMMA_READ = {"embedding_multiplier": 8.0, "rounds_embedding": True, "tied": True}
 # Further keys of Gemma 3's published files, with smaller sizes.
 GEMMA3 |= {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -187,8 +195,13 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             },
             {"rope": replace(LONG_ROPE, dims=8, factors=(2.0,) * 4, short_factors=(1.0,) * 4)},
         ),
+        # The first files of Phi-3 have the older name of longrope, and later tools wrote the newer one beside it.
+        ({**PHI3, "rope_scaling": {**LONG, "rope_type": "su"}}, {"rope": LONG_ROPE_READ}),
+        ({"rope_scaling": {**LONG, "type": "su"}}, {"rope": LONG_ROPE_READ}),
         ({**GLM, "head_dim": 16}, {"qkv_bias": True, "rope": Rope(dims=8)}),
         ({**GLM, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}, {}),
+        (GEMMA, GEMMA_READ),
+        ({**GEMMA, "hidden_act": "gelu", "hidden_activation": None}, GEMMA_READ),
         (GEMMA3, GEMMA3_READ),
         (
             {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, "layer_types": [FULL, WINDOW]}
@@ -296,6 +309,7 @@ def test_rope_spellings(spelling: dict[str, Any]) -> None:
         ("mlp_bias", {**GLM, "mlp_bias": True}),
         ("final_logit_softcapping", {**GEMMA3, "final_logit_softcapping": 30.0}),
         ("hidden_activation", {**GEMMA3, "hidden_activation": "gelu"}),
+        ("hidden_activation", {**GEMMA, "hidden_act": "gelu", "hidden_activation": "gelu"}),
         ("hidden_act", {**GEMMA3, "hidden_act": "silu"}),
         ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}),
         ("sliding_window is null", {**OLMO3, "sliding_window": None}),

@@ -83,7 +83,9 @@ def test_blocks_that_the_file_has_are_kept(path: Path, dtype: Dtype, weights: st
 
 def test_shape_from_metadata(path: Path) -> None:
     bias = {"blk.0.attn_q.bias": np.ones(256, np.float32)}
-    tiny_gguf(path, tensors=bias, tokenizer__ggml__eos_token_id=2, tokenizer__ggml__eot_token_id=3)
+    lists: dict[str, Any] = {"llama__attention__head_count_kv": [2, 2], "llama__feed_forward_length": [512]}
+    lists["llama__attention__layer_norm_epsilon"] = 1e-6  # no family reads it
+    tiny_gguf(path, tensors=bias, tokenizer__ggml__eos_token_id=2, tokenizer__ggml__eot_token_id=3, **lists)
     config = load_config(str(path))
     assert (config.hidden, config.ffn, config.layers, config.heads, config.kv_heads) == (256, 512, 1, 4, 2)
     assert (config.vocab, config.max_context, config.head_dim) == (70, 128, 64)
@@ -247,6 +249,9 @@ def test_a_window_is_applied_or_limits_the_context(path: Path, architecture: str
         ("qwen2.attention.sliding_window", {"qwen2__attention__sliding_window": "wide"}),
         ("logit_scale", {"llama__logit_scale": 2.0}),
         ("vocab_size", {"llama__vocab_size": "many"}),
+        (r"feed_forward_length is \[512, 256\]", {"llama__feed_forward_length": [512, 256]}),
+        ("the file is a LoRA adapter: merge it", {"llama__rope__freq_base": 1e4, "general__type": "adapter"}),
+        ("only the image encoder", {"clip__vision__block_count": 1, "general__type": "mmproj"}),
         ("freq_base", {"llama__rope__freq_base": float("nan")}),
         ("'jina-bert-v2' is not supported, only .*'llama', ", {"jina-bert-v2__vocab_size": 70}),
     ],

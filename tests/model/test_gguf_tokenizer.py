@@ -91,6 +91,7 @@ def test_rules_are_those_of_transformers() -> None:
         ("laguna", "a\n\nb 12", "a|\n\n|b| |1|2"),
         ("exaone-moe", "가 나 a1.\n\n", "가 나 a|1|.\n|\n"),
         ("minicpm5", "it's 12345", "it|'s| |123|45"),
+        ("glm5", "it's 12345", "it|'s| |123|45"),
         ("jais-2", "a     b", "a|    | b"),
         ("qwen35", "ก็ 12", "ก็| |1|2"),
     ],
@@ -101,8 +102,12 @@ def test_rules_by_example(name: str, text: str, parts: str) -> None:
 
 def test_the_named_sets_are_rules(tmp_path: Path) -> None:
     assert SPLITS.keys() >= WHOLE_PIECES and SPLITS.keys() | SPELLED >= BEGUN and not SPLITS.keys() & SPELLED
+    tokens = [*BYTES, "ab", "abc", "<s>", "</s>", "<user>"]  # no merges make the token abc
     for name in (*SPLITS, *SPELLED, None, ""):
-        tokenizer = loaded(byte_gguf(tmp_path / "m.gguf", merges=["a b"], pre=name))
+        tokenizer = loaded(
+            byte_gguf(tmp_path / "m.gguf", merges=["a b"], tokens=tokens, token_type=None, pre=name, bos_token_id=258)
+        )
+        assert (pieces(tokenizer, "abc")[-1] == "abc") == (name in WHOLE_PIECES)
         assert (pieces(tokenizer, "ab")[0] == "<s>") == (name in BEGUN) and pieces(tokenizer, "ab")[-1] == "ab"
     missing = byte_gguf(tmp_path / "m.gguf", merges=["1 2", "12 3", "123 4", ", ."], pre=None)
     assert pieces(loaded(missing), "1234,.a") == ["123", "4", ",.", "a"]
@@ -146,6 +151,7 @@ def test_letters_without_token_and_bytes_become_unknown(tmp_path: Path, unk: str
         ("<s> </s> <|end|> <|assistant|>", {"eos_token_id": 3}, [1, 2, 3]),
         ("<bos> <eos> <start_of_turn> <end_of_turn>", {"eos_token_id": 1}, [1, 3]),
         ("<s> <｜end▁of▁sentence｜> <｜User｜>", {"eos_token_id": None}, [1]),
+        ("<s> </s> xx", {"eos_token_id": 1, "eot_token_id": 2**32 - 1 - 257}, [1]),  # no token, as an unsigned -1
         ("<s> <|end|> <|return|> <|call|>", {"eos_token_id": 2}, [2, 3]),  # here <|end|> ends only a part of an answer
         ("<s> </s> <|tool_response>", {"eos_token_id": 2}, [2]),
         ("<s> xx yy zz", {"eos_token_id": 1, "eot_token_id": 2, "eom_token_id": 3}, [1, 2, 3]),

@@ -101,6 +101,14 @@ def test_templates_see_what_they_see_in_transformers(
     assert (257 + 1 in tokenizer.eos_ids) == ("eos_token" in mapped)
 
 
+def test_a_template_may_be_in_a_file_of_an_older_processor(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, byte_backend())
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
+    assert loaded(folder).chat_template == PLAIN
+    hf_folder(tmp_path, None, chat_template=TOOLS)
+    assert loaded(folder).chat_template == TOOLS
+
+
 @pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
 def test_templates_see_additional_special_tokens(tmp_path: Path, name: str) -> None:
     shown = "{{ additional_special_tokens | join(',') }}"
@@ -157,8 +165,18 @@ def test_an_empty_vocabulary_and_ids_with_gaps(tmp_path: Path) -> None:
 def test_an_unknown_decoder_leaves_token_ids(tmp_path: Path) -> None:
     backend = byte_backend()
     backend.decoder = decoders.WordPiece()
+    folder = hf_folder(tmp_path, backend)
     with pytest.raises(UnknownTokenizer, match="decoder of type 'WordPiece', which is not supported"):
-        loaded(hf_folder(tmp_path, backend))
+        loaded(folder)
+    # A later version of the package may know more kinds.
+    for kind, value in (
+        ("model", {"type": "New"}),
+        ("normalizer", {"type": "New"}),
+        ("pre_tokenizer", {"type": "New"}),
+    ):
+        (folder / "tokenizer.json").write_bytes(changed(kind, value=value))
+        with pytest.raises(UnknownTokenizer, match=r"cannot read .*tokenizer\.json"):
+            loaded(folder)
 
 
 METASPACE = [

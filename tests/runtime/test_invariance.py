@@ -21,6 +21,7 @@ from megakernel.isa import Dtype
         "bf16-ranks-window",
         "f32-experts",
         "bf16-experts-ranks",
+        "bf16-experts-ranks-whole",
         "f32-sinks",
         "bf16-sinks-ranks",
     ],
@@ -32,11 +33,14 @@ def runner(request):
         family = {"family": "gpt_oss", "sliding_window": 45}
     if "window" in more:  # in layer 1, so that the last row still depends on the first token
         family = {"family": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 45}
+    if "whole" in more:  # experts on each rank
+        family |= {"num_experts": 8}
     shape = {"vocab": 211, "hidden": 96, "ffn": 168, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}
     _, checkpoint = make_llama(3, max_context=512, **shape | family)
     dtype = Dtype.F32 if kind == "f32" else Dtype.BF16
     tp = 4 if "ranks" in more else 1  # ranks divide the three query heads of a KV head
-    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp)
+    whole = "whole" in more
+    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp, expert_parallel=whole)
     yield runner
     runner.close()
 

@@ -66,7 +66,7 @@ class RandomCheckpoint:
         """All weights of a buffer, in float32."""
         if buffer is Buffer.LM_HEAD and self.tied:
             return self.values(Buffer.EMBED, layer)
-        shape = BUFFERS[buffer].shape(self.dims, PAGES)
+        shape = BUFFERS[buffer].shape(self.dims.changed(tp=1), PAGES)
         random = np.random.default_rng((int(buffer), layer)).standard_normal(shape, dtype=np.float32)
         if buffer is Buffer.INV_FREQ:
             pairs = shape[-1]

@@ -76,7 +76,7 @@ class Image:
         return memory
 
     def fill(self, memory: NDArray[np.uint8]) -> None:
-        """Restore the initial contents of a block of memory that `memory` has returned."""
+        """Restore the initial contents of `memory`, a block that the method `memory` has returned."""
         for offset, array in self._parts:
             memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         for place, target in self._pointers:

@@ -27,14 +27,20 @@ inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
+// Returns which of the rank's experts has this number in ROUTES, or -1 if the rank has no such expert.
+inline int own_expert(const Dims& d, int32_t number) {
+  const int64_t own = int64_t{number} - d.first_expert();
+  return own >= 0 && own < d.rank_experts() ? static_cast<int>(own) : -1;
+}
+
 template <class T>
 void experts(const Call& call, const ExpertTile& op) {
   const Dims& d = *call.dims;
   const int count = d.experts_per_token;
   const int32_t* const routes = call.at<int32_t>(Buffer::ROUTES);
   const bool gated = call.phase->result == Result::kGated;
-  // The ranks' parts of a result that is not gated are added, so one rank adds the bias.
-  const float* const biases = gated || d.rank == 0 ? call.bias() : nullptr;
+  // If ranks have parts of each expert, their results are added, so one rank adds the bias.
+  const float* const biases = gated || d.expert_parallel || d.rank == 0 ? call.bias() : nullptr;
   const int64_t panels = int64_t{panel_count(0, call.phase->width)} * call.phase->matrices;
   int32_t tokens[kPassRows], results[kPassRows];  // the rows of inputs and of results to be multiplied next
   int rows = 0;
@@ -57,26 +63,29 @@ void experts(const Call& call, const ExpertTile& op) {
   for (int r = op.row; r < op.row + op.rows; ++r) {
     const int32_t* const own = routes + int64_t{r} * count;
     if (!d.by_expert()) {
+      const int expert = own_expert(d, own[op.place]);
+      if (expert < 0) continue;
       add(r, op.place);
-      // No table of routes can make this read other memory than the experts' weights.
-      multiply(lower_of(higher_of(own[op.place], 0), d.experts - 1));
+      multiply(expert);
       continue;
     }
     int j = 0;
-    while (j < count && own[j] != op.place) ++j;
+    while (j < count && own_expert(d, own[j]) != op.place) ++j;
     if (j < count) add(r, j);
     if (rows == kPassRows) multiply(op.place);
   }
   if (rows > 0) multiply(op.place);
 }
 
-// Adds the results of each row's experts, times their weights, in order.
+// Adds the results of those of each row's experts that the rank has, times their weights, in order.
 template <class T>
 void combine(const Call& call, const Run& op) {
   constexpr int kColumns = 256;
-  const int count = call.dims->experts_per_token, hidden = call.dims->hidden;
-  const float* weights = call.at<float>(Buffer::ROUTE_WEIGHTS) + int64_t{op.row} * count;
-  for (int r = op.row; r < op.row + op.rows; ++r, weights += count) {
+  const Dims& d = *call.dims;
+  const int count = d.experts_per_token, hidden = d.hidden;
+  for (int r = op.row; r < op.row + op.rows; ++r) {
+    const int32_t* const routes = call.at<int32_t>(Buffer::ROUTES) + int64_t{r} * count;
+    const float* const weights = call.at<float>(Buffer::ROUTE_WEIGHTS) + int64_t{r} * count;
     const T* const inputs = call.inputs<T>() + int64_t{r} * count * hidden;
     for (int first = 0; first < hidden; first += kColumns) {
       const int columns = lower_of(hidden - first, kColumns);
@@ -84,7 +93,8 @@ void combine(const Call& call, const Run& op) {
       for (int i = 0; i < columns; i += kLanes) {
         F32 sum{};
         for (int j = 0; j < count; ++j)
-          sum += load(inputs + int64_t{j} * hidden + first + i, columns - i) * weights[j];
+          if (own_expert(d, routes[j]) >= 0)
+            sum += load(inputs + int64_t{j} * hidden + first + i, columns - i) * weights[j];
         store(sums + i, sum);
       }
       if (call.phase->result == Result::kPartial)

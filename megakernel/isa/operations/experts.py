@@ -2,8 +2,11 @@
 
 A row has k experts and therefore k rows of results, those of its best expert first. The operand `place` of an
 instruction selects an expert. In small steps (see `Dims.by_expert`), place j means the j-th expert of each row. In
-large steps, place e means expert e, and the instruction computes only those of its rows that have chosen expert e. Both
-ways give bit-identical results.
+large steps, place e means the rank's expert e, and the instruction computes only those of its rows that have chosen
+this expert. Both ways give bit-identical results.
+
+With expert parallelism (`Split.expert_parallel`), a rank has only some of the experts. An instruction then skips rows
+whose expert another rank has, COMBINE adds only the results of the rank's own experts, and the ranks' sums are added.
 
 The routing is unknown when a program is verified. Therefore the declared accesses have columns for every place, as if
 each row had results for all places, and the proof holds for any routing. In memory, a row has only k rows of results.
@@ -14,6 +17,7 @@ reuse them, because ROUTE changes the routing only after all instructions of the
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..access import Access, Columns, Kind
 from ..buffers import Buffer, Space, given
@@ -27,8 +31,14 @@ from .spec import Contents, Cost, Cut, OperationSpec, activations, box, vector, 
 
 
 def share(d: Dims) -> float:
-    """Return the part of an instruction's rows that has its place, on average if all experts are equally popular."""
-    return d.model.experts_per_token / max(d.places, 1)
+    """Return the part of an instruction's rows that it computes, on average if all experts are equally popular."""
+    return (d.model.experts_per_token if d.by_expert else d.split.rank_experts) / max(d.model.experts, 1)
+
+
+def here(c: Context, row: int, rows: int) -> NDArray[np.int32]:
+    """Return ROUTES of some rows, with the rank's own experts counted from 0, and -1 for other ranks' experts."""
+    own = c.buffer(Buffer.ROUTES)[row : row + rows] - c.dims.split.first_expert
+    return np.where((own >= 0) & (own < c.dims.split.rank_experts), own, -1)
 
 
 def _places(buffer: Buffer, kind: Kind, c: Columns, d: Dims, width: int, cols: tuple[Column | int, Column]) -> Access:
@@ -57,7 +67,7 @@ def _of_tokens(p: Phase) -> bool:
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
     """Return the cost of instructions. Each instruction reads one expert's weights. If B rows have chosen k of E
     experts each, min(B k, E) experts are read at most. A step counts this number."""
-    rows = c["rows"] * share(d) if d.by_expert else c["rows"].astype(np.float64)
+    rows = c["rows"] * share(d)
     memory = weight_bytes(p, c["cols"], d)
     matrix = 2.0 * rows * c["cols"] * p.matrices(d.split) * p.inner(d.split)
     return work(c, matrix=matrix, memory=memory if d.by_expert else memory * rows)
@@ -67,10 +77,10 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
     width, inner = weight_rows(p, d), p.inner(d.split)
     rows = d.bucket.tokens * d.model.experts_per_token
     return {
-        "weights": (Space.WEIGHT, None, (d.model.experts, *((2,) if _of_tokens(p) else ()), width, inner)),
+        "weights": (Space.WEIGHT, None, (d.split.rank_experts, *((2,) if _of_tokens(p) else ()), width, inner)),
         "inputs": activations(d.bucket.tokens if _of_tokens(p) else rows, inner),
         "output": activations(rows, width),
-        "bias": vector(d.model.experts, *((2,) if _of_tokens(p) else ()), width),
+        "bias": vector(d.split.rank_experts, *((2,) if _of_tokens(p) else ()), width),
     }
 
 
@@ -89,12 +99,10 @@ def clipped(gate: F32, up: F32) -> F32:
 
 
 def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -> None:
-    d, routes = c.dims, c.buffer(Buffer.ROUTES)[row : row + rows]
-    if d.by_expert:
-        of, nth = np.nonzero(routes == place)
-        experts = np.full(len(of), place)
-    else:
-        of, nth, experts = np.arange(rows), np.full(rows, place), routes[:, place]
+    d, routes = c.dims, here(c, row, rows)
+    # `of` and `nth`: the rows, and which of their experts
+    of, nth = np.nonzero(routes == place if d.by_expert else (routes >= 0) & (np.arange(routes.shape[1]) == place))
+    experts = routes[of, nth]
     token = row + of
     at = token * d.model.experts_per_token + nth  # the rows of results
     matrices = c.phase.matrices(d.split)
@@ -106,8 +114,9 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
         if _of_tokens(c.phase):
             gate, up = (c.biased(values, (expert, m, columns)) for m, values in enumerate(t))
             out = clipped(gate, up) if d.model.clipped_gates else gated(gate, up)
-        else:  # the ranks' parts of a result are added, so one rank adds the bias
-            out = t[0] if d.split.rank else c.biased(t[0], (expert, columns))
+        else:  # if ranks have parts of each expert, their results are added, so one rank adds the bias
+            alone = d.split.rank == 0 or d.split.expert_parallel
+            out = c.biased(t[0], (expert, columns)) if alone else t[0]
         c.write(c.output, (at[mine], columns), out)
 
 
@@ -116,8 +125,9 @@ EXPERTS = OperationSpec(
     "ROUTES[r][j]. If the phase's result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * "
     f"(t of the second) or, with clipped_gates, gate * sigmoid({GATE_SLOPE} gate) * (up + 1), where gate is at most "
     f"{GATE_LIMIT:g} and up between {-GATE_LIMIT:g} and {GATE_LIMIT:g}; otherwise a = inputs[k r + j] and "
-    "output[k r + j] = t, to which only rank 0 adds the bias. An instruction computes the pairs (r, j) with j = "
-    "`place` or, in a step with more pairs than experts, those whose expert is `place`",
+    "output[k r + j] = t, to which only rank 0 adds the bias if ranks have parts of each expert. An instruction "
+    "computes the pairs (r, j) with j = `place` or, in a step with more pairs than experts, those whose expert is "
+    "number `place` of the rank; it skips pairs with experts of other ranks",
     Cut.PLACES,
     _accesses,
     _cost,

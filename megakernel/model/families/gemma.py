@@ -109,7 +109,8 @@ GEMMA = Family(
     interleaved=False,
     defaults={"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True},
     read_gguf=lambda config: _embeddings(config.count("embedding_length")),
-    activations=(_GELU,),
+    # The first files say "gelu" and mean the approximation, so other programs take it for that too.
+    activations=(_GELU, "gelu"),
 )
 
 GEMMA3 = Family(

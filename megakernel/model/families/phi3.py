@@ -17,12 +17,12 @@ WEIGHTS = llama.WEIGHTS | {
 
 
 def read(config: Keys) -> dict[str, Any]:
-    """Read the sliding window. Other programs take the RoPE kinds "su" and "yarn" of this family for "longrope"."""
+    """Read the sliding window. Other programs take the RoPE kind "yarn" of this family for "longrope"."""
     for key in ("full_attn_mod", "interpolate_factor"):  # in the files of Phi-4-mini; no program reads them
         config.only(key, 1)
     scaling = Keys(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.source)
     for spelling in ("rope_type", "type"):
-        scaling.only(spelling, "default", "longrope")
+        scaling.only(spelling, "default", "longrope", "su")
     return windows(config) if config.get("sliding_window") else {}
 
 

@@ -34,7 +34,7 @@ def alpha_beyond(machine: Hardware) -> float:
 @question(
     "chip",
     *(1, 2, 5, 6, 24, 31, 39),
-    what="the figures of a chip: lanes, rates of arithmetic, sizes and rates of memories, rates of links",
+    what="the figures of a chip: fp32 lanes (CUDA cores), rates of arithmetic, memories and links, sizes of memories",
     formula="lanes = SMs x sub-partitions x lanes of each; clock = fp32 FLOP/s / (2 x lanes)",
 )
 def chip(machine: Hardware, clock_ghz: float | None = None) -> Figures:

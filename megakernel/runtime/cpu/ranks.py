@@ -92,7 +92,7 @@ class CpuRanks:
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)
             parts = [WeightRows(parts[0].dtype, np.concatenate([data for _, data in parts]))]
-        stack = self.dims.model.stack if BUFFERS[buffer].per_expert else ()
+        stack = self.dims.split.stack if BUFFERS[buffer].per_expert else ()
         described = [(dtype, len(data), data.ctypes.data) for dtype, data in parts]
         matrix = native.CMatrix.of(math.prod(stack), shape[len(stack) :], described)
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):

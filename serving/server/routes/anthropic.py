@@ -108,7 +108,7 @@ class MessagesTurn(Strict):
             if isinstance(block, ToolResultBlock)
         ]
         calls = [
-            {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+            {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
             for block in self.content
             if isinstance(block, ToolUseBlock)
         ]
@@ -138,7 +138,7 @@ _CHOICES: dict[str, Literal["none", "auto", "required"]] = {"none": "none", "aut
 class MessagesToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: requests.FunctionName | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: requests.Flag | None = None
 
     @model_validator(mode="after")
     def _tool_has_a_name(self) -> Self:

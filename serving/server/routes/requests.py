@@ -313,18 +313,22 @@ class Tool(Strict):
     function: Function
 
 
+# JSON, or a part of it if the answer was cut. Clients of other APIs send an object.
+Arguments = Annotated[str | dict[str, Any], one_message("must be JSON text or an object")]
+
+
 class CalledFunction(Strict):
     name: str
-    arguments: str  # JSON, or a part of it if the answer was cut
+    arguments: Arguments | None = None
 
 
-def _parsed(text: str) -> Any:
+def _parsed(given: str | dict[str, Any]) -> Any:
     """Return the value of a JSON text. A text that is not JSON, or not representable in UTF-8, is returned itself."""
     try:
-        value = json.loads(text)
+        value = json.loads(given) if isinstance(given, str) else given
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return text
+        return given
     return value
 
 
@@ -332,7 +336,7 @@ class Called(Strict):
     """A tool call from an earlier answer."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
@@ -364,6 +368,7 @@ class Message(Strict):
     tool_call_id: str | None = None
     reasoning_content: Annotated[str, Field(description="the reasoning of an earlier answer")] | None = None
     reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
+    thinking: Annotated[str, Field(description="the same as reasoning_content")] | None = None
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -371,7 +376,7 @@ class Message(Strict):
         content = self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
-        more["reasoning_content"] = self.reasoning_content or self.reasoning or None
+        more["reasoning_content"] = self.reasoning_content or self.reasoning or self.thinking or None
         if self.tool_calls:
             more["tool_calls"] = [call.plain() for call in self.tool_calls]
         return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}

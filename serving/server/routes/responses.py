@@ -58,7 +58,7 @@ class InputCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: requests.Arguments | None = None
 
 
 class InputResult(Strict):

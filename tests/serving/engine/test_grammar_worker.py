@@ -76,6 +76,21 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}, ['"-1.5"'], ['"x"', '"1.5x"'], ["pattern"]),
     ({"type": "string", "pattern": r"^(?=[(?=a)]+(b))a\(?=$"}, ['"a(="', '"a="'], ['"b"'], ["pattern"]),
     ({"type": "string", "pattern": r"^(a)\1$"}, ['"b"'], ["1"], ["pattern"]),
+    ({"type": "string", "pattern": r"^(?>a+)b\Z"}, ['"b"'], ["1"], ["pattern"]),
+    # Keywords that it does not implement, of which some occur in schemas of Zod, Java, Go and MCP servers.
+    ({"type": "string", "not": {"const": "x"}}, ['"x"'], ["1"], ["not"]),
+    ({**A, "properties": {"a": {"not": {}}}, "unevaluatedProperties": False}, ["{}"], ['{"b": 1}'],
+     ["not", "unevaluatedProperties"]),
+    ({**A, "if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {}}, ["{}"], ['{"b": 1}'],
+     ["else", "if", "then"]),
+    ({"type": "array", "contains": {"type": "integer"}, "minContains": 1}, ["[]"], ["1"], ["contains", "minContains"]),
+    ({**A, "dependentRequired": {"a": ["b"]}}, ['{"a": 1}'], ["[]"], ["dependentRequired"]),
+    ({**A, "minProperties": 1, "maxProperties": 2}, ["{}"], ['{"b": 1}'], ["maxProperties", "minProperties"]),
+    ({**INTEGERS, "minProperties": 1}, ['{"x": 1}'], ["{}"], []),
+    ({**A, "required": None, "description": None, "items": None, "$ref": None, "allOf": None}, ["{}"], ['{"b": 1}'],
+     []),
+    ({"const": None}, ["null"], ["1"], []),
+    ({**A, "x-guidance": {"whitespace_flexible": True, "lenient": True}}, ['{"a": 1}'], ['{"a" : 1}'], []),
     ({"const": {"$ref": "#/x", "uniqueItems": True}}, ['{"$ref": "#/x", "uniqueItems": true}'], [], []),
 ]  # fmt: skip
 
@@ -119,6 +134,7 @@ COMBINED += [
 COMBINED += [Annotated[Cat | Dog, Field(discriminator="kind")], Cat | Dog, dict[datetime.date, list[SecretStr]]]
 COMBINED += [Annotated[Annotated[Cat, Tag("cat")] | Annotated[Dog, Tag("dog")], Discriminator(tag)]]
 COMBINED += [Annotated[decimal.Decimal, Field(max_digits=5, decimal_places=2)], decimal.Decimal, complex, bytes]
+COMBINED += [Annotated[dict[Colour, int], Field(min_length=1)]]
 COMBINED += [pathlib.Path, datetime.timedelta, ipaddress.IPv4Interface, ipaddress.IPv6Network, Literal[1, "a", None]]
 
 
@@ -144,7 +160,6 @@ def test_every_type_of_pydantic_is_taken() -> None:
         ({"allOf": 5}, "allOf must be an array"),
         ({"$ref": 5, "properties": {}}, "must be a string"),
         ({"allOf": [{"$ref": "#/nowhere"}]}, "nowhere"),
-        ({"type": "array", "contains": {}}, "contains"),
         ({"const": float("inf")}, "JSON compliant"),
         ({"type": "string", "maxLength": 10**30}, "maxLength"),
         ({"type": "integer", "minimum": 2**64}, "range"),

@@ -1,6 +1,7 @@
 """The HTTP server as clients of the OpenAI API and of vLLM see it."""
 
 import asyncio
+import itertools
 import json
 import re
 import socket
@@ -235,6 +236,17 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
     assert chat["usage"]["total_tokens"] == CONTEXT
 
 
+def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "hello", "max_tokens": 20, "seed": 1}
+    expected = live.post(COMPLETIONS, body)["choices"][0]["text"]
+    clock = itertools.cycle((0.0, 4e9, 1e9))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    assert live.post(COMPLETIONS, body)["choices"][0]["text"] == expected
+    assert "".join(event["choices"][0]["text"] for event in live.events(COMPLETIONS, body)) == expected
+    assert live.post(CHAT, {**HELLO, "max_tokens": 1})["usage"]["completion_tokens"] == 1
+    assert live.request("GET", "/health")[0] == 200
+
+
 # -- errors
 
 
@@ -272,6 +284,8 @@ def test_max_tokens_meet_the_context(live: Live) -> None:
         (COMPLETIONS, b'{"prompt": "\\ud800"}', "prompt", "must be text"),
         (COMPLETIONS, b'{"prompt": ', None, "the body is not JSON: Expecting value at character 11"),
         (COMPLETIONS, b"\xff\xfe", None, "body"),
+        (COMPLETIONS, '{"prompt": "é"}'.encode("latin-1"), None, "cannot be read as JSON: 'utf-8' codec can't decode"),
+        (COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}", None, "cannot be read as JSON: Exceeds the limit"),
         (COMPLETIONS, b"", None, "the body is required"),
         (COMPLETIONS, b"[" * 100_000, None, "body"),
         (COMPLETIONS, [1, 2], None, "the body must be an object"),

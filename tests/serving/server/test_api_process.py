@@ -83,6 +83,7 @@ def test_flags_win_over_a_file_over_the_environment(
     llm, start = made_of(capsys, "--config", str(config), "--served-model-name", "c")
     assert (llm.engine.dims.bucket.max_context, start.names, start.access.keys) == (2048, ["c"], ("file",))
     assert made_of(capsys, "--model", model)[1].access.keys == ("environment",)
+    assert made_of(capsys, "--model", model, "--max_grammar_bytes=9")[0].grammars._most_bytes == 9
 
 
 def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,12 @@ _SENT = [
     (COMPLETIONS, {"prompt": "x"}, {"max_tokens": "1", "n": "1", "temperature": "0.5", "echo": "false", "top_k": "-1"}),
     (CHAT, HELLO, {"reasoning": None, "reasoning_effort": "high", "verbosity": "low", "best_of": 1}),
     (CHAT, HELLO, {"reasoning": {"effort": "low"}, "provider": {"order": ["x"]}, "usage": {"include": True}}),
+    (CHAT, HELLO, {"reasoning_format": "auto", "timings_per_token": True, "id_slot": -1, "min_keep": 0, "n_probs": 0}),
+    (
+        CHAT,
+        HELLO,
+        {"no_repeat_ngram_size": 0, "guidance_scale": 1, "negative_prompt": "", "num_beams": 1, "eta_cutoff": 0.0},
+    ),
     (CHAT, HELLO, {"repeat_penalty": 1.0, "cache_prompt": True, "typical_p": 1, "mirostat": 0, "dry_base": 1.75}),
     (
         CHAT,
@@ -276,9 +282,8 @@ def test_a_template_sees_reasoning_and_its_effort(live: Live) -> None:
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "noneTrue"),
     ):
         assert prompt_of(live, messages=said, **more) == f"{told}{effort}<assistant>"
-    assert prompt_of(live, messages=[{**said[0], "reasoning_content": None, "reasoning": "why"}, said[1]]).startswith(
-        told
-    )
+    for name in ("reasoning", "thinking"):
+        assert prompt_of(live, messages=[{**said[0], "reasoning_content": None, name: "why"}, said[1]]).startswith(told)
 
 
 @pytest.mark.parametrize("stream", [False, True])

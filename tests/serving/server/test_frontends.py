@@ -2,12 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -103,6 +104,18 @@ def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
         _, err = server.communicate(timeout=30)
         assert server.returncode == 0
         assert "a frontend process ended with status -9; starting another one" in err
+
+
+@pytest.mark.slow
+def test_a_frontend_without_free_descriptors_answers_when_it_has_some(model: str) -> None:
+    with process("--model", model) as (server, _, live):
+        [frontend] = children(server.pid)
+        most = len(list(Path(f"/proc/{frontend}/fd").iterdir())) + 4
+        resource.prlimit(frontend, resource.RLIMIT_NOFILE, (most, most))
+        with ExitStack() as crowd:
+            for _ in range(20):
+                crowd.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=30))
+        live.post(COMPLETIONS, BRIEF)
 
 
 @pytest.mark.slow

@@ -59,6 +59,10 @@ FORMS_OF_CALLS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
     "another bracket": ('{"name": "weather", "%s": {"city": ["a"}}', [("weather", {"city": ["a"]})]),
     "a comma before a bracket": ('{"name": "weather", "%s": {"city": ["a", ] ,}, }', [("weather", {"city": ["a"]})]),
     "a line break in a string": ('{"name": "weather", "%s": {"city": "a\n\tb"}}', [("weather", {"city": "a\n\tb"})]),
+    "escapes that JSON lacks": (
+        r'{"name": "weather", "%s": {"city": "C:\Us, don\'t, \\d, \"x\""}}',
+        [("weather", {"city": 'C:\\Us, don\'t, \\d, "x"'})],
+    ),
     "a mark in a string": ('{"name": "weather", "%s": {"city": "END"}}', [("weather", {"city": "END"})]),
     "no arguments": ('{"name": "time"}', [("time", {})]),
     "null": ('{"name": "time", "%s": null}', [("time", {})]),
@@ -70,6 +74,13 @@ FORMS_OF_CALLS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
         [("weather", {"city": "Rome"})],
     ),
     "more keys": ('{"name": "weather", "%s": {"city": "Rome"}, "id": "1"}', [("weather", {"city": "Rome"})]),
+    "as in the OpenAI API": (
+        '{"type": "function", "function": {"name": "weather", "%s": {"city": "Rome"}}, "id": "1"}',
+        [("weather", {"city": "Rome"})],
+    ),
+    "a function's name": ('{"function": "weather", "%s": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
+    "a function without name": ('{"function": {"x": 1}}', []),
+    "arguments beside the name": ('{"name": "weather", "city": "Rome"}', []),
     "unknown": ('{"name": "nothing", "%s": {"city": "Rome"}}', []),
     "no name": ('{"%s": {"city": "Rome"}}', []),
     "not an object": ('{"name": "weather", "%s": 5}', []),
@@ -89,8 +100,8 @@ def written(kind: str, what: str) -> tuple[str, list[tuple[str, Any]]]:
     ]
     if kind == "hermes":
         return f"<tool_call>\n{text}\n</tool_call>".replace("@", "\n</tool_call>\n<tool_call>\n"), calls
-    if kind == "mistral":
-        return "[TOOL_CALLS]" + (text if text.startswith("[") else f"[{text}]").replace("@", ", "), calls
+    if kind in ("mistral", "granite"):
+        return form.begin + (text if text.startswith("[") else f"[{text}]").replace("@", ", "), calls
     return text.replace("@", "; "), calls
 
 
@@ -166,6 +177,14 @@ def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what
             [("weather", '{"a": [1, {"b": 2}]}')],
         ),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', "", [("weather", '{"city": "Ro')]),
+        ("hermes", f'<tool_call>{{"name": "weather", "arguments": {R}}}</tool_call></tool_call>', "", [("weather", R)]),
+        ("hermes", "</tool_call>", "</tool_call>", []),
+        (
+            "hermes",
+            f'<tool_call>{{"note": "x", "name": "weather", "arguments": {R}}}</tool_call>',
+            "",
+            [("weather", R)],
+        ),
         ("hermes", "a < b, <table>, {x} [y] ", "a < b, <table>, {x} [y] ", []),
         ("hermes", "a <", "a <", []),
         ("llama3_json", '{"answer": {"name": "time"}, "b": [1]} ', '{"answer": {"name": "time"}, "b": [1]} ', []),
@@ -194,6 +213,7 @@ def test_formats_come_from_the_template() -> None:
     assert tool_format(None, "{{ '<tool_call>' }}") is FORMATS["hermes"]
     assert tool_format(None, "[TOOL_CALLS]") is FORMATS["mistral"]
     assert tool_format(None, "<|start_header_id|>") is FORMATS["llama3_json"]
+    assert tool_format(None, "respond with <|tool_call|> and a list") is FORMATS["granite"]
     assert tool_format(None, None) is FORMATS["hermes"]
     assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
     with pytest.raises(MegakernelError, match="unknown tool call parser 'x': choose from hermes"):
@@ -206,6 +226,10 @@ def test_a_systems_words_stand_before_those_on_tools() -> None:
     assert told[0]["content"].startswith("You can call") and told[1:] == [user]
     joined = with_tools([system, user], [{"name": "f"}], FORMATS["hermes"])
     assert joined == [{"role": "system", "content": f"Be kind.\n\n{told[0]['content']}"}, user]
+    for kind, form in FORMATS.items():
+        asked = with_tools([user], [{"name": "time"}], form)[0]["content"].rpartition("arguments:\n")[2]
+        assert read(ToolReader(form, ["FUNCTION"]), [asked]) == ("", [("FUNCTION", '{"PARAMETER": "VALUE"}')]), kind
+        assert ("[{" in asked) == (kind in ("mistral", "granite"))
 
 
 def test_the_setting_names_all_formats() -> None:
@@ -326,6 +350,8 @@ def test_a_call_that_is_cut_says_so_and_may_be_sent_back(live: Live) -> None:
     assert (name, arguments, reason) == ("weather", '{"city": "Ro', "length")
     for given in (
         arguments,
+        None,
+        {"city": "Rome"},
         "",
         "null",
         "5",
@@ -335,7 +361,10 @@ def test_a_call_that_is_cut_says_so_and_may_be_sent_back(live: Live) -> None:
         '{"a": 1e999}',
         f'{{"a": {"9" * 40}}}',
     ):
-        said = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": name, "arguments": given}}]}
+        said = {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "type": None, "function": {"name": name, "arguments": given}}],
+        }
         result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
         live.post("/v1/chat/completions", {"messages": [*MESSAGES, said, result], "tools": TOOLS, "max_tokens": 1})
         back = {"type": "function_call", "call_id": "1", "name": name, "arguments": given}
@@ -374,7 +403,8 @@ PLACES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("path", "body", "where"), PLACES)
 def test_half_characters_are_refused_wherever_they_are(live: Live, path: str, body: Any, where: str, half: str) -> None:
     text = json.dumps(body).replace("HALF", f"é{half}" if where != "ud800" else r"x\ud800")
-    for data in (text.encode(), text.encode("utf-16")):
+    raw = re.sub(r"\\u(\w{4})", lambda found: chr(int(found[1], 16)), text).encode(errors="surrogatepass")
+    for data in (text.encode(), text.encode("utf-16"), raw):
         status, _, answer = live.request("POST", path, data, {"Content-Type": "application/json"})
         error = json.loads(answer)["error"]
         assert status == 400 and "without lone surrogates" in error["message"] and where in error["param"], error
@@ -399,7 +429,7 @@ def test_an_answer_is_a_call_or_json(kind: str, live: Live, monkeypatch: pytest.
     monkeypatch.setattr(live.service.codec, "tool_parser", kind)
     body = {"messages": MESSAGES, "tools": TOOLS, "response_format": JSON_PERSON, "max_tokens": 1500, "seed": 5}
     body |= {"parallel_tool_calls": False}
-    character = {"hermes": "<", "mistral": "[", "llama3_json": "n"}[kind]
+    character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<"}[kind]
     for bias in (100, -100):
         content, calls, reason = answered(live, {**body, "logit_bias": {str(ids_of(f"{character} ")[0]): bias}})
         if bias > 0:
@@ -491,6 +521,24 @@ def test_numbers_of_any_size_pass(live: Live, number: int) -> None:
         {"response_format": {"type": "json_object", "schema": {"maximum": number}}},
     ):
         assert live.request("POST", "/v1/completions", {"prompt": "x", **form})[0] in (200, 400)
+
+
+@pytest.mark.parametrize("depth", [100, 300, 900])
+def test_deep_json_is_answered_or_refused(live: Live, depth: int) -> None:
+    deep: Any = 1
+    for _ in range(depth):
+        deep = {"a": deep}
+    tool = {"name": "f", "parameters": deep}
+    chat = {"messages": MESSAGES, "max_tokens": 1}
+    for path, body in (
+        ("/v1/chat/completions", {**chat, "tools": [{"type": "function", "function": tool}]}),
+        ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"x": deep}}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", **tool}], "max_output_tokens": 1}),
+        ("/v1/messages", {**chat, "tools": [{"name": "f", "input_schema": deep}]}),
+    ):
+        for stream in (False, True):
+            status, _, data = live.request("POST", path, {**body, "stream": stream})
+            assert status == 200 or (status == 400 and (b"too deep" in data or b"context length" in data)), data
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
