@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megakernel.errors import MegakernelError
@@ -21,7 +21,7 @@ from megakernel.scheduler.cost import balanced_rows, panel_blocks, phase_seconds
 from megakernel.scheduler.lower import lower
 from megakernel.scheduler.options import Options
 from megakernel.scheduler.place import LAST_NORM_LAG
-from megakernel.scheduler.tasks import PhaseTasks, Tasks
+from megakernel.scheduler.tasks import PhaseTasks, Stages, Tasks
 
 # How much attention work fits into the step table, the array with the inputs of one step. An attention item is a piece
 # of the work: some rows and KV heads of a sequence, and a range of its KV cache. One instruction computes the items of
@@ -123,6 +123,7 @@ def fastest(
     weight_bits: Mapping[Buffer, float] | None = None,
     quantised_kv: bool = False,
     q8_activations: bool = False,
+    stages: Stages | None = None,
 ) -> Tasks:
     """Return the tile tasks of a step. `options` may leave choices open; the combination that the cost model predicts
     to be fastest is used. The arguments are those of `compile_program`. All combinations accept the same steps, because
@@ -155,60 +156,65 @@ def fastest(
         mask_rows=min(logit_rows, MOST_MASKS),
     )
     dims = Dims(split, bucket, Worker(int(units), machine.ring_pages, 2 if options.pairs == "on" else 1))
-    one = Candidate(forward(config), weight_bits, dims, machine, options)
-    return _normed(_shared(one)).tasks()
+    one = Candidate(forward(config), weight_bits, dims, machine, options, stages or Stages())
+    return _normed(_shared(one)).tasks
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step of `model`, the forward pass as a single device would run it. A rank's layer is cut
-    into tile tasks when it is first needed, and the result is kept, because cutting takes time."""
+    """One way to compute a step of `model`, the forward pass as a single device would run it. `stages` keeps the tile
+    tasks into which phases are cut, because cutting takes time."""
 
     model: Forward
     weight_bits: Mapping[Buffer, float] | None
     dims: Dims
     machine: Machine
     options: Options
+    stages: Stages
     norm: str = "own"
-    _layers: dict[int, list[PhaseTasks]] = field(init=False, default_factory=dict)
 
     @cached_property
     def forward(self) -> Forward:
         return passes.apply(self.model, self.dims.split, self.norm, self.weight_bits)
 
-    def _lower(self, phases: Iterable[Phase], rank: int) -> list[PhaseTasks]:
-        return lower(phases, self.dims.on(rank), self.machine, self.options.panel)
+    @property
+    def _blocks(self) -> int:
+        return panel_blocks(self.dims, self.machine, self.options.panel)
 
-    def _layer(self, rank: int) -> list[PhaseTasks]:
-        if rank not in self._layers:
-            self._layers[rank] = self._lower(self.forward.body, rank)
-        return self._layers[rank]
+    def _lower(self, phases: tuple[Phase, ...], rank: int) -> list[PhaseTasks]:
+        d = self.dims.on(rank)
+        return self.stages.once((phases, d, self._blocks), lambda: lower(phases, d, self.machine, self.options.panel))
 
-    @cached_property
+    @property
     def layer_seconds(self) -> float:
         """The predicted seconds of a layer whose phases (operations such as the QKV projection) run one after another.
         Only the slower of ranks 0 and 1 counts for each phase. These two ranks suffice: no shard is larger than rank
         0's, and if only rank 0 owns rows, all other ranks send to rank 0 as rank 1 does. The amount of attention
         depends on the step, so only attention's stores to other ranks are counted."""
+        return self.stages.once(("seconds", self.forward, self.dims, self._blocks), self._layer_seconds)
+
+    def _layer_seconds(self) -> float:
         slowest: dict[int, float] = {}
         for rank in range(min(self.dims.split.tp, 2)):
-            for tasks in self._layer(rank):
+            for tasks in self._lower(self.forward.body, rank):
                 d, number = self.dims.on(rank), tasks.phase.number
                 predicted = phase_seconds(tasks.phase, tasks.columns, d, self.machine)
                 slowest[number] = max(slowest.get(number, 0.0), predicted)
         return sum(slowest.values())
 
+    @property
     def tasks(self) -> Tasks:
+        return self.stages.once((self.forward, self.dims, self._blocks), self._cut)
+
+    def _cut(self) -> Tasks:
         ranks = range(self.dims.split.tp)
-
-        def of_ranks(layers: Iterable[list[PhaseTasks]]) -> list[PhaseTasks]:
-            return sorted(itertools.chain(*layers), key=lambda tasks: tasks.phase.number)
-
-        prologue, epilogue = (
-            of_ranks(self._lower(phases, rank) for rank in ranks)
-            for phases in (self.forward.prologue, self.forward.epilogue)
+        prologue, body, epilogue = (
+            sorted(
+                itertools.chain(*(self._lower(phases, rank) for rank in ranks)), key=lambda tasks: tasks.phase.number
+            )
+            for phases in self.forward.segments
         )
-        return Tasks(self.dims, self.forward, self.machine, (prologue, of_ranks(map(self._layer, ranks)), epilogue))
+        return Tasks(self.dims, self.forward, self.machine, (prologue, body, epilogue))
 
 
 def _best(candidates: list[Candidate]) -> Candidate:

@@ -17,7 +17,7 @@ from megakernel.scheduler.encode import encode
 from megakernel.scheduler.options import Options
 from megakernel.scheduler.place import place
 from megakernel.scheduler.sync import synchronise
-from megakernel.scheduler.tasks import Tasks
+from megakernel.scheduler.tasks import Stages, Tasks
 
 _RANKS, _RANKS_TEXT = (1, 2, 4, 8), "1, 2, 4 or 8"
 _DEFAULT = Options()
@@ -37,6 +37,7 @@ def compile_program(
     weight_bits: Mapping[Buffer, float] | None = None,
     quantised_kv: bool = False,
     q8_activations: bool = False,
+    stages: Stages | None = None,
 ) -> Program:
     """Compile a program for steps of up to `tokens` token rows, of which `logit_rows` get logits, on `tp` ranks.
 
@@ -44,8 +45,8 @@ def compile_program(
     same limits and the same `options.matmul`, so an engine decides `matmul` with `with_matmul` before it compiles its
     first program. `weight_bits` gives the bits per element of weight matrices that are not stored in `dtype`. With
     `quantised_kv`, K and V are stored in Q8_0. With `q8_activations`, the inputs of quantised weights are rounded to 8
-    bits. The backend must do the same. The result depends only on the arguments. Raises MegakernelError for arguments
-    out of range."""
+    bits. The backend must do the same. The result depends only on these arguments; `stages` keeps what calls with
+    other `options` can use again. Raises MegakernelError for arguments out of range."""
     _check(config, machine, tp, tokens=tokens, logit_rows=logit_rows, max_seqs=max_seqs, max_context=max_context)
     tasks = fastest(
         config,
@@ -60,14 +61,20 @@ def compile_program(
         weight_bits=weight_bits,
         quantised_kv=quantised_kv,
         q8_activations=q8_activations,
+        stages=stages,
     )
-    return build_program(tasks, options)
+    return build_program(tasks, options, stages)
 
 
-def build_program(tasks: Tasks, options: Options = _DEFAULT) -> Program:
+def build_program(tasks: Tasks, options: Options = _DEFAULT, stages: Stages | None = None) -> Program:
     """Turn tile tasks into a program: add counters for synchronisation, assign tasks to workers, and encode them."""
-    sync = synchronise(tasks, derive(tasks), overlap_ranks=options.overlap_ranks)
-    placed = [place(segment, tasks.dims, tasks.machine, options) for segment in tasks.segments]
+    stages = stages or Stages()
+    overlap = options.overlap_ranks
+    sync = stages.once((tasks, overlap), lambda: synchronise(tasks, derive(tasks), overlap_ranks=overlap))
+    placed = stages.once(
+        (tasks, overlap, options.interleave),
+        lambda: [place(segment, tasks.dims, tasks.machine, options) for segment in tasks.segments],
+    )
     return encode(tasks, sync, placed, options.claimed)
 
 

@@ -135,17 +135,17 @@ def _with_barrier(epilogue: Segment, counters: tuple[int, int], workers: int) ->
     a second counter on all ranks. Every worker waits for the second counter."""
     gather, leave = counters
     none = np.zeros(0, np.int32)
-    ends = []
-    for stream in range(len(epilogue.offsets) - 1):
-        rank, worker = divmod(stream, workers)
-        ends.append(_join(none, np.array([rec.counter_word(gather, rank=rank)], np.int32)))
-        if worker == 0:
-            all_ranks = np.array([rec.counter_word(leave, rank=rec.ALL_RANKS)], np.int32)
-            ends.append(_join(np.array([rec.counter_word(gather)], np.int32), all_ranks))
-        ends.append(_join(np.array([rec.counter_word(leave)], np.int32), none))
-    after = np.repeat(
-        np.arange(len(epilogue.offsets) - 1), [3 if s % workers == 0 else 2 for s in range(len(epilogue.offsets) - 1)]
-    )
-    records = np.insert(epilogue.records, epilogue.offsets[1:][after], np.concatenate(ends), axis=0)
-    added = np.concatenate([[0], np.cumsum(np.bincount(after))])
+
+    def word(counter: int, rank: int = 0) -> Words:
+        return np.array([rec.counter_word(counter, rank=rank)], np.int32)
+
+    stream = np.arange(len(epilogue.offsets) - 1)
+    leads = stream % workers == 0
+    arrive = np.concatenate([_join(none, word(gather, rank)) for rank in range(len(stream) // workers)])
+    ends = np.repeat(arrive[stream // workers], 2 + leads, axis=0)
+    last = np.cumsum(2 + leads) - 1  # of each stream
+    ends[last[leads] - 1] = _join(word(gather), word(leave, rec.ALL_RANKS))
+    ends[last] = _join(word(leave), none)
+    records = np.insert(epilogue.records, np.repeat(epilogue.offsets[1:], 2 + leads), ends, axis=0)
+    added = np.append(0, last + 1)
     return Segment(records, (epilogue.offsets + added).astype(np.int32))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from megakernel.isa import Column, Dims, Forward, Phase
 from megakernel.machine import Machine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class PhaseTasks:
         return len(self.block)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tasks:
     """All instructions of a step, in three segments: prologue, layer and epilogue. Each segment lists its phases
     (operations) in program order, and for each phase the tasks of all ranks. `machine` has the number of workers and
@@ -42,7 +46,21 @@ class Tasks:
         return [self.dims.on(rank) for rank in range(self.dims.split.tp)]
 
 
+class Stages:
+    """The results of stages of the compiler, kept for further programs that differ from the first only in options."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, stage: Callable[[], T]) -> T:
+        """Return the result of `stage`, which is called only the first time. `key` names the stage and its inputs."""
+        if key not in self._known:
+            self._known[key] = stage()
+        known: T = self._known[key]
+        return known
+
+
 def ordinals(tasks: list[PhaseTasks]) -> list[int]:
     """Return, for each element of `tasks`, the position of its phase among the segment's phases that have tasks."""
-    changes = [a.phase is not b.phase for a, b in itertools.pairwise(tasks)]
+    changes = [a.phase.number != b.phase.number for a, b in itertools.pairwise(tasks)]
     return list(itertools.accumulate(changes, initial=0))

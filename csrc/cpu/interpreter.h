@@ -7,6 +7,9 @@
 // If the operating system has descheduled a thread, idle threads take over its streams. The instructions of a
 // stream always run in order. Memory order: a signal releases and a satisfied wait acquires. When a stream
 // moves to another thread, the old thread releases and the new thread acquires.
+//
+// `interpreter.cpp` starts launches and tells how they ended. `streams.cpp` has the loop in which threads
+// execute streams.
 #pragma once
 #include <atomic>
 #include <chrono>

@@ -228,12 +228,12 @@ class Split:
 
     def on(self, rank: int) -> Split:
         """Return the split as rank `rank` sees it."""
-        return self if rank == self.rank else replace(self, rank=rank)
+        return self.ranks[rank]
 
-    @property
+    @cached_property
     def ranks(self) -> list[Split]:
         """The split as each rank sees it."""
-        return [self.on(rank) for rank in range(self.tp)]
+        return [self if rank == self.rank else replace(self, rank=rank) for rank in range(self.tp)]
 
 
 @dataclass(frozen=True)
@@ -340,12 +340,12 @@ class Dims:
 
     def on(self, rank: int) -> Dims:
         """Return the sizes as rank `rank` sees them."""
-        return self if rank == self.split.rank else replace(self, split=self.split.on(rank))
+        return self.ranks[rank]
 
-    @property
+    @cached_property
     def ranks(self) -> list[Dims]:
         """The sizes as each rank sees them."""
-        return [self.on(rank) for rank in range(self.split.tp)]
+        return [self if split is self.split else replace(self, split=split) for split in self.split.ranks]
 
     @cached_property
     def flat(self) -> dict[str, float]:

@@ -21,10 +21,12 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Loads:
     """The bytes that each instruction loads. `weights` may be loaded before the instruction's waits end, because they
-    do not depend on other instructions. The inputs, `read`, are loaded afterwards."""
+    do not depend on other instructions. The inputs, `read`, are loaded afterwards. `regions` has the bytes of the
+    regions of buffers that each instruction declares to read, each counted once, even if it is loaded several times."""
 
     weights: Floats
     read: Floats
+    regions: Floats
 
     @property
     def all(self) -> Floats:
@@ -36,15 +38,14 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
     0, because the step table determines its loads."""
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
-        return Loads(none, none)
+        return Loads(none, none, none)
+    read = _region_reads(phase, columns, dims)
     if not phase.is_matmul:
-        return Loads(cost(phase, columns, dims).memory_bytes, region_reads(phase, columns, dims))
-    return Loads(weight_bytes(phase, columns["cols"], dims), region_reads(phase, columns, dims))
+        return Loads(cost(phase, columns, dims).memory_bytes, read, read)
+    return Loads(weight_bytes(phase, columns["cols"], dims), read, read)
 
 
-def region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    """Return the bytes of the buffer regions that each instruction declares to read. A region counts once, even if the
-    instruction reads it several times."""
+def _region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
     read = np.zeros(len(next(iter(columns.values()))))
     for access in accesses(phase, columns, dims):
         if access.kind is Kind.WRITE:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,9 +120,14 @@ class Phase:
 
     def _shape(self, split: Split) -> tuple[int, ...]:
         """Return the shape of the rank's weights in one layer, for one expert if there are experts."""
-        part = None if self.weights is None else BUFFERS[self.weights].part
-        # A program file from elsewhere may name a buffer without weights here. `check_phases` refuses it later.
-        return (0, 0) if part is None else part(split.model, split)
+        return _part(self.weights, split)
+
+
+@lru_cache(maxsize=1024)
+def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
+    part = None if weights is None else BUFFERS[weights].part
+    # A program file from elsewhere may name a buffer without weights here. `check_phases` refuses it later.
+    return (0, 0) if part is None else part(split.model, split)
 
 
 @dataclass(frozen=True)

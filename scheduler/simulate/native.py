@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass, fields
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,17 +108,22 @@ def _library() -> ctypes.CDLL:
     lib = load()
     lib.mk_simulate.restype = _I32
     lib.mk_simulate.argtypes = [
-        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _POINTER, _I64,
+        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _F64, _POINTER, _I64,
         ctypes.POINTER(SimulationResult),
     ]  # fmt: skip
     return lib
 
 
 def run(
-    work: Work, costs: TaskCosts, stall: tuple[int, int, int, float], most: int
+    work: Work,
+    costs: TaskCosts,
+    stall: tuple[int, int, int, float],
+    most: int,
+    most_s: float = inf,
 ) -> tuple[SimulationResult, Intervals]:
     """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
-    seconds). Returns the result and up to `most` intervals of the trace, in the order in which they ended."""
+    seconds). The result's `step_s` is infinity if a step takes `most_s` seconds or more. Returns the result and up to
+    `most` intervals of the trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
@@ -127,7 +133,7 @@ def run(
     intervals = np.empty(most, dtype=DTYPE)
     result = SimulationResult()
     to = intervals.ctypes.data if most else None
-    status = _library().mk_simulate(program, native, _Stall(*stall), to, most, result)
+    status = _library().mk_simulate(program, native, _Stall(*stall), most_s, to, most, result)
     if status == -2:
         raise MegakernelError(
             "a record of the program names a counter, a task or a queue that does not exist: verify the program"

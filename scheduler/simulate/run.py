@@ -4,8 +4,8 @@ rules, and says what the simulator leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 _NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
+_FEW, _MORE = 1, 3  # the numbers of layers from whose times `extrapolated_seconds` extrapolates
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,12 @@ def simulate(
 
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
     """
+    check(program)
+    target_of(program.dims).check(program)
     work, costs = _prepared(program, machine, table, costs or costs_of(machine))
-    runs = _launched(program, work)
+    most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
-    result, intervals = run(work, costs, at, _INTERVALS_PER_TASK * runs if trace else 0)
+    result, intervals = run(work, costs, at, most)
     _check(program, work, result)
     kept = None
     if trace:
@@ -89,24 +92,28 @@ def simulate(
     )
 
 
-def seconds_by_layers(program: Program, machine: Machine, table: StepTable, layers: Sequence[int]) -> list[float]:
-    """Return the seconds of a step of `program` if it ran its body this many times, for each number of `layers`.
+def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, most_s: float = inf) -> float:
+    """Return the seconds of a step of `program`, extrapolated from simulations of few layers, because all layers are
+    alike. If they are `most_s` or more, the result may be infinity, which takes less time to find out.
 
     Raises MegakernelError as `simulate` does.
     """
     work, costs = _prepared(program, machine, table, costs_of(machine))
-    seconds = []
-    for count in layers:
-        result, _ = run(replace(work, layers=count), costs, _NO_STALL, 0)
-        _check(program, work, result)
-        seconds.append(result.step_s)
-    return seconds
+
+    def seconds(layers: int, at_most: float = inf) -> float:
+        result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, at_most)
+        if result.step_s < inf:
+            _check(program, work, result)
+        return result.step_s
+
+    if work.layers <= _MORE:
+        return seconds(work.layers, most_s)
+    few_s, times = seconds(_FEW), (work.layers - _FEW) / (_MORE - _FEW)
+    return few_s + times * (seconds(_MORE, few_s + (most_s - few_s) / times) - few_s)
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
     """Return the simulator's input, and the costs of one worker of the program, which may be two SMs."""
-    check(program)
-    target_of(program.dims).check(program)
     if program.processors != machine.workers:
         raise MegakernelError(
             f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
@@ -119,12 +126,12 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
     return make_work(program, table, costs), costs
 
 
-def _launched(program: Program, work: Work) -> int:
+def _launched(work: Work) -> int:
     """Return the number of tasks (instructions or pieces of attention work) in one launch, over all layers."""
     per_record = work.records["end_task"] - work.records["first_task"]
     lists = work.prologue, work.body, work.epilogue, work.queue_records
     first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)
-    return first + program.dims.model.layers * (body + queues) + last
+    return first + work.layers * (body + queues) + last
 
 
 def _check(program: Program, work: Work, result: SimulationResult) -> None:

@@ -7,7 +7,6 @@ keys: a weight tile, one KV head of a sequence in one layer, or a row block of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from megakernel.isa import (
 )
 from megakernel.isa import record as rec
 from megakernel.isa.access import Columns
-from megakernel.isa.loads import region_reads
 from megakernel.isa.operations.attention import item_work, read_blocks
 from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
@@ -229,7 +227,7 @@ def _plain(
         weight_key = keys.weight(phase, columns["col"])
         keys.at_least(dims.split.rank, weight_key, weights)
         tasks.set(task, weight_key=weight_key)
-    _activations(tasks, keys, phase, columns, task, dims)
+    _activations(tasks, keys, phase, columns, task, loaded.regions, dims)
     matrix_s = costs.matmul_s(work.matrix_flops, rows)
     if phase.is_matmul and dims.worker.ring_pages:
         matrix_s = _paged(tasks, task, phase, columns, dims, costs)
@@ -254,9 +252,12 @@ def _plain(
     tasks.set(task, weight_bytes=weights, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
 
 
-def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, dims: Dims) -> None:
+def _activations(
+    tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, regions: Floats, dims: Dims
+) -> None:
     """Set how many bytes tasks store on each rank, and which cache entries they read and write. These entries are row
-    blocks of the first buffer that the phase reads, and of the first buffer that it writes.
+    blocks of the first buffer that the phase reads, and of the first buffer that it writes. `regions` has the bytes of
+    the regions that tasks read.
     """
     reads: list[Buffer] = []
     writes: list[Buffer] = []
@@ -269,16 +270,15 @@ def _activations(tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, tas
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
             of_table = access.index is Index.LOGIT_ROW  # the step's inputs select these rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
-            for to, part in _targets(access.rank, wide * high * access.share, dims):
-                tasks.stores[task, to] += part
+            tasks.stores[task] += _targets(access.rank, wide * high * access.share, dims)
     if reads:
         tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)
         key = keys.rows(reads[0], columns["row"])
-        keys.at_least(dims.split.rank, key, region_reads(phase, columns, dims) * tasks_per_block)
+        keys.at_least(dims.split.rank, key, regions * tasks_per_block)
         tasks.set(task, read_key=key)
     if writes:
         key = keys.rows(writes[0], columns["row"])
-        for to in range(dims.split.tp):
+        for to in np.flatnonzero(tasks.stores[task].any(axis=0)):
             keys.at_least(to, key, tasks.stores[task, to])
         tasks.set(task, write_key=key)
 
@@ -302,15 +302,11 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     return costs.matmul_s(flops.astype(np.float64), computed_rows(rows, dims).astype(np.float64))
 
 
-def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Iterator[tuple[int, Floats]]:
-    """Yield, for each rank that tasks store to, the pair (rank, bytes that each task stores on this rank). `rank` comes
-    from the declaration of an access: a number, one number per task, EVERY or OWN. `size` has the bytes of each
-    task."""
-    for to in range(dims.split.tp):
-        if isinstance(rank, np.ndarray):
-            yield to, np.where(rank == to, size, 0.0)
-        elif rank in (EVERY, to) or (rank == OWN and to == dims.split.rank):
-            yield to, size
+def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Floats:
+    """Return the bytes that each task stores on each rank: [tasks, ranks]. `rank` comes from the declaration of an
+    access: a number, one number per task, EVERY or OWN. `size` has the bytes of each task."""
+    to = np.array(dims.split.rank if rank == OWN else rank) if not isinstance(rank, np.ndarray) else rank
+    return np.where((to[..., None] == np.arange(dims.split.tp)) | (to[..., None] == EVERY), size[:, None], 0.0)
 
 
 def _attention(
@@ -336,7 +332,7 @@ def _attention(
     access = next(a for a in accesses(phase, phase.columns(records[:1]), dims) if a.kind is Kind.WRITE)
     owner = access.rank if access.rank is not None else dims.owner(row).astype(np.int32)
     out_key = keys.rows(access.buffer, view.item_row[item])
-    for to, part in _targets(owner, size, dims):
+    for to, part in enumerate(_targets(owner, size, dims).T):
         np.add.at(tasks.stores[:, to], task, part)
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
@@ -431,12 +427,13 @@ def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, vie
     """Add the waits of the norm before the logits, for the row blocks of all rows that this rank normalises."""
     dims = view.dims
     columns = phase.columns(records)
-    slots = rec.WAIT_WORD + np.arange(rec.WAITS)
-    for i, words in enumerate(records[:, slots]):
-        row = view.logit_rows[columns["row"][i] : columns["row"][i] + columns["rows"][i]]
-        row = row[row >= 0]
-        if not dims.split.replicated_residual:
-            row = row[dims.owner(row) == dims.split.rank]
-        block = np.unique(row // dims.bucket.row_block)
-        for slot in np.flatnonzero(words & rec.INDEXED):
-            tasks.wait(first[i], rec.word_counter(words[slot]) + block, slot)
+    record, nth = ragged(columns["rows"])
+    row = view.logit_rows[columns["row"][record] + nth]
+    own = row >= 0
+    if not dims.split.replicated_residual:
+        own &= dims.owner(row) == dims.split.rank
+    blocks = dims.bucket.row_blocks
+    record, block = np.divmod(np.unique(record[own] * blocks + row[own] // dims.bucket.row_block), blocks)
+    words = rec.waits(records)[record]
+    at, slot = np.nonzero(words & rec.INDEXED)
+    tasks.wait(first[record[at]], rec.word_counter(words[at, slot]) + block[at], slot)

@@ -22,6 +22,7 @@ from megakernel.scheduler import compile_program, with_matmul
 from megakernel.scheduler.candidates import most_dot_rows
 from megakernel.scheduler.describe import lowering
 from megakernel.scheduler.options import CHOICES, Options
+from megakernel.scheduler.tasks import Stages
 from megakernel.scheduler.tune.predict import predicted_seconds
 
 # The simulated program computes logits for at most this many rows, as in an engine, where most rows belong to prompts
@@ -62,13 +63,15 @@ class Fastest:
         **fixed: Any,
     ) -> None:
         self._config, self.machine, self._tp, self._options = config, machine, tp, options
-        self._fixed, self._chosen = fixed, dict[int, Options]()
+        self._fixed, self._chosen, self._stages = fixed, dict[int, Options](), Stages()
         if one_class and tp > 1 and options.o == "auto":
             program = self.compile(options, 1, 1)  # the choice for `o` does not depend on the size
             self._options = replace(options, o=lowering(program.dims, program.forward)["o"])
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
-        return self.compile(self.options(tokens), tokens, logit_rows)
+        program = self.compile(self.options(tokens), tokens, logit_rows)
+        self._stages = Stages()
+        return program
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
         return compile_program(
@@ -78,12 +81,16 @@ class Fastest:
             logit_rows=logit_rows,
             tp=self._tp,
             options=options,
+            stages=self._stages,
             **self._fixed,
         )
 
-    def seconds(self, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
-        """Return the predicted seconds of a step, or infinity if these options cannot be combined. `known` caches
-        predictions by options and by the program's hash, because different options may give the same program."""
+    def seconds(
+        self, options: Options, tokens: int, known: dict[Options | str, float], most_s: float = math.inf
+    ) -> float:
+        """Return the predicted seconds of a step, or infinity if these options cannot be combined. The result may also
+        be infinity if a step takes at least `most_s` seconds. `known` caches predictions by options and by the
+        program's hash, because different options may give the same program."""
         if options not in known:
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
@@ -91,7 +98,7 @@ class Fastest:
                 known[options] = math.inf
                 return math.inf
             if program.hash not in known:
-                known[program.hash] = predicted_seconds(program, self.machine)
+                known[program.hash] = predicted_seconds(program, self.machine, most_s)
             known[options] = known[program.hash]
         return known[options]
 
@@ -100,24 +107,22 @@ class Fastest:
             return self._options
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
-            start, known = replace(start, queue="body"), dict[Options | str, float]()
-            # Search once with a sharded and once with a replicated O projection, which may need other options.
-            forms = [form for form in CHOICES["o"] if form != "auto"]
-            starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
-            found = [self._choose(each, tokens, known) for each in starts]
-            self._chosen[tokens] = min(found, key=lambda each: self.seconds(each, tokens, known))
+            # An O projection that is left open is sharded at first, and the search begins with the alternative.
+            form = "sharded" if self._tp > 1 and start.o == "auto" else start.o
+            self._chosen[tokens] = self._choose(replace(start, queue="body", o=form), tokens)
         return self._chosen[tokens]
 
-    def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
+    def _choose(self, best: Options, tokens: int) -> Options:
         """Return the best options that a local search finds from `best`. It tries the values of one choice after
         another, and stops when every choice has been tried since the last improvement."""
+        known = dict[Options | str, float]()
         best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
             found = best
             for change in changes:
                 tried = replace(best, **change)
-                seconds = self.seconds(tried, tokens, known)
+                seconds = self.seconds(tried, tokens, known, best_s)
                 if seconds < best_s:
                     found, best_s = tried, seconds
             since = since + 1 if found == best else 1
@@ -139,7 +144,7 @@ class Fastest:
             open_ -= {"pairs"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp, self._options)) > _DOT_TILES:
             open_ -= {"matmul"}
-        together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"], ["o"])
+        together = (["o", "queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"])
         choices = [_products([name for name in names if name in open_]) for names in together]
         blocks = ceil_div(tokens, self.machine.tile_rows)
         if not self._options.panel and 1 < blocks <= _ONE_PANEL:

@@ -1,27 +1,26 @@
-"""Predicts the time of a program's step by simulating a few of its layers, because all layers are alike."""
+"""Predicts the time of a program's step by simulating a few of its layers."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from math import inf
 
 from megakernel.isa import Dims, StepTable
 from megakernel.machine import Machine
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.scheduler.simulate.run import seconds_by_layers
+from megakernel.scheduler.simulate.run import extrapolated_seconds
 
-_FEW, _MORE = 1, 3  # layers
 _CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
 
 
-def predicted_seconds(program: Program, machine: Machine) -> float:
-    """Return the predicted seconds of a typical step of `program`, extrapolated from simulations of one and of three
-    layers."""
-    layers, table = program.dims.model.layers, usual_step(program.dims)
-    if layers <= _MORE:
-        return seconds_by_layers(program, machine, table, [layers])[0]
-    few, more = seconds_by_layers(program, machine, table, [_FEW, _MORE])
-    return few + (layers - _FEW) * (more - few) / (_MORE - _FEW)
+def predicted_seconds(program: Program, machine: Machine, most_s: float = inf) -> float:
+    """Return the predicted seconds of a typical step of `program`, or infinity if the simulation finds early that they
+    are at least `most_s`."""
+    return extrapolated_seconds(program, machine, usual_step(program.dims), most_s)
 
 
+@lru_cache(maxsize=4)
 def usual_step(dims: Dims) -> StepTable:
     """Return the inputs (step table) of a typical step. All rows of the program are divided evenly among as many
     sequences as the program has room for, and the last row of each sequence gets logits."""

@@ -58,7 +58,7 @@ def test_all_buckets_of_an_engine_share_the_lowering_of_o(monkeypatch: pytest.Mo
     """Programs for all batch sizes (buckets) must give a row the same bits. So all of them divide the O projection, or
     all replicate it, even if the other choice is faster for some sizes."""
 
-    def seconds(self: Fastest, options: Options, tokens: int, known: dict[Options | str, float]) -> float:
+    def seconds(self: Fastest, options: Options, tokens: int, *_: object) -> float:
         return float((options.o == "replicated") != (tokens > 16))
 
     monkeypatch.setattr(Fastest, "seconds", seconds)
@@ -67,6 +67,17 @@ def test_all_buckets_of_an_engine_share_the_lowering_of_o(monkeypatch: pytest.Mo
     assert len({choose(tokens=rows, logit_rows=1).dims.split.replicated_o for rows in (1, 16, 64)}) == 1
     alone = [fastest("smollm2-135m", machine, 4, rows)(tokens=rows, logit_rows=1) for rows in (16, 64)]
     assert len({program.dims.split.replicated_o for program in alone}) == 2
+
+
+def test_a_search_compiles_what_a_single_compilation_does() -> None:
+    """Programs of a search share results of compiler stages. Each is nevertheless the program that its options give."""
+    rows, machine = 96, machines.load("h100", 8)
+    choose = fastest("smollm2-135m", machine, 2, rows)
+    for norm, residual, queue in product(("own", "next"), ("dealt", "replicated"), ("none", "attention", "body")):
+        options = Options(norm=norm, residual=residual, queue=queue)
+        alone = fastest("smollm2-135m", machine, 2, rows)
+        found = [each.compile(options, rows, rows).hash for each in (choose, alone)]
+        assert found[0] == found[1], options
 
 
 def test_what_is_said_is_done_and_a_cpu_claims_nothing() -> None:

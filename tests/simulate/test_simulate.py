@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from megakernel.scheduler import Options, compile_program, describe
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.work import make_work
+from megakernel.scheduler.tune.predict import predicted_seconds, usual_step
 from megakernel.trace import IntervalKind, Intervals
 
 SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
@@ -309,8 +311,8 @@ def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longe
     assert found[0]["weight_bytes"] == found[1]["weight_bytes"]
 
 
-def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto") -> Program:
-    small = {"layers": 2, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 512}
+def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto", layers: int = 2) -> Program:
+    small = {"layers": layers, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 512}
     config = replace(load_config("random:llama-3.2-1b"), **small)
     machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
     limits = {"tokens": 96, "logit_rows": 2, "max_seqs": 2, "max_context": 256}
@@ -324,6 +326,18 @@ def test_the_bytes_between_ranks_are_the_declared_ones(o: str, tolerance: float)
     program = llama(tp=2, o=o)
     found = simulate(program, machine_of(program), step_of(program)).link_bytes
     assert found == pytest.approx(describe(program)["link_bytes"], rel=tolerance)
+
+
+@pytest.mark.parametrize(("queue", "tp"), [("none", 1), ("body", 2)])
+def test_few_layers_predict_the_time_of_all(queue: str, tp: int) -> None:
+    program = llama(queue, tp, layers=9)
+    machine = machine_of(program)
+    found = predicted_seconds(program, machine)
+    assert found == pytest.approx(simulate(program, machine, usual_step(program.dims)).step_s, rel=0.02)
+    assert predicted_seconds(program, machine, 1.001 * found) == found
+    assert predicted_seconds(program, machine, 0.999 * found) == math.inf
+    short = llama(queue, tp, layers=1)
+    assert predicted_seconds(short, machine) == simulate(short, machine, usual_step(short.dims)).step_s
 
 
 def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:

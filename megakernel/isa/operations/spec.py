@@ -67,8 +67,9 @@ def work(
     memory: NDArray[Any] | float = 0.0,
 ) -> Cost:
     """The cost of the instructions with operands `c`. An argument is a column, or one number for every instruction."""
-    shape = np.shape(next(iter(c.values()), ()))
-    return Cost(*(np.broadcast_to(np.asarray(v, dtype=np.float64), shape) for v in (matrix, vector, memory)))
+    count = len(next(iter(c.values()), ()))
+    columns = (np.asarray(v, dtype=np.float64) for v in (matrix, vector, memory))
+    return Cost(*(column if column.ndim else np.full(count, column) for column in columns))
 
 
 @dataclass(frozen=True)
