@@ -107,28 +107,33 @@ class Fastest:
             return self._options
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
-            # An O projection that is left open is sharded at first, and the search begins with the alternative.
-            form = "sharded" if self._tp > 1 and start.o == "auto" else start.o
-            self._chosen[tokens] = self._choose(replace(start, queue="body", o=form), tokens)
+            start, known = replace(start, queue="body"), dict[Options | str, float]()
+            # Search once with a sharded and once with a replicated O projection, which may need other options.
+            forms = [form for form in CHOICES["o"] if form != "auto"]
+            starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
+            found = [self._choose(each, tokens, known) for each in starts]
+            self._chosen[tokens] = min(found, key=lambda each: self.seconds(each, tokens, known))
         return self._chosen[tokens]
 
-    def _choose(self, best: Options, tokens: int) -> Options:
+    def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
         """Return the best options that a local search finds from `best`. It tries the values of one choice after
-        another, and stops when every choice has been tried since the last improvement."""
-        known = dict[Options | str, float]()
-        best_s, since = self.seconds(best, tokens, known), 0
+        another, and stops when every choice has been tried since the last improvement. `known` gets the predictions
+        that were completed."""
+        here = dict(known)
+        best_s, since = self.seconds(best, tokens, here), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
             found = best
             for change in changes:
                 tried = replace(best, **change)
-                seconds = self.seconds(tried, tokens, known, best_s)
+                seconds = self.seconds(tried, tokens, here, best_s)
                 if seconds < best_s:
                     found, best_s = tried, seconds
             since = since + 1 if found == best else 1
             best = found
             if since >= len(choices):
-                return best
+                break
+        known |= {key: seconds for key, seconds in here.items() if seconds < math.inf}
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:
@@ -144,7 +149,7 @@ class Fastest:
             open_ -= {"pairs"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp, self._options)) > _DOT_TILES:
             open_ -= {"matmul"}
-        together = (["o", "queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"])
+        together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"], ["o"])
         choices = [_products([name for name in names if name in open_]) for names in together]
         blocks = ceil_div(tokens, self.machine.tile_rows)
         if not self._options.panel and 1 < blocks <= _ONE_PANEL:
