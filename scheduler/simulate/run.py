@@ -104,7 +104,7 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
         result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, at_most)
         if result.step_s < inf:
             _check(program, work, result)
-        return result.step_s
+        return float(result.step_s)
 
     if work.layers <= _MORE:
         return seconds(work.layers, most_s)

@@ -278,7 +278,7 @@ def _activations(
         tasks.set(task, read_key=key)
     if writes:
         key = keys.rows(writes[0], columns["row"])
-        for to in np.flatnonzero(tasks.stores[task].any(axis=0)):
+        for to in np.flatnonzero(tasks.stores[task].any(axis=0)).tolist():
             keys.at_least(to, key, tasks.stores[task, to])
         tasks.set(task, write_key=key)
 
