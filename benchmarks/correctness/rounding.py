@@ -115,7 +115,7 @@ def answer(programs: Path, model: Path, prompt: str) -> str:
     """Return the text of llama.cpp's greedy answer."""
     said = run([str(programs / "llama-simple"), "-m", str(model), "-n", str(TOKENS), prompt])
     _, _, text = said.partition(prompt)
-    return text.partition("\nmain: decoded")[0]
+    return text.partition("main: decoded")[0].rstrip("\n")  # what follows is a report on stderr
 
 
 def llama_divergence(programs: Path, exact: Path, rounded: Path) -> dict[str, float]:
