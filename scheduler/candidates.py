@@ -86,21 +86,10 @@ def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int
     return replace(machine, workers=machine.workers // sms, tile_rows=rows, col_unit=unit), units
 
 
-def _expert_parallel(config: ModelConfig, tp: int, options: Options) -> int:
-    each = Split(config.sizes(Dtype.BF16), tp, expert_parallel=1).rank_experts
-    if options.expert_parallel and (not each or each * tp != config.experts):
-        raise MegakernelError(
-            f"cannot divide {config.experts} experts among {tp} ranks (expert parallelism): it needs a model with a "
-            "multiple of so many experts"
-        )
-    return int(options.expert_parallel)
-
-
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units, options: Options) -> int:
     """Return the largest number of rows that fits every matmul tile of a rank, whether the O projection is sharded or
     replicated."""
-    parallel = _expert_parallel(config, tp, options)
-    split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1, expert_parallel=parallel)
+    split = Split(config.sizes(Dtype.BF16), tp, replicated_o=1, expert_parallel=int(options.expert_parallel))
     return TARGETS[machine.target].tile_rows(units, max(config.hidden, split.o_cols, split.rank_ffn))
 
 
@@ -140,7 +129,11 @@ def fastest(
     any_split = TARGETS[machine.target].any_split
     split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
     sizes = config.sizes(dtype, quantised_kv=quantised_kv, q8_activations=q8_activations)
-    split = Split(sizes, tp, expert_parallel=_expert_parallel(config, tp, options))
+    split = Split(sizes, tp, expert_parallel=int(options.expert_parallel))
+    if options.expert_parallel and not split.equal_experts:
+        raise MegakernelError(
+            f"cannot divide {config.experts} experts equally among {tp} ranks: leave out --enable-expert-parallel"
+        )
     bucket = Bucket(
         kv_block=KV_BLOCK,
         kv_page=machine.kv_page,

@@ -132,7 +132,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Cut the matmuls of a mixture of experts into column tiles for each place. The operand `place` selects an expert:
-    the j-th of each row, or expert e of the model. In the first case, a tile has one row; in the second, all rows."""
+    the j-th of each row, or expert e of the rank. In the first case, a tile has one row; in the second, all rows."""
     tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.col_unit
     length, starts = (tokens, 1) if d.by_expert else (1, tokens)
     units, count = ceil_div(cols, unit), 0

@@ -74,7 +74,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say which model to run, and how."""
-    for name in ("model", "backend", "dtype", *STORED, "tp", "threads"):
+    for name in ("model", "backend", "dtype", *STORED, "tp", "enable expert parallel", "threads"):
         add_setting(parser, name)
     parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
@@ -98,7 +98,7 @@ def token_ids(text: str) -> list[int]:
 
 def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
     """Load the model that the flags added by `add_model_run` describe, after downloading it if necessary."""
-    names = ("tp", "backend", "dtype", "weights", "kv_cache_dtype", "activations", "threads")
+    names = ("tp", "enable_expert_parallel", "backend", "dtype", "weights", "kv_cache_dtype", "activations", "threads")
     how = {name: getattr(args, name) for name in names}
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have these flags
     how["generation_config"] = getattr(args, "generation_config", "vllm")

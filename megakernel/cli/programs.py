@@ -163,8 +163,9 @@ def run_verify(args: argparse.Namespace) -> int:
     else:
         for violation in report.violations:
             print(violation)
-        count = f"{'more than ' if report.more else ''}{len(report.violations)} violations"
-        verdict = "ok" if report.ok else count
+        count = len(report.violations)
+        listed = f"{'more than ' if report.more else ''}{count} violation{'s' if count > 1 else ''}"
+        verdict = "ok" if report.ok else listed
         output.stdout.print(
             f"{verdict}: {report.checked:,} instructions checked in {report.seconds:.2f} s",
             style="green" if report.ok else "red",

@@ -218,6 +218,11 @@ class Split:
         return Split(self.model).qkv_cols if self.model.whole_norms and self.rank_heads else self.qkv_cols
 
     @property
+    def equal_experts(self) -> bool:
+        """Whether all ranks have equally many whole experts. Expert parallelism requires this."""
+        return 0 < self.model.experts == self.tp * (self.model.experts // self.tp)
+
+    @property
     def stack(self) -> tuple[int, ...]:
         """The axis of a layer's weights in front of the axes of one expert: (rank_experts,), or () without experts."""
         return (self.rank_experts,) if self.model.experts else ()

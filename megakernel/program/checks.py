@@ -146,8 +146,8 @@ def _sizes(d: Dims) -> Iterator[str]:
     if (words := step_words(d)) > MOST_STEP_WORDS:
         yield f"a step table of {words} words is longer than {MOST_STEP_WORDS}"
     known = d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units)
-    if d.split.expert_parallel and (not d.split.rank_experts or d.split.rank_experts * d.split.tp != m.experts):
-        yield f"{m.experts} experts cannot be divided among {d.split.tp} ranks"
+    if d.split.expert_parallel and not d.split.equal_experts:
+        yield f"{m.experts} experts cannot be divided equally among {d.split.tp} ranks"
     flags = {d.split.replicated_o, d.split.replicated_residual, d.split.expert_parallel}
     known &= flags | {m.quantised_kv, m.q8_activations, m.normalised_routes, m.clipped_gates, m.whole_norms} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):

@@ -56,17 +56,28 @@ _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostnam
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties"])
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
-# keywords that the library does not implement
-_UNENFORCED = frozenset(["uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"])
-_UNENFORCED |= {
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "contentSchema",
-    "$dynamicRef",
-    "$recursiveRef",
-}
-_UNENFORCED |= {"unevaluatedItems", "unevaluatedProperties"}
+# Keywords that the library does not implement, and values with which some of them forbid nothing.
+_UNENFORCED = frozenset(
+    [
+        "uniqueItems",
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "contentSchema",
+        "$dynamicRef",
+        "$recursiveRef",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ]
+)
+_ALLOWS_ALL = {"uniqueItems": False, "not": False, "unevaluatedItems": True, "unevaluatedProperties": True}
 _PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
 # _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes, which are kept.
@@ -138,8 +149,7 @@ class _Schema:
                 if pattern := self._pattern(value):
                     out[key] = pattern
             elif key in _UNENFORCED:
-                # `unevaluatedItems: true` and `uniqueItems: false` forbid nothing.
-                self.left |= set() if value is key.startswith("unevaluated") else {key}
+                self.left |= set() if value is _ALLOWS_ALL.get(key) else {key}
             elif key not in self._dropped and (key != "format" or value in _FORMATS):
                 out[key] = value
         if "propertyNames" in schema:

@@ -24,13 +24,15 @@ from megakernel.model.limited import Ended, LimitedProcess
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.grammar_worker import release_memory
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
+from megakernel.settings import SETTINGS
 
 Ids = NDArray[np.int32]
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 # Limits on the time and memory to compile one grammar. Ordinary schemas take 1 to 30 ms.
 MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
-_MOST_KEPT, KEPT_BYTES = 256, 512 << 20  # default limits of the cache: compiled grammars, and their bytes
+# Limits of the cache of compiled grammars: their number and, by default, their bytes.
+_MOST_KEPT, KEPT_BYTES = 256, SETTINGS["max grammar bytes"].value()
 _SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
 

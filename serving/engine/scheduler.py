@@ -170,9 +170,8 @@ class Batch:
             self._publish(sequence)
         if self._windows:
             passed = slots.passed(order)
-            for slot, count in zip(order.tolist(), passed.tolist(), strict=True):
-                if count > slots.freed[slot]:
-                    self._pool.give(slots.drop(slot, count))
+            for at in (passed > slots.freed[order]).nonzero()[0]:
+                self._pool.give(slots.drop(int(order[at]), int(passed[at])))
         self._grow()
         self._admit()
         return self._deal()

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from commands import command, fails, run, run_json
-from mutate import edit
+from mutate import edit, rows_of
 from rich.console import Console
 
 from megakernel import LLM, SamplingParams
@@ -18,13 +18,14 @@ from megakernel.cli import output, parser
 from megakernel.cli.generate import sampling_params
 from megakernel.cli.options import prompt_ids
 from megakernel.errors import MegakernelError
-from megakernel.isa.record import SIGNAL_WORD
+from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS
 from megakernel.machine import MACHINES
 from megakernel.program import load_program
 from megakernel.roofline import Ceilings
 from megakernel.runtime import BACKENDS
 from megakernel.scheduler.options import CHOICES
 from megakernel.scheduler.tune import fastest
+from megakernel.scheduler.verify import proof
 from megakernel.serving.bench import ceilings
 from megakernel.serving.bench.ceilings import host_ceilings
 from megakernel.settings import SETTINGS
@@ -172,13 +173,23 @@ def test_damaged_programs_are_one_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert "cannot write program" in fails(capsys, "compile", "--model", tiny_shape, "-o", nowhere)
 
 
-def test_a_violation_exits_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:
+def test_a_violation_exits_with_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_shape: str
+) -> None:
     file = tmp_path / "a.mkp"
     run_json(capsys, "compile", "--model", tiny_shape, "-o", str(file))
-    edit(load_program(file), "body", 0, SIGNAL_WORD).save(file)  # the first instruction no longer signals its counter
+    program = load_program(file)
+    edit(program, "body", 0, SIGNAL_WORD).save(file)  # the first instruction no longer signals its counter
     status, out, _ = run(capsys, "verify", str(file), "--json")
     report = json.loads(out)
-    assert status == 1 and not report["ok"] and report["violations"]
+    assert status == 1 and not report["ok"] and report["violations"] and not report["more"]
+    for name in ("gate_up_silu", "down_proj"):
+        for at in rows_of(program, "body", name):
+            program = edit(program, "body", at, list(range(WAIT_WORD, WAIT_WORD + WAITS)))
+    program.save(file)
+    monkeypatch.setattr(proof, "_MOST", 1)  # the number of violations that a report lists
+    status, out, _ = run(capsys, "verify", str(file))
+    assert status == 1 and out.count("\n") == 2 and out.splitlines()[-1].startswith("more than 1 violation: ")
 
 
 # -- measurements

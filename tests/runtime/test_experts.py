@@ -288,7 +288,7 @@ def test_a_rank_reads_its_own_experts() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, TINY], ids=["9 experts", "no experts"])
 def test_ranks_must_have_equally_many_whole_experts(config: ModelConfig) -> None:
-    with pytest.raises(MegakernelError, match="among 2 ranks"):
+    with pytest.raises(MegakernelError, match="experts equally among 2 ranks"):
         compiled(config, host(4), tokens=1, tp=2, options=Options(expert_parallel=True))
 
 

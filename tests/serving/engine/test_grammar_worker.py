@@ -84,6 +84,7 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({**A, "if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {}}, ["{}"], ['{"b": 1}'],
      ["else", "if", "then"]),
     ({"type": "array", "contains": {"type": "integer"}, "minContains": 1}, ["[]"], ["1"], ["contains", "minContains"]),
+    ({"type": "array", "contains": False, "not": False, "unevaluatedItems": True}, ["[]"], ["1"], ["contains"]),
     ({**A, "dependentRequired": {"a": ["b"]}}, ['{"a": 1}'], ["[]"], ["dependentRequired"]),
     ({**A, "minProperties": 1, "maxProperties": 2}, ["{}"], ['{"b": 1}'], ["maxProperties", "minProperties"]),
     ({**INTEGERS, "minProperties": 1}, ['{"x": 1}'], ["{}"], []),
