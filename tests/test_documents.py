@@ -52,6 +52,7 @@ NOT_RUN = {
     r"doctor --calibrate": "takes a minute; tests/roofline/test_kept.py runs it for an instant",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
+    r"rounding\.py": "needs llama.cpp and MT-bench's questions, and takes minutes",
     r"llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes an hour",
 }
 

@@ -590,7 +590,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 # Both routes read these fields in one class, so one route for each form is enough.
 @pytest.mark.parametrize(
-    ("given", "path"), zip(FORMS, itertools.cycle(["/v1/completions", "/v1/chat/completions"]), strict=False)
+    ("given", "path"), list(zip(FORMS, itertools.cycle(["/v1/completions", "/v1/chat/completions"]), strict=False))
 )
 def test_every_name_of_a_form_is_followed(live: Live, given: tuple[dict[str, Any], str], path: str) -> None:
     more, form = given
