@@ -28,8 +28,8 @@ _TABLE = """
     supports only auto
 --activations | text | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded
     to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
---generation-config | text | auto | defaults of sampling: auto (the generation_config.json in the model's folder), vllm
-    (none, so that the API's own defaults apply) or another folder with such a file
+--generation-config | text | auto | defaults of sampling: auto (what the model's author recommends), vllm (none, so that
+    the API's own defaults apply) or a folder with a generation_config.json
 --tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
@@ -62,8 +62,8 @@ _TABLE = """
 --served-model-name | text... | (the model's own name) | names that requests may use for the model
 --chat-template | text | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
     text itself
---tool-call-parser | hermes/llama3_json/mistral/granite | (that of the chat template) | format of the model's function
-    calls: hermes, llama3_json, mistral or granite
+--tool-call-parser | hermes/llama3_json/mistral/granite/openai | (that of the chat template) | format of the
+    model's function calls: hermes, llama3_json, mistral, granite or openai
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
     /health and /chat
 --open-metrics | switch | off | on: /metrics requires no key

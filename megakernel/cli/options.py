@@ -125,7 +125,7 @@ def load(model: str, **how: Any) -> LLM:
     if llm.sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items())
         output.stderr.print(
-            f"sampling defaults of generation_config.json: {said}; --generation-config vllm ignores them", style="dim"
+            f"sampling as the model's author recommends: {said}; --generation-config vllm ignores this", style="dim"
         )
     return llm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeGuard
@@ -195,6 +196,13 @@ class Keys:
         if not isinstance(value := self.get(key), bool | None):
             raise self._wrong(key, "true or false")
         return default if value is None else value
+
+    def sampling(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the sampling parameters in the file. `names` has the file's key and the name in SamplingParams of each
+        parameter that the file may have."""
+        given = {key: name for key, name in names.items() if self.get(key) is not None}
+        whole = ("top_k", "max_tokens")
+        return {name: self.count(key) if name in whole else self.number(key) for key, name in given.items()}
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
         """Raise MegakernelError unless a key's value is null or in `allowed`. `default` is for an absent key."""

@@ -48,6 +48,9 @@ _READ = {
 _HARMLESS = {"attention.causal", "attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout"}
 # Keys that may have a list with a number for each layer. The numbers must be the same.
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+# The keys with the sampling parameters that the model's author recommends, and their names in SamplingParams.
+_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+_SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
 # Values of the key `general.type` of files that contain no model.
 _NO_MODELS = {
     "adapter": "a LoRA adapter: merge it into its base model with llama-export-lora, and give the merged model",
@@ -324,6 +327,13 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         **own,
     )
     return check_config(config, source)
+
+
+def gguf_sampling(file: GgufFile) -> dict[str, Any]:
+    """Return the sampling parameters in the file's metadata, as SamplingParams names them. Raises MegakernelError."""
+    found = Keys(file.metadata, str(file.path), "general.sampling.").sampling(_SAMPLING)
+    # The file has float32 numbers. Their shortest decimal form is the number that the author wrote.
+    return {name: float(str(np.float32(value))) if isinstance(value, float) else value for name, value in found.items()}
 
 
 def _rope(file: GgufFile, keys: Keys) -> Rope:

@@ -265,8 +265,4 @@ _SAMPLING |= {"max_new_tokens": "max_tokens"}
 def read_sampling(folder: Path) -> dict[str, Any]:
     """Return the parameters in generation_config.json, as SamplingParams names them. Raises MegakernelError."""
     path = folder / "generation_config.json"
-    keys = Keys(read_json(path), str(path))
-    given = {key: name for key, name in _SAMPLING.items() if keys.get(key) is not None}
-    return {
-        name: (keys.count if key in ("top_k", "max_new_tokens") else keys.number)(key) for key, name in given.items()
-    }
+    return Keys(read_json(path), str(path)).sampling(_SAMPLING)

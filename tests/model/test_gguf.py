@@ -20,7 +20,7 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, Split, from_f32
 from megakernel.isa.dtypes import BLOCKS
-from megakernel.model import Rope, RopeKind, gguf_checkpoint, load_config, open_checkpoint
+from megakernel.model import Rope, RopeKind, gguf_checkpoint, load_config, load_sampling, open_checkpoint
 from megakernel.model.checkpoint import Storage, StoredRows, rows_of
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.gguf_checkpoint import GgufFile, gguf_naming
@@ -50,6 +50,17 @@ def test_values_are_the_packages(path: Path, quantise: Type | None) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "m.gguf"
+
+
+def test_sampling_that_the_author_recommends(path: Path) -> None:
+    """llama.cpp's converter copies it from generation_config.json, as float32 numbers."""
+    tiny_gguf(path)
+    assert load_sampling(str(path)) == {}
+    tiny_gguf(path, general__sampling__temp=0.7, general__sampling__top_k=20, general__sampling__penalty_repeat=1.05)
+    assert load_sampling(str(path)) == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    tiny_gguf(path, general__sampling__top_p="most")
+    with pytest.raises(MegakernelError, match=r'm\.gguf: general\.sampling\.top_p is "most", not a finite number'):
+        load_sampling(str(path))
 
 
 def arbitrary(*shape: int, seed: int) -> NDArray[np.uint8]:

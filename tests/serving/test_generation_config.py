@@ -1,4 +1,4 @@
-"""Tests that the defaults of sampling in a model's generation_config.json apply where vLLM applies them."""
+"""Tests that the sampling that a model's author recommends applies where vLLM applies it."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_requests_use_them_field_by_field(llm: LLM, path: str, body: dict[str, A
 def test_verbs_use_and_name_them(capsys: pytest.CaptureFixture[str], model: str) -> None:
     flags = ["generate", "--model", model, "--prompt", "x", "--context", "64", "--ignore-eos"]
     _, text, said = run(capsys, *flags)
-    assert "sampling defaults of generation_config.json: temperature 0.9, top_k 1, max_tokens 6;" in said
+    assert "sampling as the model's author recommends: temperature 0.9, top_k 1, max_tokens 6;" in said
     assert run(capsys, *flags)[1] == text
     assert len(run_json(capsys, *flags, "--max-tokens", "8")["token_ids"]) == 8
     _, _, said = run(capsys, *flags, "--generation-config", "vllm", "--max-tokens", "3")
-    assert "sampling defaults" not in said
+    assert "recommends" not in said
