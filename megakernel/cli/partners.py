@@ -19,6 +19,7 @@ from ..errors import MegakernelError
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, SamplingParams
+    from megakernel.serving.engine.tokens import Token
 
 Messages = list[dict[str, str]]
 T = TypeVar("T")
@@ -110,13 +111,16 @@ class LocalModel:
     def reply(
         self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
     ) -> None:
-        def take(_: Any, text: str) -> None:
+        reader = self._llm.codec.reader(None)
+
+        def take(token: Token, text: str) -> None:
             answer.tokens = (answer.tokens or 0) + 1
+            text = reader.add(text, token.finish_reason).content if reader else text
             answer.add(text)
             show(text)
 
         ids, most = self._llm.chat_ids(messages), max_tokens or self._params.max_tokens
-        params = replace(self._params, max_tokens=most)
+        params = replace(self._params, max_tokens=most, skip_special_tokens=reader is None)
         with _interrupted_between_steps() as check:
             [result] = self._llm.generate([ids], params, on_token=take, on_step=lambda _: check())
         answer.finish_reason = result.finish_reason

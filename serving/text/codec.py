@@ -12,7 +12,8 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream, Tokenizer, UnknownTokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.tool_calls import ToolFormat, tool_format, with_tools
+from megakernel.serving.text.channels import ChannelReader
+from megakernel.serving.text.tool_calls import ToolFormat, ToolReader, tool_format, with_tools
 
 
 class Transcript:
@@ -141,6 +142,13 @@ class Codec:
         told = [dict(message) for message in messages]
         if "developer" not in template:
             told = _for_system(told)
+        if self.tools.channels:  # the template's name for reasoning, which may not stand beside content
+            told = [
+                {**message, "thinking": message["reasoning_content"]}
+                if message.get("reasoning_content") and not message["content"]
+                else message
+                for message in told
+            ]
         if tools and "tools" not in template:
             told = with_tools(told, tools, self.tools)
         elif tools:
@@ -151,6 +159,13 @@ class Codec:
     def tools(self) -> ToolFormat:
         """The format in which the model writes calls of functions."""
         return tool_format(self.tool_parser, self.tokenizer.tool_template if self.tokenizer else None)
+
+    def reader(self, functions: Mapping[str, Any] | None, most: int | None = None) -> ToolReader | ChannelReader | None:
+        """Return a parser for the text of one answer, in which special tokens must be kept; None: all text is content.
+        The model may call `functions`, which maps names to JSON schemas of parameters, at most `most` times."""
+        if self.tools.channels:
+            return ChannelReader(functions or (), most)
+        return None if functions is None else ToolReader(self.tools, functions, most)
 
     def check(self, params: SamplingParams) -> None:
         """Raise MegakernelError if `params` need a tokenizer and the model has none."""

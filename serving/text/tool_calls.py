@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.text import markup
 
 _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrains it
 
@@ -24,6 +25,7 @@ class ToolFormat:
     arguments: str  # the JSON key for a call's arguments
     each: bool = False  # whether every call has its own `begin` and `end`; otherwise `begin` precedes a JSON list
     bare: bool = False  # whether there is no list, and no `begin` either if the answer consists of calls only
+    channels: bool = False  # whether answers consist of messages, as channels.py describes; `begin` precedes a name
 
 
 FORMATS = {
@@ -31,6 +33,7 @@ FORMATS = {
     "llama3_json": ToolFormat("<|python_tag|>", "", "; ", "parameters", bare=True),
     "mistral": ToolFormat("[TOOL_CALLS]", "", ", ", "arguments"),
     "granite": ToolFormat("<|tool_call|>", "", ", ", "arguments"),
+    "openai": ToolFormat("<|channel|>", "", "", "arguments", channels=True),
 }
 
 
@@ -41,7 +44,7 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
         return FORMATS[name]
     marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
-    marks |= {"<|tool_call|>": "granite", "<|start_header_id|>": "llama3_json"}
+    marks |= {"<|tool_call|>": "granite", "<|start_header_id|>": "llama3_json", "<|channel|>": "openai"}
     return FORMATS[next((kind for mark, kind in marks.items() if mark in (template or "")), "hermes")]
 
 
@@ -73,6 +76,9 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
     """Return calls as the model writes them."""
+    if form.channels:
+        head = f"{form.begin}commentary to=functions.%s <|constrain|>json<|message|>%s"
+        return "\n".join(head % (call["name"], json.dumps(call[form.arguments])) for call in calls)
     texts = [json.dumps(call) for call in calls]
     if form.each:
         return form.between.join(f"{form.begin}{text}{form.end}" for text in texts)
@@ -91,20 +97,32 @@ def calls_grammar(
     for number, (name, parameters) in enumerate(functions.items()):
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
         members = {"name": {"const": name}, form.arguments: arguments}
-        schema = {"title": f"the tool {name}", "type": "object", "properties": members, "required": list(members)}
+        schema = {"type": "object", "properties": members, "required": list(members)}
+        schema = {"title": f"the tool {name}", **(arguments if form.channels else schema)}
         rules.append(f"f{number}: %json {json.dumps(schema)}")
-    call = f"({' | '.join(f'f{number}' for number in range(len(functions)))})"
     begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
-    one = f"{begin} {call} {end}" if form.each else call
-    more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
-    calls = one + more if form.each or form.bare else f'{begin} "[" {one}{more} "]"'
+    before = ""  # what comes before an answer that is no call
+    if form.channels:
+        kind, content = _text("<|constrain|>", tokenizer), _text("<|message|>", tokenizer)
+        heads = [
+            f'{begin} {json.dumps(f"commentary to=functions.{name} ")} {kind} "json" {content}' for name in functions
+        ]
+        calls = " | ".join(f"{head} f{number}" for number, head in enumerate(heads))
+        before = f'{begin} "final" {content} '
+    else:
+        call = f"({' | '.join(f'f{number}' for number in range(len(functions)))})"
+        one = f"{begin} {call} {end}" if form.each else call
+        more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
+        calls = one + more if form.each or form.bare else f'{begin} "[" {one}{more} "]"'
     if answer is None:
         return "\n".join([f"start: {calls}", *rules])
     try:
         schema = {**json.loads(answer), "title": "the format of the answer"}
     except (TypeError, ValueError, RecursionError) as e:
         raise MegakernelError(f"structured outputs: the JSON schema is not a JSON object: {str(e)[:500]}") from e
-    return "\n".join(["start: calls | answer", f"calls: {calls}", f"answer: %json {json.dumps(schema)}", *rules])
+    return "\n".join(
+        [f"start: calls | {before}answer", f"calls: {calls}", f"answer: %json {json.dumps(schema)}", *rules]
+    )
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:
@@ -120,6 +138,14 @@ class CallDelta:
     index: int
     name: str | None = None
     arguments: str = ""
+
+
+class Parts(NamedTuple):
+    """What the new text of an answer consists of."""
+
+    content: str
+    calls: list[CallDelta]
+    reasoning: str = ""
 
 
 def rest_of_call(pieces: list[CallDelta]) -> int:
@@ -145,15 +171,16 @@ class ToolReader:
         self._form, self._names, self._most = form, names, most
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._marks = tuple(mark for mark in (self._begin, self._end) if len(mark) > 1)
+        self._begins = (self._begin, markup.BEGIN) if form.each else (self._begin,)  # what calls may begin with
         self._held = ""  # text that is not classified yet, such as the start of a mark
         self._calling = False  # whether a call comes next
         self._opened = False  # whether `begin` was read, so that `end` may follow
-        self._object: _Object | None = None
+        self._object: _Object | markup.MarkupCall | None = None
         self._fresh = True  # whether only white space has arrived so far
         self._said = False  # whether content (text outside of calls) has been returned since the last call
         self._space = ""  # white space that becomes content if more content follows
 
-    def add(self, text: str, reason: str | None = None) -> tuple[str, list[CallDelta]]:
+    def add(self, text: str, reason: str | None = None) -> Parts:
         """Read more text. Returns the text that is now known to be content, and new pieces of calls. With the last text
         comes `reason`, the finish reason of the answer, and everything that was held back is returned. If only brackets
         of the last call are missing, they are added, unless the answer was cut off (`length`)."""
@@ -176,7 +203,7 @@ class ToolReader:
                 self._tell(self._object, content, deltas)
             if self._said:
                 content.append(self._space)
-        return "".join(content), deltas
+        return Parts("".join(content), deltas)
 
     def _outside(self, content: list[str], last: bool) -> bool:
         """Read content up to the next mark (begin or end of calls). Returns whether more can be read now."""
@@ -187,14 +214,15 @@ class ToolReader:
                 return True
             if not last and _BARE_BEGINNING.fullmatch(text):
                 return False
-        marks = self._marks if self._opened else self._marks[:1]
+        marks = {*self._begins, *(self._marks if self._opened else ())}
         at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
         if mark:
             self._give(text[:at], content)
-            self._held, self._calling = text[at + len(mark) :], mark == self._begin
+            self._calling = mark in self._begins
+            self._held = text[at if mark == markup.BEGIN else at + len(mark) :]
             self._opened = self._opened or self._calling
             return True
-        kept = max(_beginning(text, mark) for mark in marks)
+        kept = max(beginning(text, mark) for mark in marks)
         self._give(text[: len(text) - kept], content)
         self._held = text[len(text) - kept :]
         if last and kept == 1:  # a single character is content, but more characters are a mark that was cut off
@@ -218,9 +246,13 @@ class ToolReader:
         self._held = text = text[at:]
         if text.startswith("{"):
             self._begin_object("", text)
+        elif text.startswith(markup.BEGIN):
+            self._object = markup.MarkupCall(self._names)
         elif (found := _NAMED.match(text)) and found[1] in self._names:
             self._begin_object(found[0], text[found.end() :], name=found[1])
-        elif not last and (_NAMED_BEGINNING.fullmatch(text) or _at_mark(text, 0, self._marks) == "cut"):
+        elif not last and (
+            _NAMED_BEGINNING.fullmatch(text) or _at_mark(text, 0, (*self._marks, *self._begins)) == "cut"
+        ):
             return False
         elif text:
             self._calling = False
@@ -230,13 +262,15 @@ class ToolReader:
         keys = (self._form.arguments, "arguments", "parameters")
         self._held, self._object = rest, _Object(self._names, keys, self._marks, bare=bare, before=before, name=name)
 
-    def _read(self, found: _Object, content: list[str], deltas: list[CallDelta], last: bool) -> bool:
+    def _read(
+        self, found: _Object | markup.MarkupCall, content: list[str], deltas: list[CallDelta], last: bool
+    ) -> bool:
         used = found.add(self._held, last)
         self._held = self._held[used:]
         self._tell(found, content, deltas)
         return used > 0 or found.done
 
-    def _tell(self, found: _Object, content: list[str], deltas: list[CallDelta]) -> None:
+    def _tell(self, found: _Object | markup.MarkupCall, content: list[str], deltas: list[CallDelta]) -> None:
         """Append what is new of a call to `deltas`, or an object that turns out to be no call to `content`."""
         more = self._most is None or self.calls < self._most
         if found.is_call and (found.begun or more):
@@ -450,6 +484,6 @@ def _at_mark(text: str, at: int, marks: tuple[str, ...]) -> str:
     return "cut" if any(text[at : at + 1] == mark[0] and mark.startswith(text[at:]) for mark in marks) else ""
 
 
-def _beginning(text: str, mark: str) -> int:
+def beginning(text: str, mark: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

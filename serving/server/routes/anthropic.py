@@ -255,7 +255,7 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
     params = body.sampling(
         service.description.sampling, min(body.max_tokens, service.max_context - len(prompt)), structured
     )
-    answers = service.answers([prompt], params, special=tools.used)
+    answers = service.answers([prompt], params, special=tools.reader(service.codec) is not None)
     return await service.respond(answers, _Message(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
@@ -297,7 +297,7 @@ class _Message(AnswerFormat):
         """Append the new text and tool calls to the content blocks. Returns the stream events that report them."""
         text, calls = delta.text, list[CallDelta]()
         if self._reader is not None:
-            text, calls = self._reader.add(delta.text, delta.finish_reason)
+            text, calls, _ = self._reader.add(delta.text, delta.finish_reason)
         before = rest_of_call(calls)
         events = b"".join(map(self._call, calls[:before]))
         if text:

@@ -121,6 +121,14 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None  # left out if null
+
+    @model_serializer(mode="wrap")
+    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = serialize(self)
+        if self.reasoning_content is None:
+            del told["reasoning_content"]
+        return told
 
 
 class ChatChoice(BaseModel):
@@ -147,6 +155,7 @@ class ChatDelta(_Part):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -12,6 +12,7 @@ from megakernel.serving.server.replay import new_id
 from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import AnswerFormat, Service
+from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.codec import Codec
 from megakernel.serving.text.tool_calls import CallDelta, ToolReader, calls_grammar
 
@@ -33,7 +34,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    answers = service.answers([prompt], params, special=tools.used)
+    answers = service.answers([prompt], params, special=tools.reader(service.codec) is not None)
     return await service.respond(answers, _Chat(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
@@ -45,7 +46,7 @@ class _Chat(AnswerFormat):
         self._body, self._tools = body, tools
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
-        self._readers: dict[int, ToolReader | None] = {}  # choice -> parser of its tool calls, if any
+        self._readers: dict[int, ToolReader | ChannelReader | None] = {}  # choice -> parser of its text, if any
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
@@ -76,27 +77,29 @@ class _Chat(AnswerFormat):
         """Return a completed choice as a message. Tool calls are extracted from its text."""
         if (reader := self._tools.reader(self._service.codec)) is None:
             return bodies.ChatMessage(content=self._before + choice.text)
-        text, deltas = reader.add(choice.text, choice.finish_reason or "length")
+        text, deltas, reasoning = reader.add(choice.text, choice.finish_reason or "length")
         calls: list[bodies.ToolCall] = []
         for delta in deltas:
             if delta.name is not None:
                 calls.append(bodies.ToolCall(id=call_id(), function=bodies.FunctionCall(name=delta.name, arguments="")))
             calls[delta.index].function.arguments += delta.arguments
         text = self._before + text
-        return bodies.ChatMessage(content=text or None if calls else text, tool_calls=calls or None)
+        content = text or None if calls else text
+        return bodies.ChatMessage(content=content, tool_calls=calls or None, reasoning_content=reasoning or None)
 
-    def _tool_events(self, delta: Delta, reader: ToolReader) -> bytes:
+    def _tool_events(self, delta: Delta, reader: ToolReader | ChannelReader) -> bytes:
         """Return the events for the new tokens of a choice that may call tools. There is no event for new text that may
         still turn out to be part of a tool call."""
-        text, found = reader.add(delta.text, delta.finish_reason)
+        text, found, reasoning = reader.add(delta.text, delta.finish_reason)
         # Many clients read only one call per event, so each piece of a call gets an event of its own.
-        pieces = [bodies.ChatDelta(content=text)] if text else []
+        pieces = [bodies.ChatDelta(reasoning_content=reasoning)] if reasoning else []
+        pieces += [bodies.ChatDelta(content=text)] if text else []
         pieces += [bodies.ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
         new = self._choice(delta)
         new.delta = pieces.pop() if pieces else bodies.ChatDelta()
         new.finish_reason = _reason(delta, bool(reader.calls))
         events = [event(self._chunk([bodies.ChatChunkChoice(index=delta.index, delta=piece)])) for piece in pieces]
-        if new.delta.content or new.delta.tool_calls or new.finish_reason or new.logprobs or new.token_ids:
+        if new.delta != bodies.ChatDelta() or new.finish_reason or new.logprobs or new.token_ids:
             events.append(event(self._chunk([new])))
         return b"".join(events)
 
@@ -187,9 +190,9 @@ class Tools:
         grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several, answer=answer)
         return StructuredOutputsParams(grammar=grammar)
 
-    def reader(self, codec: Codec) -> ToolReader | None:
-        """Return a parser that finds the tool calls in the text of one answer, or None if no tool may be called."""
-        return ToolReader(codec.tools, self._callable, None if self._several else 1) if self.used else None
+    def reader(self, codec: Codec) -> ToolReader | ChannelReader | None:
+        """Return a parser that finds the tool calls in the text of one answer, or None if its text is content only."""
+        return codec.reader(self._callable if self.used else None, None if self._several else 1)
 
 
 def call_id() -> str:

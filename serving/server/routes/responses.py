@@ -366,8 +366,10 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     model = service.model(body.model)
     tools = body.chat_tools()
     structured = tools.structured(body.structured(), service.codec)
-    if tools.used and body.wants_logprobs:
-        raise APIError(400, "log-probabilities cannot be combined with tools: leave one of them out")
+    read = tools.reader(service.codec) is not None
+    if read and body.wants_logprobs:
+        cause = "tools" if tools.used else "a model that writes its reasoning in channels"
+        raise APIError(400, f"log-probabilities cannot be combined with {cause}: leave one of them out")
     prompt = await service.encode_chat(body.conversation(), tools.told)
     prompt = service.truncated(prompt, body, body.max_output_tokens)
     service.room([prompt], body.max_output_tokens)
@@ -377,7 +379,7 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
         structured,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
     )
-    answers = service.answers([prompt], params, special=tools.used)
+    answers = service.answers([prompt], params, special=read)
     return await service.respond(answers, _Turn(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
@@ -418,7 +420,8 @@ class _Turn(AnswerFormat):
     def _add(self, delta: Delta) -> bytes:
         if self._reader is None:
             return self._items.add(delta.text, logprobs=self._logprobs(delta))
-        return self._items.add(*self._reader.add(delta.text, delta.finish_reason))
+        text, calls, _ = self._reader.add(delta.text, delta.finish_reason)
+        return self._items.add(text, calls)
 
     def _close(self, reason: bodies.FinishReason | None) -> bytes:
         """Close the last output item. If the answer has no items, add an empty message first."""

@@ -12,7 +12,7 @@ from megakernel import LLM
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.routes import anthropic
-from megakernel.serving.text.tool_calls import CallDelta, ToolReader
+from megakernel.serving.text.tool_calls import CallDelta, Parts, ToolReader
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CONTEXT = 1024
@@ -183,8 +183,8 @@ def test_tools(live: Live, choice: dict[str, Any]) -> None:
 
 def test_pieces_of_a_call_text_and_another_call_may_come_together() -> None:
     parts = [
-        ("a", [CallDelta(0, "time", '{"zone":')]),
-        ("b", [CallDelta(0, None, ' "UTC"}'), CallDelta(1, "time", "{}")]),
+        Parts("a", [CallDelta(0, "time", '{"zone":')]),
+        Parts("b", [CallDelta(0, None, ' "UTC"}'), CallDelta(1, "time", "{}")]),
     ]
     answer = object.__new__(anthropic._Message)
     answer._content, answer._reader = [], Mock(add=Mock(side_effect=parts))
@@ -268,7 +268,7 @@ def test_other_errors_have_that_shape_too(
 def test_an_error_in_a_stream_is_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = ToolReader.add
 
-    def fail(self: ToolReader, text: str, last: bool = False) -> tuple[str, list[CallDelta]]:
+    def fail(self: ToolReader, text: str, last: bool = False) -> Parts:
         if last:
             raise APIError(503, "later")
         return finish(self, text, last)

@@ -43,6 +43,7 @@ ONE = '{"name": "weather", "%s": {"city": "a\\"}{", "unit": "C"}}'
 TWO = '{"%s": {"zone": ["UTC"]}, "name": "time"}'
 CALLS = [("weather", {"city": 'a"}{', "unit": "C"}), ("time", {"zone": ["UTC"]})]
 MESSAGES = [{"role": "user", "content": "x"}]
+JSON_FORMATS = {kind: form for kind, form in FORMATS.items() if not form.channels}
 
 
 R = '{"city": "Rome"}'
@@ -109,7 +110,7 @@ def read(reader: ToolReader, pieces: list[str], reason: str = "stop") -> tuple[s
     content = ""
     calls: list[tuple[str, str]] = []
     for at, piece in enumerate(pieces, 1):
-        text, deltas = reader.add(piece, reason if at == len(pieces) else None)
+        text, deltas, _ = reader.add(piece, reason if at == len(pieces) else None)
         content += text
         for delta in deltas:
             if delta.name is not None:
@@ -120,7 +121,7 @@ def read(reader: ToolReader, pieces: list[str], reason: str = "stop") -> tuple[s
 
 
 @pytest.mark.parametrize("what", FORMS_OF_CALLS)
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", JSON_FORMATS)
 def test_calls_are_found_as_models_write_them(kind: str, what: str) -> None:
     """Text that a model writes becomes calls or content, without the marks of its format, also beside other text."""
     text, calls = written(kind, what)
@@ -135,7 +136,7 @@ def test_calls_are_found_as_models_write_them(kind: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", FORMS_OF_CALLS)
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", JSON_FORMATS)
 def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what: str) -> None:
     """A streamed answer gives the same content and calls as the whole answer, without marks, whether it arrives by
     characters or in two pieces. The answer may end at any position, for example because of `max_tokens`."""
@@ -205,7 +206,7 @@ def test_json_that_is_no_call_is_streamed() -> None:
     assert [reader.add(piece)[0] for piece in ('{"ci', 'ty": ', '"Ro')] == ["", '{"city":', ' "Ro']
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", JSON_FORMATS)
 def test_only_one_call_is_told_where_only_one_is_wanted(kind: str) -> None:
     text = written(kind, "two")[0]
     assert [name for name, _ in read(ToolReader(FORMATS[kind], NAMES, most=1), list(text))[1]] == ["weather"]
@@ -216,6 +217,7 @@ def test_formats_come_from_the_template() -> None:
     assert tool_format(None, "[TOOL_CALLS]") is FORMATS["mistral"]
     assert tool_format(None, "<|start_header_id|>") is FORMATS["llama3_json"]
     assert tool_format(None, "respond with <|tool_call|> and a list") is FORMATS["granite"]
+    assert tool_format(None, "<|start|>assistant<|channel|>") is FORMATS["openai"]
     assert tool_format(None, None) is FORMATS["hermes"]
     assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
     with pytest.raises(MegakernelError, match="unknown tool call parser 'x': choose from hermes"):
@@ -228,7 +230,7 @@ def test_a_systems_words_stand_before_those_on_tools() -> None:
     assert told[0]["content"].startswith("You can call") and told[1:] == [user]
     joined = with_tools([system, user], [{"name": "f"}], FORMATS["hermes"])
     assert joined == [{"role": "system", "content": f"Be kind.\n\n{told[0]['content']}"}, user]
-    for kind, form in FORMATS.items():
+    for kind, form in JSON_FORMATS.items():
         asked = with_tools([user], [{"name": "time"}], form)[0]["content"].rpartition("arguments:\n")[2]
         assert read(ToolReader(form, ["FUNCTION"]), [asked]) == ("", [("FUNCTION", '{"PARAMETER": "VALUE"}')]), kind
         assert ("[{" in asked) == (kind in ("mistral", "granite"))
@@ -459,10 +461,10 @@ CALL_OR_JSON += [
 def test_an_answer_is_a_call_or_json(
     kind: str, body: dict[str, Any], live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for the first
-    character of calls decides between the two. If a call is required, the answer is a call."""
+    """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for a
+    character with which only calls begin decides between the two. If a call is required, the answer is a call."""
     monkeypatch.setattr(live.service.codec, "tool_parser", kind)
-    character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<"}[kind]
+    character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<", "openai": "c"}[kind]
     for bias in (100, -100):
         content, calls, reason = answered(
             live, {**body, "seed": 5, "logit_bias": {str(ids_of(f"{character} ")[0]): bias}}

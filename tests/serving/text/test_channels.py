@@ -1,0 +1,204 @@
+"""Tests the readers of answers that are not JSON calls: gpt-oss's channels, and the tags of Qwen3-Coder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_support import Live, serving
+from model_helpers import byte_model
+
+from megakernel import LLM
+from megakernel.model import load_tokenizer
+from megakernel.serving.text.channels import ChannelReader
+from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.tool_calls import FORMATS, ToolReader
+
+FUNCTIONS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "where": {"type": ["object", "null"]},
+            "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "time": {},
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": form}} for name, form in FUNCTIONS.items()]
+THOUGHT = "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Rome"}'
+ROME = ("weather", {"city": "Rome"})
+
+Read = tuple[str, list[tuple[str, str]], str]
+
+
+def read(reader: ToolReader | ChannelReader, pieces: list[str], reason: str) -> Read:
+    """Return the content, the calls and the reasoning of an answer that arrives in `pieces`."""
+    content, calls, reasoning = "", list[tuple[str, str]](), ""
+    for at, piece in enumerate(pieces, 1):
+        parts = reader.add(piece, reason if at == len(pieces) else None)
+        content, reasoning = content + parts.content, reasoning + parts.reasoning
+        for delta in parts.calls:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                calls.append((delta.name, ""))
+            calls[delta.index] = calls[delta.index][0], calls[delta.index][1] + delta.arguments
+    assert reader.calls == len(calls)
+    return content, calls, reasoning
+
+
+def read_each_way(kind: str, text: str, reason: str = "stop", most: int | None = None) -> Read:
+    """Return what is read of `text`, which must not depend on the pieces in which the text arrives."""
+
+    def reader() -> ToolReader | ChannelReader:
+        form = FORMATS[kind]
+        return ChannelReader(FUNCTIONS, most) if form.channels else ToolReader(form, FUNCTIONS, most)
+
+    whole = read(reader(), [text], reason)
+    assert read(reader(), list(text), reason) == whole
+    for at in range(len(text)):
+        assert read(reader(), [text[:at], text[at:]], reason) == whole, text[:at]
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls", "reasoning"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>Rome.", "Rome.", [], "Hm <b>."),
+        (f"{THOUGHT}{CALL}", "", [ROME], "Hm <b>."),
+        (f"{CALL}<|call|>", "", [ROME], ""),
+        (' to=functions.weather<|channel|>commentary json<|message|>{"city":"Rome"}', "", [ROME], ""),
+        ("<|channel|>commentary to=functions.time<|message|>", "", [("time", {})], ""),
+        ("<|channel|>commentary to=browser.find<|message|>Rome<|call|>", "Rome", [], ""),
+        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}", "I look.", [ROME], ""),
+        (f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>x", "x", [], "Hm <b>.\n\nHm <b>."),
+        ('{"a": "<|chan"}', '{"a": "<|chan"}', [], ""),  # a grammar forces JSON
+        ("Rome < Paris", "Rome < Paris", [], ""),
+        (f"{THOUGHT}<|channel|>fin", "", [], "Hm <b>."),
+        ("<|channel|>final<|message|>", "", [], ""),
+        (f"<|channel|>{'x' * 400}", f"<|channel|>{'x' * 400}", [], ""),
+        ("", "", [], ""),
+    ],
+)
+def test_messages_belong_to_content_calls_or_reasoning(
+    text: str, content: str, calls: list[tuple[str, Any]], reasoning: str
+) -> None:
+    told, made, thought = read_each_way("openai", text)
+    assert (told, [(name, json.loads(given)) for name, given in made], thought) == (content, calls, reasoning)
+
+
+def test_a_call_that_is_cut_off_stays_open() -> None:
+    assert read_each_way("openai", CALL[:-4], "length")[1] == [("weather", '{"city":"Ro')]
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nRo"
+    assert read_each_way("hermes", text, "length")[1] == [("weather", "{")]
+    assert read_each_way("hermes", text)[1] == [("weather", '{"city": "Ro"}')]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("<parameter=city>\nRome\n</parameter>", "", [ROME]),
+        ("<parameter=city>Rome<parameter=days>3", "", [("weather", {"city": "Rome", "days": 3})]),
+        ("<parameter=city>\n\n12\n\n</parameter>", "", [("weather", {"city": "\n12\n"})]),
+        ("<parameter=days>\n3.5 days\n</parameter>", "", [("weather", {"days": "3.5 days"})]),
+        ('<parameter=where>\n{"x": [1]}\n</parameter>', "", [("weather", {"where": {"x": [1]}})]),
+        ("<parameter=where>None</parameter>", "", [("weather", {"where": None})]),
+        ("<parameter=unit>null</parameter>", "", [("weather", {"unit": None})]),
+        ("<parameter=unit>7</parameter>", "", [("weather", {"unit": "7"})]),
+        ('<parameter=other>"<b>" </parameter> </div>\n</parameter>', "</div>\n</parameter>", None),
+        ("", "", [("weather", {})]),
+    ],
+)
+def test_calls_in_tags_have_the_types_of_the_schema(
+    text: str, content: str, calls: list[tuple[str, Any]] | None
+) -> None:
+    for begin, end in (("<tool_call>\n", "\n</tool_call>"), ("", ""), ("Hi.\n<tool_call>", "")):
+        told, made, _ = read_each_way("hermes", f"{begin}<function=weather>\n{text}\n</function>{end}")
+        if calls is None:  # text after a value ends the call, and is content
+            assert made == [("weather", '{"other": "\\"<b>\\" "}')] and content in told
+        else:
+            assert [(name, json.loads(given)) for name, given in made] == calls
+            assert told == ("Hi." if begin.startswith("Hi") else "")
+
+
+def test_tags_of_unknown_functions_are_content() -> None:
+    text = "<function=other>\n<parameter=a>\n1\n</parameter>\n</function>"
+    assert read_each_way("hermes", f"<tool_call>\n{text}\n</tool_call>") == (text, [], "")
+    assert read_each_way("hermes", "see <function=weather") == ("see <function=weather", [], "")
+    two = f"{text}\n<function=weather>\n</function>\n<function=time>\n</function>".replace("other", "time")
+    assert [name for name, _ in read_each_way("hermes", two)[1]] == ["time", "weather", "time"]
+    assert [name for name, _ in read_each_way("hermes", two, most=2)[1]] == ["time", "weather"]
+
+
+def test_only_one_call_is_told_where_only_one_is_wanted() -> None:
+    two = f"{CALL}<|call|><|start|>assistant{CALL}<|call|><|start|>assistant<|channel|>final<|message|>x"
+    assert read_each_way("openai", two)[1:] == ([("weather", '{"city":"Rome"}')] * 2, "")
+    assert read_each_way("openai", two, most=1) == ("x", [("weather", '{"city":"Rome"}')], "")
+
+
+TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.thinking }}:{{ m.content }}
+{% endfor %}{{ tools | tojson }}<|start|>assistant{# <|channel|> #}"""
+ANSWER = f"{THOUGHT}<|channel|>final<|message|>Rome."
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    byte_model(folder, gain=0.01)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    llm = LLM(str(folder), backend="cpu", max_context=1024, max_seqs=2, step_tokens=64, threads=1)
+    with llm, serving(llm, names=["m"]) as found:
+        yield found
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "seed": 1, **more}
+
+
+def test_reasoning_is_apart_from_content(live: Live) -> None:
+    body = asked(guided_choice=[ANSWER])
+    message = live.post("/v1/chat/completions", body)["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Rome.", "Hm <b>.")
+    parts = [event["choices"][0]["delta"] for event in live.events("/v1/chat/completions", body)]
+    for field, text in (("content", "Rome."), ("reasoning_content", "Hm <b>.")):
+        assert "".join(part.get(field) or "" for part in parts) == text
+    plain = live.post("/v1/chat/completions", asked(guided_choice=["Rome."]))["choices"][0]["message"]
+    assert plain == {"role": "assistant", "content": "Rome.", "tool_calls": None}
+
+
+def test_other_apis_read_channels_too(live: Live) -> None:
+    tool = {"name": "weather", "parameters": FUNCTIONS["weather"]}
+    body = {"input": "x", "max_output_tokens": 300, "tools": [{"type": "function", **tool}], "tool_choice": "required"}
+    [item] = live.post("/v1/responses", body)["output"]
+    assert (item["type"], item["name"]) == ("function_call", "weather")
+    tool = {"name": "weather", "input_schema": FUNCTIONS["weather"]}
+    [block] = live.post("/v1/messages", asked(tools=[tool], tool_choice={"type": "any"}))["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "weather")
+    _, _, refused = live.request("POST", "/v1/responses", {"input": "x", "include": ["message.output_text.logprobs"]})
+    assert b"log-probabilities cannot be combined with a model that writes its reasoning in channels" in refused
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_required_calls_are_written_in_channels(live: Live, choice: Any) -> None:
+    tools = [TOOLS[0]] if choice == "required" else TOOLS
+    [found] = live.post("/v1/chat/completions", asked(tools=tools, tool_choice=choice))["choices"]
+    [call] = found["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather" and found["message"]["content"] is None
+    if found["finish_reason"] == "tool_calls":
+        assert "city" in json.loads(call["function"]["arguments"])
+
+
+def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
+    byte_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    codec = Codec("m", load_tokenizer(str(tmp_path)))
+    told = [{"role": "assistant", "content": text, "reasoning_content": "Hm"} for text in ("", "Hi")]
+    assert codec.tokenizer is not None
+    assert codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS)).startswith("assistant:Hm:\nassistant::Hi\n")
