@@ -98,6 +98,13 @@ def test_settings_are_searched_for_each_phase() -> None:
     assert search[0]["tokens_per_s"] == 16 / 8 and search[5]["tokens_per_s"] == 100 / 10
 
 
+def test_slow_settings_are_tried_once() -> None:
+    peer = Scripted()
+    peer.settings = lambda phase: ({"a": 4, "b": 1}, [{"a": 2}, {"a": 3.5}])  # type: ignore[method-assign]
+    Contest(peer, Trial(1, 100, 16), ("decode",)).search(lambda *_: None)
+    assert [settings["a"] for _, settings in peer.asked] == [4, 4, 2, 3.5, 3.5]
+
+
 def test_medians_spreads_and_ratios() -> None:
     peer = Scripted()
     contest = Contest(peer, Trial(1, 100, 16), ("decode", "prefill"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,7 +14,9 @@ from megakernel.errors import MegakernelError
 Timed = Literal["prefill", "decode", "batch"]
 Settings = dict[str, Any]
 
-_TRIALS = 2  # runs of each combination of settings during the search; the faster one counts
+# The search runs each combination of settings twice, and the faster run counts. If the first run takes longer than the
+# best combination by this factor, there is no second run.
+_MUCH_LONGER = 1.3
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Contest:
             for change in changes:
                 tried = best | change
                 try:
-                    seconds = self._try(phase, tried)
+                    seconds = self._try(phase, tried, least)
                 except MegakernelError as e:  # a build may lack a setting
                     self._search.append({"phase": phase, "settings": tried, "error": str(e)})
                     seconds = least
@@ -98,8 +101,11 @@ class Contest:
                 advance(len(self._search), total)
             self._best[phase] = best
 
-    def _try(self, phase: Timed, settings: Settings) -> float:
-        seconds = min(self.peer.seconds(phase, settings) for _ in range(_TRIALS))
+    def _try(self, phase: Timed, settings: Settings, least: float = math.inf) -> float:
+        """Return the seconds of the faster of two runs, where `least` is the best combination's time."""
+        seconds = self.peer.seconds(phase, settings)
+        if seconds < _MUCH_LONGER * least:
+            seconds = min(seconds, self.peer.seconds(phase, settings))
         rate = self._work.tokens(phase) / seconds
         self._search.append({"phase": phase, "settings": settings, "tokens_per_s": rate})
         return seconds

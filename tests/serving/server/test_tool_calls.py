@@ -315,6 +315,16 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, stream: bool, par
         check_calls(made_, most)
 
 
+def test_parallel_calls_can_be_forbidden(live: Live) -> None:
+    """A logit bias makes the model write another call wherever the grammar allows one."""
+    form = {"properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": form}}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 1500, "seed": 1}
+    body |= {"logit_bias": {str(ids_of("\n ")[0]): 100}}
+    for parallel, count in ((True, 16), (False, 1)):
+        assert answered(live, {**body, "parallel_tool_calls": parallel})[1] == [("f", "{}")] * count
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
     given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
