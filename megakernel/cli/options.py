@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +103,15 @@ def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None
     how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have these flags
     how["generation_config"] = getattr(args, "generation_config", "vllm")
     step_tokens = step_tokens or SETTINGS["max num batched tokens"].value()
-    return load(args.model, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
+    given = {name for name, value in vars(args).items() if value is not None}
+    if getattr(args, "temperature", None) == 0:
+        given |= {"top_k", "top_p", "min_p"}  # without effect
+    return load(args.model, given, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
 
 
-def load(model: str, **how: Any) -> LLM:
-    """Return `model` as an `LLM` with the arguments `how`. The model is downloaded first if necessary."""
+def load(model: str, given: Collection[str] = (), **how: Any) -> LLM:
+    """Return `model` as an `LLM` with the arguments `how`. The model is downloaded first if necessary. Its sampling
+    defaults are shown, except those in `given`, which flags override."""
     from megakernel.serving import LLM
 
     fetch(model)
@@ -122,10 +126,9 @@ def load(model: str, **how: Any) -> LLM:
         )
     if llm.codec.why:
         output.stderr.print(f"{llm.codec.why}: only token ids work", style="dim")
-    if llm.sampling:
-        said = ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items())
+    if said := ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items() if name not in given):
         output.stderr.print(
-            f"sampling as the model's author recommends: {said}; --generation-config vllm ignores this", style="dim"
+            f"sampling as the model's author recommends: {said}; --generation-config vllm turns this off", style="dim"
         )
     return llm
 

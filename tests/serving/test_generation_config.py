@@ -91,6 +91,8 @@ def test_verbs_use_and_name_them(capsys: pytest.CaptureFixture[str], model: str)
     _, text, said = run(capsys, *flags)
     assert "sampling as the model's author recommends: temperature 0.9, top_k 1, max_tokens 6;" in said
     assert run(capsys, *flags)[1] == text
+    assert "recommends: max_tokens 6;" in run(capsys, *flags, "--temperature", "0")[2]
+    assert "recommends: temperature 0.9, top_k 1;" in run(capsys, *flags, "--max-tokens", "3")[2]
     assert len(run_json(capsys, *flags, "--max-tokens", "8")["token_ids"]) == 8
     _, _, said = run(capsys, *flags, "--generation-config", "vllm", "--max-tokens", "3")
     assert "recommends" not in said
