@@ -62,8 +62,8 @@ _TABLE = """
 --served-model-name | text... | (the model's own name) | names that requests may use for the model
 --chat-template | text | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
     text itself
---tool-call-parser | hermes/llama3_json/mistral/granite/openai | (that of the chat template) | format of the
-    model's function calls: hermes, llama3_json, mistral, granite or openai
+--tool-call-parser | hermes/llama3_json/mistral/granite/seed_oss/openai | (that of the chat template) | format of the
+    model's function calls: hermes, llama3_json, mistral, granite, seed_oss or openai
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
     /health and /chat
 --open-metrics | switch | off | on: /metrics requires no key

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.nodes
 
 from ..errors import MegakernelError
 from .limited import Ended, LimitedProcess
@@ -25,6 +26,8 @@ class ChatTemplate:
     Jinja's sandbox keeps a template away from files and from Python's internal objects, but it does not prevent endless
     loops or huge numbers. Compiling a template is dangerous too, because Jinja evaluates constants while it compiles.
     So the server's process only checks the template's syntax.
+
+    `takes_tools` says whether the template reads the variable `tools`.
     """
 
     def __init__(self, source: str, origin: str) -> None:
@@ -34,7 +37,8 @@ class ChatTemplate:
         if len(source) > MOST_TEMPLATE_CHARACTERS:
             raise self._error("broken", f"its text has {len(source)} characters, more than {MOST_TEMPLATE_CHARACTERS}")
         try:
-            environment().parse(source)
+            names = environment().parse(source).find_all(jinja2.nodes.Name)
+            self.takes_tools = any(node.name == "tools" for node in names)
         except (jinja2.TemplateError, RecursionError) as e:
             raise self._error("broken", str(e)) from e
 

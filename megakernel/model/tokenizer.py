@@ -110,6 +110,12 @@ class Tokenizer:
         template = self._template(True)
         return template.source if template else None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model which tools it may call."""
+        template = self._template(True)
+        return template is not None and template.takes_tools
+
     def _template(self, tools: bool) -> ChatTemplate | None:
         default = self._templates.get("default")
         return self._templates.get("tool_use", default) if tools else default

@@ -149,7 +149,7 @@ class Codec:
                 else message
                 for message in told
             ]
-        if tools and "tools" not in template:
+        if tools and not tokenizer.takes_tools:
             told = with_tools(told, tools, self.tools)
         elif tools:
             values = {**(values or {}), "tools": list(tools)}

@@ -1,4 +1,4 @@
-"""Reads calls of functions as Qwen3-Coder writes them: in tags instead of JSON."""
+"""Reads calls of functions as Qwen3-Coder and Seed-OSS write them: in tags instead of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BEGIN = "<function="
 _HEAD = re.compile(r"<function=([a-zA-Z0-9_.-]{1,64})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
 # Models leave out the end of a value, so the next tag ends it too.
-_VALUE_END = re.compile(r"\n?(?:</parameter>|(?=<parameter=|</function>|</tool_call>))")
+_VALUE_END = re.compile(r"\n?(?:</parameter>|(?=<parameter=|</function>|</(?:seed:)?tool_call>))")
 _LONGEST_END = len("\n</parameter>")
 _END = re.compile(r"\s*</function>")
 _TAGS = ("<parameter=", "</function>")

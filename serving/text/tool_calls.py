@@ -33,6 +33,7 @@ FORMATS = {
     "llama3_json": ToolFormat("<|python_tag|>", "", "; ", "parameters", bare=True),
     "mistral": ToolFormat("[TOOL_CALLS]", "", ", ", "arguments"),
     "granite": ToolFormat("<|tool_call|>", "", ", ", "arguments"),
+    "seed_oss": ToolFormat("<seed:tool_call>\n", "\n</seed:tool_call>", "\n", "arguments", each=True),
     "openai": ToolFormat("<|channel|>", "", "", "arguments", channels=True),
 }
 
@@ -44,7 +45,12 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
         return FORMATS[name]
     marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
-    marks |= {"<|tool_call|>": "granite", "<|start_header_id|>": "llama3_json", "<|channel|>": "openai"}
+    marks |= {
+        "<seed:tool_call>": "seed_oss",
+        "<|tool_call|>": "granite",
+        "<|start_header_id|>": "llama3_json",
+        "<|channel|>": "openai",
+    }
     return FORMATS[next((kind for mark, kind in marks.items() if mark in (template or "")), "hermes")]
 
 

@@ -99,8 +99,8 @@ def written(kind: str, what: str) -> tuple[str, list[tuple[str, Any]]]:
         (name, json.loads(json.dumps(given).replace("END", form.end.strip() * (len(form.end) > 1) or "<")))
         for name, given in calls
     ]
-    if kind == "hermes":
-        return f"<tool_call>\n{text}\n</tool_call>".replace("@", "\n</tool_call>\n<tool_call>\n"), calls
+    if form.each:
+        return f"{form.begin}{text}{form.end}".replace("@", f"{form.end}\n{form.begin}"), calls
     if kind in ("mistral", "granite"):
         return form.begin + (text if text.startswith("[") else f"[{text}]").replace("@", ", "), calls
     return text.replace("@", "; "), calls
@@ -217,6 +217,7 @@ def test_formats_come_from_the_template() -> None:
     assert tool_format(None, "[TOOL_CALLS]") is FORMATS["mistral"]
     assert tool_format(None, "<|start_header_id|>") is FORMATS["llama3_json"]
     assert tool_format(None, "respond with <|tool_call|> and a list") is FORMATS["granite"]
+    assert tool_format(None, "<seed:tool_call>\n<function=") is FORMATS["seed_oss"]
     assert tool_format(None, "<|start|>assistant<|channel|>") is FORMATS["openai"]
     assert tool_format(None, None) is FORMATS["hermes"]
     assert tool_format("mistral", "<tool_call>") is FORMATS["mistral"]
@@ -245,11 +246,16 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- for c in m.tool_calls or [] %}{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{% endfor %}"""
 
 
-@pytest.mark.parametrize("template", ["its own", "knows none"])
+# A template that reads tools elsewhere than in the variable `tools`, as that of Phi-4-mini does.
+IN_MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m['tools'] or '' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["its own", "knows none", "reads messages"])
 def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, template: str) -> None:
     byte_model(tmp_path)
-    if template == "its own":
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    if template != "knows none":
+        source = TEMPLATE if template == "its own" else IN_MESSAGES
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     codec = Codec("m", load_tokenizer(str(tmp_path)))
     called = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     told = [
@@ -474,7 +480,9 @@ def test_an_answer_is_a_call_or_json(
     """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for a
     character with which only calls begin decides between the two. If a call is required, the answer is a call."""
     monkeypatch.setattr(live.service.codec, "tool_parser", kind)
-    character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<", "openai": "c"}[kind]
+    character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<", "seed_oss": "<", "openai": "c"}[
+        kind
+    ]
     for bias in (100, -100):
         content, calls, reason = answered(
             live, {**body, "seed": 5, "logit_bias": {str(ids_of(f"{character} ")[0]): bias}}

@@ -105,7 +105,7 @@ def test_a_call_that_is_cut_off_stays_open() -> None:
     ("text", "content", "calls"),
     [
         ("<parameter=city>\nRome\n</parameter>", "", [ROME]),
-        ("<parameter=city>Rome<parameter=days>3", "", [("weather", {"city": "Rome", "days": 3})]),
+        ("<parameter=city>Rome\n<parameter=days>3", "", [("weather", {"city": "Rome", "days": 3})]),
         ("<parameter=city>\n\n12\n\n</parameter>", "", [("weather", {"city": "\n12\n"})]),
         ("<parameter=days>\n3.5 days\n</parameter>", "", [("weather", {"days": "3.5 days"})]),
         ('<parameter=where>\n{"x": [1]}\n</parameter>', "", [("weather", {"where": {"x": [1]}})]),
@@ -119,8 +119,13 @@ def test_a_call_that_is_cut_off_stays_open() -> None:
 def test_calls_in_tags_have_the_types_of_the_schema(
     text: str, content: str, calls: list[tuple[str, Any]] | None
 ) -> None:
-    for begin, end in (("<tool_call>\n", "\n</tool_call>"), ("", ""), ("Hi.\n<tool_call>", "")):
-        told, made, _ = read_each_way("hermes", f"{begin}<function=weather>\n{text}\n</function>{end}")
+    for kind, begin, end in (
+        ("hermes", "<tool_call>\n", "\n</tool_call>"),
+        ("hermes", "", ""),
+        ("hermes", "Hi.\n<tool_call>", ""),
+        ("seed_oss", "<seed:tool_call>\n", "\n</seed:tool_call>"),
+    ):
+        told, made, _ = read_each_way(kind, f"{begin}<function=weather>\n{text}\n</function>{end}")
         if calls is None:  # text after a value ends the call, and is content
             assert made == [("weather", '{"other": "\\"<b>\\" "}')] and content in told
         else:
