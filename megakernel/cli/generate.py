@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import output
@@ -92,10 +93,17 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args, max_seqs=params.n) as llm:
         params = sampling_params(args, llm.sampling)
         prompt = args.prompt_ids if args.prompt is None else args.prompt
+        reader = None
         if args.chat is not None:
             prompt = llm.chat_ids([{"role": "user", "content": args.chat}])
+            if reader := llm.codec.reader(None):  # only the answer is shown, without the model's reasoning
+                params = replace(params, skip_special_tokens=False)
+
+        def show(token: Token, text: str) -> None:
+            show_token(token, reader.add(text, token.finish_reason).content if reader else text)
+
         live = not args.json and params.n == 1 and llm.tokenizer is not None
-        result = llm.generate([prompt], params, on_token=show_token if live else None)[0]
+        result = llm.generate([prompt], params, on_token=show if live else None)[0]
         if args.json:
             output.emit(as_json(result))
         elif live:

@@ -104,7 +104,7 @@ def calls_grammar(
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
         members = {"name": {"const": name}, form.arguments: arguments}
         schema = {"type": "object", "properties": members, "required": list(members)}
-        schema = {"title": f"the tool {name}", **(arguments if form.channels else schema)}
+        schema = (arguments if form.channels else schema) | {"title": f"the tool {name}"}
         rules.append(f"f{number}: %json {json.dumps(schema)}")
     begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
     before = ""  # what comes before an answer that is no call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 from api_support import Live, serving
+from commands import run
 from model_helpers import byte_model
 
 from megakernel import LLM
 from megakernel.model import load_tokenizer
+from megakernel.model.tokenizer import TextStream
 from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.codec import Codec
 from megakernel.serving.text.tool_calls import FORMATS, ToolReader
@@ -154,12 +157,19 @@ ANSWER = f"{THOUGHT}<|channel|>final<|message|>Rome."
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("gpt-oss")
     byte_model(folder, gain=0.01)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    llm = LLM(str(folder), backend="cpu", max_context=1024, max_seqs=2, step_tokens=64, threads=1)
-    with llm, serving(llm, names=["m"]) as found:
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def live(model: str) -> Iterator[Live]:
+    with (
+        LLM(model, backend="cpu", max_context=1024, max_seqs=2, step_tokens=64, threads=1) as llm,
+        serving(llm, names=["m"]) as found,
+    ):
         yield found
 
 
@@ -200,6 +210,14 @@ def test_required_calls_are_written_in_channels(live: Live, choice: Any) -> None
         assert "city" in json.loads(call["function"]["arguments"])
 
 
+def test_an_impossible_tool_is_named(live: Live) -> None:
+    form = {"title": "Weather", "type": "object", "properties": {"x": {"$ref": "#/nowhere"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": form}}
+    body = asked(tools=[tool], tool_choice="required")
+    status, _, data = live.request("POST", "/v1/chat/completions", body)
+    assert status == 400 and b"the tool f" in data
+
+
 def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     byte_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
@@ -207,3 +225,17 @@ def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     told = [{"role": "assistant", "content": text, "reasoning_content": "Hm"} for text in ("", "Hi")]
     assert codec.tokenizer is not None
     assert codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS)).startswith("assistant:Hm:\nassistant::Hi\n")
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_verbs_show_the_answer_without_reasoning(
+    model: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own text is random, so each token here has a piece of `ANSWER` as its text."""
+    pieces = iter([ANSWER[at : at + 7] for at in range(0, len(ANSWER), 7)])
+    monkeypatch.setattr(TextStream, "add", lambda *_: next(pieces, ""))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
+    asked = {"generate": ["--chat", "x", "--max-tokens", "40", "--ignore-eos"], "chat": ["--max-tokens", "40"]}[verb]
+    flags = [verb, "--model", model, "--context", "1024", "--threads", "1", *asked]
+    status, said, _ = run(capsys, *flags)
+    assert status == 0 and "Rome." in said and "Hm" not in said and "<|" not in said
