@@ -96,9 +96,10 @@ def calls_grammar(
     functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool, answer: str | None = None
 ) -> str:
     """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
-    is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead.
-    `functions` maps names to JSON schemas of parameters. Two keys in the schemas are for `grammar_worker.py`: `x-root`
-    makes a schema the root for the references in it, and `title` is its name in errors."""
+    is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead, or
+    must if there are no functions. `functions` maps names to JSON schemas of parameters. Two keys in the schemas are
+    for `grammar_worker.py`: `x-root` makes a schema the root for the references in it, and `title` is its name in
+    errors."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
@@ -126,9 +127,10 @@ def calls_grammar(
         schema = {**json.loads(answer), "title": "the format of the answer"}
     except (TypeError, ValueError, RecursionError) as e:
         raise MegakernelError(f"structured outputs: the JSON schema is not a JSON object: {str(e)[:500]}") from e
-    return "\n".join(
-        [f"start: calls | {before}answer", f"calls: {calls}", f"answer: %json {json.dumps(schema)}", *rules]
-    )
+    rules.append(f"answer: %json {json.dumps(schema)}")
+    if not functions:
+        return "\n".join([f"start: {before}answer", *rules])
+    return "\n".join([f"start: calls | {before}answer", f"calls: {calls}", *rules])
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:

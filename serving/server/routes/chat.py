@@ -177,17 +177,19 @@ class Tools:
         """Return the format that the answer must match. `asked` is the format that the request's other fields set.
 
         If the request requires a tool call, the format is a grammar of calls. If the model may call tools and `asked`
-        is a JSON schema, the answer consists of calls, or matches the schema. Raises an HTTP error 400 if the request
-        requires a tool call and sets another kind of format."""
+        is a JSON schema, the answer consists of calls, or matches the schema. A model with channels must also write the
+        header of the channel for answers. Raises an HTTP error 400 if the request requires a tool call and sets another
+        kind of format."""
         schema = asked.schema if asked else None
-        if not self.used or codec.tokenizer is None or (not self._required and schema is None):
+        if codec.tokenizer is None or not (self.used or codec.tools.channels) or not (self._required or schema):
             return asked
         if asked and schema is None:
             raise APIError(
                 400, "a required tool call cannot be combined with a format other than JSON: give one of them"
             )
         answer = None if self._required else schema
-        grammar = calls_grammar(self._callable, codec.tools, codec.tokenizer, several=self._several, answer=answer)
+        functions = self._callable if self.used else {}
+        grammar = calls_grammar(functions, codec.tools, codec.tokenizer, several=self._several, answer=answer)
         return StructuredOutputsParams(grammar=grammar)
 
     def reader(self, codec: Codec) -> ToolReader | ChannelReader | None:

@@ -210,6 +210,14 @@ def test_required_calls_are_written_in_channels(live: Live, choice: Any) -> None
         assert "city" in json.loads(call["function"]["arguments"])
 
 
+def test_json_is_written_in_the_channel_for_answers(live: Live) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": [1]}}}
+    body = asked(response_format=form, return_token_ids=True)
+    [choice] = live.post("/v1/chat/completions", body)["choices"]
+    assert choice["message"]["content"] == "[1]" and choice["finish_reason"] == "stop"
+    assert len(choice["token_ids"]) > len("<|channel|>final<|message|>[1]")  # a token is a character, or the end
+
+
 def test_an_impossible_tool_is_named(live: Live) -> None:
     form = {"title": "Weather", "type": "object", "properties": {"x": {"$ref": "#/nowhere"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": form}}
