@@ -111,6 +111,7 @@ def main() -> None:
         ):
             given = [path if part == EXPERTS else part for part in command]
             found = measured(*given, "--vs", "llama.cpp", "--llama-bench", str(args.llama_bench.resolve()))
+            found["settings"]["model"] = command[command.index("--model") + 1]  # not the path of a temporary file
         [other] = found["vs"].values()
         ratios = {"ratio": other["ratio"], "prefill_ratio": other.get("prefill", {}).get("ratio")}
         figures[name] = {"command": " ".join(command)} | ratios | {"result": found}

@@ -93,24 +93,25 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(args, max_seqs=params.n) as llm:
         params = sampling_params(args, llm.sampling)
         prompt = args.prompt_ids if args.prompt is None else args.prompt
-        reader = None
         if args.chat is not None:
             prompt = llm.chat_ids([{"role": "user", "content": args.chat}])
-            if reader := llm.codec.reader(None):  # only the answer is shown, without the model's reasoning
-                params = replace(params, skip_special_tokens=False)
+        # Of an answer with reasoning in a channel of its own, only the text for the user is shown.
+        readers = [llm.codec.reader(None) if args.chat is not None else None for _ in range(params.n)]
+        params = replace(params, skip_special_tokens=readers[0] is None)
 
         def show(token: Token, text: str) -> None:
-            show_token(token, reader.add(text, token.finish_reason).content if reader else text)
+            show_token(token, readers[0].add(text).content if readers[0] else text)
 
         live = not args.json and params.n == 1 and llm.tokenizer is not None
         result = llm.generate([prompt], params, on_token=show if live else None)[0]
         if args.json:
             output.emit(as_json(result))
         elif live:
-            sys.stdout.write("\n")
+            sys.stdout.write((readers[0].add("", "stop").content if readers[0] else "") + "\n")
         else:
-            for choice in result.choices:
-                print(choice.text if choice.text is not None else ",".join(map(str, choice.token_ids)))
+            for choice, reader in zip(result.choices, readers, strict=True):
+                text = choice.text if choice.text is not None else ",".join(map(str, choice.token_ids))
+                print(reader.add(text, "stop").content if reader else text)
         timing = output.speed(len(result.token_ids), result.finish_reason, result.ttft_s, result.tpot_s)
         output.stderr.print(timing, style="dim")
     return 0

@@ -127,9 +127,7 @@ def load(model: str, given: Collection[str] = (), **how: Any) -> LLM:
     if llm.codec.why:
         output.stderr.print(f"{llm.codec.why}: only token ids work", style="dim")
     if said := ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items() if name not in given):
-        output.stderr.print(
-            f"sampling as the model's author recommends: {said}; --generation-config vllm turns this off", style="dim"
-        )
+        output.stderr.print(f"recommended sampling: {said}; --generation-config vllm turns this off", style="dim")
     return llm
 
 

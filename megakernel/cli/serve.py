@@ -57,7 +57,7 @@ _OF_VLLM = {
     "use --cors-origin": "allowed-origins allowed-methods allowed-headers allow-credentials",
     "use --log-level": "uvicorn-log-level enable-log-requests max-log-len",
     "use --max-num-seqs": "max-concurrency",
-    "reasoning is part of the answer's text: leave it out": "reasoning-parser enable-reasoning",
+    "the model's format decides where reasoning is: leave it out": "reasoning-parser enable-reasoning",
     "this server has no LoRA adapters": "enable-lora lora-modules max-loras max-lora-rank",
 }
 

@@ -142,10 +142,10 @@ class Codec:
         told = [dict(message) for message in messages]
         if "developer" not in template:
             told = _for_system(told)
-        if self.tools.channels:  # the template's name for reasoning, which may not stand beside content
+        if self.tools.final:  # the template's name for reasoning, which may not stand beside content
             told = [
                 {**message, "thinking": message["reasoning_content"]}
-                if message.get("reasoning_content") and not message["content"]
+                if message.get("reasoning_content") and not message.get("content")
                 else message
                 for message in told
             ]
@@ -163,7 +163,7 @@ class Codec:
     def reader(self, functions: Mapping[str, Any] | None, most: int | None = None) -> ToolReader | ChannelReader | None:
         """Return a parser for the text of one answer, in which special tokens must be kept; None: all text is content.
         The model may call `functions`, which maps names to JSON schemas of parameters, at most `most` times."""
-        if self.tools.channels:
+        if self.tools.final:
             return ChannelReader(functions or (), most)
         return None if functions is None else ToolReader(self.tools, functions, most)
 

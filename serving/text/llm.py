@@ -328,7 +328,7 @@ def _sampling(model: str | Checkpoint, source: str) -> dict[str, Any]:
         SamplingParams(**found)
     except MegakernelError as e:
         place = model if source == "auto" else Path(source) / "generation_config.json"
-        raise MegakernelError(f"{place}: {e}; --generation-config vllm ignores what its author recommends") from e
+        raise MegakernelError(f"{place}: {e}; --generation-config vllm ignores this recommendation") from e
     return found
 
 

@@ -16,7 +16,8 @@ _LONGEST_END = len("\n</parameter>")
 _END = re.compile(r"\s*</function>")
 _TAGS = ("<parameter=", "</function>")
 _MOST_HEAD = 100  # maximum characters up to the end of the function's name
-_PYTHON = {"True": True, "False": False, "None": None}
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_MOST_DEPTH = 8  # how many references and alternatives are followed to find a value's type
 
 
 class MarkupCall:
@@ -38,7 +39,7 @@ class MarkupCall:
         self.arguments: list[str] = []
         self.told, self.begun, self.done, self.closed = 0, False, False, False
         self._functions = functions
-        self._properties: Mapping[str, Any] = {}
+        self._schema: Any = None  # the JSON schema of the function's parameters
         self._searched = 0  # characters of an unfinished parameter in which its end has been sought
         self._rest: tuple[str, str] | None = None  # a parameter whose value has no end, at the end of the answer
 
@@ -84,14 +85,12 @@ class MarkupCall:
     def _begin(self, name: str) -> None:
         self.name = name
         self.arguments.append("{")
-        schema = self._functions.get(name) if isinstance(self._functions, Mapping) else None
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._schema = self._functions.get(name) if isinstance(self._functions, Mapping) else None
 
     def _give(self, key: str, value: str) -> None:
         comma = ", " if len(self.arguments) > 1 else ""
-        content = json.dumps(_value(value, self._properties.get(key)), ensure_ascii=False)
-        self.arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: {content}")
+        types = _types(_member(_member(self._schema, "properties"), key), self._schema)
+        self.arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: {_json(value, types)}")
 
     def end(self, how: str) -> None:
         """End a call without its last tag. `how` is explained at `tool_calls._Object.end`."""
@@ -102,28 +101,47 @@ class MarkupCall:
             self.arguments.append("}")
 
 
-def _value(text: str, schema: Any) -> Any:
-    """Return the value that a model has written for a parameter with this JSON schema."""
-    types = _types(schema)
+def _json(text: str, types: set[str]) -> str:
+    """Return, as JSON, the value that a model has written for a parameter of one of `types`. What is JSON already stays
+    as it is written."""
+    string = json.dumps(text, ensure_ascii=False)
     if types <= {"string"}:
-        return text
+        return string
+    written = _PYTHON.get(text.strip(), text.strip())
     try:
-        value = _PYTHON[text] if text in _PYTHON else json.loads(text)
+        kinds = _kinds(json.loads(written, parse_constant=_refuse))
     except (ValueError, RecursionError):
-        return text
-    return value if "string" not in types or types & _kinds(value) else text
+        return string
+    return written if "string" not in types or types & kinds else string
 
 
-def _types(schema: Any) -> set[str]:
-    """Return the types that a JSON schema allows, as far as it says so with `type`, `anyOf` and `oneOf`."""
-    if not isinstance(schema, Mapping):
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _types(schema: Any, root: Any, depth: int = 0) -> set[str]:
+    """Return the types that a JSON schema allows, as far as it says so. References are looked up in `root`."""
+    if not isinstance(schema, Mapping) or depth == _MOST_DEPTH:
         return set()
     given = schema.get("type")
-    found = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
-    for key in ("anyOf", "oneOf"):
-        branches = schema.get(key)
-        found = found.union(*map(_types, branches)) if isinstance(branches, list) else found
-    return found
+    found = {kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str)}
+    values = schema.get("enum")
+    values = [*(values if isinstance(values, list) else ()), *([schema["const"]] if "const" in schema else ())]
+    found = found.union(*map(_kinds, values))
+    found |= {"object"} if "properties" in schema else set()
+    branches = [
+        branch for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for branch in schema[key]
+    ]
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        target = root
+        for part in reference.split("/")[1:]:
+            target = _member(target, part)
+        branches.append(target)
+    return found.union(*(_types(branch, root, depth + 1) for branch in branches))
+
+
+def _member(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _kinds(value: Any) -> set[str]:

@@ -25,7 +25,9 @@ class ToolFormat:
     arguments: str  # the JSON key for a call's arguments
     each: bool = False  # whether every call has its own `begin` and `end`; otherwise `begin` precedes a JSON list
     bare: bool = False  # whether there is no list, and no `begin` either if the answer consists of calls only
-    channels: bool = False  # whether answers consist of messages, as channels.py describes; `begin` precedes a name
+    # What precedes text for the user, if answers consist of messages, as channels.py describes. `begin` then has the
+    # place of the function's name, and the arguments follow it.
+    final: str = ""
 
 
 FORMATS = {
@@ -34,7 +36,13 @@ FORMATS = {
     "mistral": ToolFormat("[TOOL_CALLS]", "", ", ", "arguments"),
     "granite": ToolFormat("<|tool_call|>", "", ", ", "arguments"),
     "seed_oss": ToolFormat("<seed:tool_call>\n", "\n</seed:tool_call>", "\n", "arguments", each=True),
-    "openai": ToolFormat("<|channel|>", "", "", "arguments", channels=True),
+    "openai": ToolFormat(
+        "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+        "",
+        "\n",
+        "arguments",
+        final="<|channel|>final<|message|>",
+    ),
 }
 
 
@@ -82,9 +90,8 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
     """Return calls as the model writes them."""
-    if form.channels:
-        head = f"{form.begin}commentary to=functions.%s <|constrain|>json<|message|>%s"
-        return "\n".join(head % (call["name"], json.dumps(call[form.arguments])) for call in calls)
+    if form.final:
+        return form.between.join(form.begin.format(call["name"]) + json.dumps(call[form.arguments]) for call in calls)
     texts = [json.dumps(call) for call in calls]
     if form.each:
         return form.between.join(f"{form.begin}{text}{form.end}" for text in texts)
@@ -105,18 +112,13 @@ def calls_grammar(
         arguments = {"type": "object", **(parameters or {}), "x-root": True}
         members = {"name": {"const": name}, form.arguments: arguments}
         schema = {"type": "object", "properties": members, "required": list(members)}
-        schema = (arguments if form.channels else schema) | {"title": f"the tool {name}"}
+        schema = (arguments if form.final else schema) | {"title": f"the tool {name}"}
         rules.append(f"f{number}: %json {json.dumps(schema)}")
-    begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
-    before = ""  # what comes before an answer that is no call
-    if form.channels:
-        kind, content = _text("<|constrain|>", tokenizer), _text("<|message|>", tokenizer)
-        heads = [
-            f'{begin} {json.dumps(f"commentary to=functions.{name} ")} {kind} "json" {content}' for name in functions
-        ]
+    if form.final:
+        heads = [_text(form.begin.format(name), tokenizer) for name in functions]
         calls = " | ".join(f"{head} f{number}" for number, head in enumerate(heads))
-        before = f'{begin} "final" {content} '
     else:
+        begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
         call = f"({' | '.join(f'f{number}' for number in range(len(functions)))})"
         one = f"{begin} {call} {end}" if form.each else call
         more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
@@ -127,16 +129,18 @@ def calls_grammar(
         schema = {**json.loads(answer), "title": "the format of the answer"}
     except (TypeError, ValueError, RecursionError) as e:
         raise MegakernelError(f"structured outputs: the JSON schema is not a JSON object: {str(e)[:500]}") from e
-    rules.append(f"answer: %json {json.dumps(schema)}")
-    if not functions:
-        return "\n".join([f"start: {before}answer", *rules])
-    return "\n".join([f"start: calls | {before}answer", f"calls: {calls}", *rules])
+    rules.append(f"answer: {_text(form.final, tokenizer)} json")
+    rules.append(f"json: %json {json.dumps(schema)}")
+    start = f"start: {calls} | answer" if functions else "start: answer"
+    return "\n".join([start, *rules])
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text in Lark's notation. If the text is a special token of the model, the result names that token."""
-    token = tokenizer.special_id(text)
-    return json.dumps(text) if token is None else f"<[{token}]>"
+    """Return a text in Lark's notation. If the text is a special token of the model, or has special tokens such as
+    <|message|>, the result names these tokens."""
+    parts = [text] if tokenizer.special_id(text) is not None else re.split(r"(<\|\w+\|>)", text)
+    tokens = [(part, tokenizer.special_id(part)) for part in parts if part]
+    return " ".join(json.dumps(part) if token is None else f"<[{token}]>" for part, token in tokens)
 
 
 @dataclass(slots=True)

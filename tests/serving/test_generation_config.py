@@ -89,10 +89,10 @@ def test_requests_use_them_field_by_field(llm: LLM, path: str, body: dict[str, A
 def test_verbs_use_and_name_them(capsys: pytest.CaptureFixture[str], model: str) -> None:
     flags = ["generate", "--model", model, "--prompt", "x", "--context", "64", "--ignore-eos"]
     _, text, said = run(capsys, *flags)
-    assert "sampling as the model's author recommends: temperature 0.9, top_k 1, max_tokens 6;" in said
+    assert "recommended sampling: temperature 0.9, top_k 1, max_tokens 6;" in said
     assert run(capsys, *flags)[1] == text
-    assert "recommends: max_tokens 6;" in run(capsys, *flags, "--temperature", "0")[2]
-    assert "recommends: temperature 0.9, top_k 1;" in run(capsys, *flags, "--max-tokens", "3")[2]
+    assert "recommended sampling: max_tokens 6;" in run(capsys, *flags, "--temperature", "0")[2]
+    assert "recommended sampling: temperature 0.9, top_k 1;" in run(capsys, *flags, "--max-tokens", "3")[2]
     assert len(run_json(capsys, *flags, "--max-tokens", "8")["token_ids"]) == 8
     _, _, said = run(capsys, *flags, "--generation-config", "vllm", "--max-tokens", "3")
-    assert "recommends" not in said
+    assert "recommended" not in said

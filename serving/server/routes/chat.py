@@ -181,7 +181,7 @@ class Tools:
         header of the channel for answers. Raises an HTTP error 400 if the request requires a tool call and sets another
         kind of format."""
         schema = asked.schema if asked else None
-        if codec.tokenizer is None or not (self.used or codec.tools.channels) or not (self._required or schema):
+        if codec.tokenizer is None or not (self.used or codec.tools.final) or not (self._required or schema):
             return asked
         if asked and schema is None:
             raise APIError(

@@ -31,7 +31,7 @@ IGNORED = _by_name(
         "the detokenizer never adds such spaces": "spaces_between_special_tokens",
         "tokens are sent immediately, several per event to a slow client": "stream_interval",
         "metrics have no client-defined labels": "custom_labels",
-        "reasoning is part of the answer's text": "separate_reasoning stream_reasoning",
+        "the model's format decides where reasoning is": "separate_reasoning stream_reasoning",
         "only chat templates read it": "reasoning_effort reasoning",
         "the supported models have no verbosity setting": "verbosity",
         "the grammar backend is always llguidance": "guided_decoding_backend",
@@ -53,7 +53,7 @@ OF_TEXT = {"verbosity": "the supported models have no verbosity setting"}
 OF_MESSAGES = _by_name(
     {
         "every prompt uses the prefix cache": "cache_control",
-        "reasoning is part of the answer's text": "thinking",
+        "the model's format decides where reasoning is": "thinking",
         "the whole conversation is always read": "context_management",
         "this server has one place and one speed": "inference_geo speed",
         "it only identifies the client's user": "user_profile_id",
@@ -82,8 +82,8 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("use return_token_ids and /detokenize", "return_token_offsets return_prompt_text return_token_strs", False),
     ("all clients share one prefix cache", "cache_salt extra_key"),
     ("use max_tokens, which bounds all tokens together", "thinking_token_budget thinking_budget", -1),
-    ("reasoning is part of the answer's text", "include_reasoning", True),
-    ("reasoning is part of the answer's text", "reasoning_format", "none", "auto"),
+    ("the model's format decides where reasoning is", "include_reasoning", True),
+    ("the model's format decides where reasoning is", "reasoning_format", "none", "auto"),
     ("send it in an entry of messages", "reasoning_content", {}, ""),
     ("set enable_thinking in chat_template_kwargs", "enable_thinking thinking"),
     ("this server runs only the model's own template", "chat_template"),

@@ -13,6 +13,7 @@ import pytest
 from api_support import Live, ids_of, serving, until
 from model_helpers import byte_model
 from openai import OpenAI
+from read_answers import read_answer
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
@@ -43,7 +44,7 @@ ONE = '{"name": "weather", "%s": {"city": "a\\"}{", "unit": "C"}}'
 TWO = '{"%s": {"zone": ["UTC"]}, "name": "time"}'
 CALLS = [("weather", {"city": 'a"}{', "unit": "C"}), ("time", {"zone": ["UTC"]})]
 MESSAGES = [{"role": "user", "content": "x"}]
-JSON_FORMATS = {kind: form for kind, form in FORMATS.items() if not form.channels}
+JSON_FORMATS = {kind: form for kind, form in FORMATS.items() if not form.final}
 
 
 R = '{"city": "Rome"}'
@@ -107,17 +108,7 @@ def written(kind: str, what: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def read(reader: ToolReader, pieces: list[str], reason: str = "stop") -> tuple[str, list[tuple[str, str]]]:
-    content = ""
-    calls: list[tuple[str, str]] = []
-    for at, piece in enumerate(pieces, 1):
-        text, deltas, _ = reader.add(piece, reason if at == len(pieces) else None)
-        content += text
-        for delta in deltas:
-            if delta.name is not None:
-                assert delta.index == len(calls)
-                calls.append((delta.name, ""))
-            calls[delta.index] = calls[delta.index][0], calls[delta.index][1] + delta.arguments
-    return content, calls
+    return read_answer(reader, pieces, reason)[:2]
 
 
 @pytest.mark.parametrize("what", FORMS_OF_CALLS)

@@ -12,6 +12,7 @@ import pytest
 from api_support import Live, serving
 from commands import run
 from model_helpers import byte_model
+from read_answers import Calls, read_answer
 
 from megakernel import LLM
 from megakernel.model import load_tokenizer
@@ -28,46 +29,40 @@ FUNCTIONS: dict[str, Any] = {
             "days": {"type": "integer"},
             "where": {"type": ["object", "null"]},
             "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "place": {"$ref": "#/$defs/place"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+            "level": {"enum": [1, 2]},
         },
+        "$defs": {"place": {"properties": {"x": {"type": "number"}}}},
         "required": ["city"],
         "additionalProperties": False,
     },
     "time": {},
+}
+# Grammars refuse these schemas, but they may come with `tool_choice: auto`, for which there is no grammar.
+STRANGE = {
+    "strange": {"type": [{}, "number"], "anyOf": 5, "$ref": "#/$defs/none"},
+    "endless": {"$ref": "#/properties/endless"},
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": form}} for name, form in FUNCTIONS.items()]
 THOUGHT = "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Rome"}'
 ROME = ("weather", {"city": "Rome"})
 
-Read = tuple[str, list[tuple[str, str]], str]
 
-
-def read(reader: ToolReader | ChannelReader, pieces: list[str], reason: str) -> Read:
-    """Return the content, the calls and the reasoning of an answer that arrives in `pieces`."""
-    content, calls, reasoning = "", list[tuple[str, str]](), ""
-    for at, piece in enumerate(pieces, 1):
-        parts = reader.add(piece, reason if at == len(pieces) else None)
-        content, reasoning = content + parts.content, reasoning + parts.reasoning
-        for delta in parts.calls:
-            if delta.name is not None:
-                assert delta.index == len(calls)
-                calls.append((delta.name, ""))
-            calls[delta.index] = calls[delta.index][0], calls[delta.index][1] + delta.arguments
-    assert reader.calls == len(calls)
-    return content, calls, reasoning
-
-
-def read_each_way(kind: str, text: str, reason: str = "stop", most: int | None = None) -> Read:
+def read_each_way(kind: str, text: str, reason: str = "stop", most: int | None = None) -> tuple[str, Calls, str]:
     """Return what is read of `text`, which must not depend on the pieces in which the text arrives."""
 
     def reader() -> ToolReader | ChannelReader:
         form = FORMATS[kind]
-        return ChannelReader(FUNCTIONS, most) if form.channels else ToolReader(form, FUNCTIONS, most)
+        weather = {**FUNCTIONS["weather"], "properties": {**FUNCTIONS["weather"]["properties"], **STRANGE}}
+        functions = {**FUNCTIONS, "weather": weather}
+        return ChannelReader(functions, most) if form.final else ToolReader(form, functions, most)
 
-    whole = read(reader(), [text], reason)
-    assert read(reader(), list(text), reason) == whole
+    whole = read_answer(reader(), [text], reason)
+    assert read_answer(reader(), list(text), reason) == whole
     for at in range(len(text)):
-        assert read(reader(), [text[:at], text[at:]], reason) == whole, text[:at]
+        assert read_answer(reader(), [text[:at], text[at:]], reason) == whole, text[:at]
     return whole
 
 
@@ -115,6 +110,12 @@ def test_a_call_that_is_cut_off_stays_open() -> None:
         ("<parameter=where>None</parameter>", "", [("weather", {"where": None})]),
         ("<parameter=unit>null</parameter>", "", [("weather", {"unit": None})]),
         ("<parameter=unit>7</parameter>", "", [("weather", {"unit": "7"})]),
+        ('<parameter=place>{"x": 1}</parameter>', "", [("weather", {"place": {"x": 1}})]),
+        ('<parameter=maybe>{"x": "\\ud800"}</parameter>', "", [("weather", {"maybe": {"x": "\ud800"}})]),
+        ("<parameter=level>2</parameter>", "", [("weather", {"level": 2})]),
+        ("<parameter=days>NaN</parameter>", "", [("weather", {"days": "NaN"})]),
+        ("<parameter=strange>1.50</parameter>", "", [("weather", {"strange": 1.5})]),
+        ("<parameter=endless>1</parameter>", "", [("weather", {"endless": "1"})]),
         ('<parameter=other>"<b>" </parameter> </div>\n</parameter>', "</div>\n</parameter>", None),
         ("", "", [("weather", {})]),
     ],
@@ -133,6 +134,7 @@ def test_calls_in_tags_have_the_types_of_the_schema(
             assert made == [("weather", '{"other": "\\"<b>\\" "}')] and content in told
         else:
             assert [(name, json.loads(given)) for name, given in made] == calls
+            made[0][1].encode()  # no lone surrogate
             assert told == ("Hi." if begin.startswith("Hi") else "")
 
 
@@ -235,15 +237,32 @@ def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     assert codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS)).startswith("assistant:Hm:\nassistant::Hi\n")
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        (("generate", "--chat", "x", "--ignore-eos"), 1),
+        (("generate", "--chat", "x", "--ignore-eos", "--n", "2"), 2),
+        (("generate", "--chat", "x", "--ignore-eos", "--stop", "END"), 1),
+        (("chat",), 1),
+    ],
+)
 def test_verbs_show_the_answer_without_reasoning(
-    model: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    flags: tuple[str, ...],
+    times: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model's own text is random, so each token here has a piece of `ANSWER` as its text."""
-    pieces = iter([ANSWER[at : at + 7] for at in range(0, len(ANSWER), 7)])
-    monkeypatch.setattr(TextStream, "add", lambda *_: next(pieces, ""))
+    """The model's own text is random, so each token here has a piece of an answer as its text."""
+    text = f"{ANSWER} <|" + "END" * ("--stop" in flags)
+    left: dict[int, str] = {}
+
+    def add(stream: TextStream, _: int) -> str:
+        rest = left.get(id(stream), text)
+        left[id(stream)] = rest[7:]
+        return rest[:7]
+
+    monkeypatch.setattr(TextStream, "add", add)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
-    asked = {"generate": ["--chat", "x", "--max-tokens", "40", "--ignore-eos"], "chat": ["--max-tokens", "40"]}[verb]
-    flags = [verb, "--model", model, "--context", "1024", "--threads", "1", *asked]
-    status, said, _ = run(capsys, *flags)
-    assert status == 0 and "Rome." in said and "Hm" not in said and "<|" not in said
+    status, said, _ = run(capsys, *flags, "--model", model, "--context", "1024", "--threads", "1", "--max-tokens", "40")
+    assert status == 0 and said.count("Rome. <|\n") == times and "Hm" not in said and said.count("<|") == times
