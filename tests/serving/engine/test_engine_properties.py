@@ -205,7 +205,7 @@ def test_cancel_in_every_phase(phase: str) -> None:
 
 
 def test_a_step_after_everybody_left_is_not_needed() -> None:
-    engine, backend = fake_engine(None)
+    engine, backend = fake_engine()
     request = engine.add([1, 2], SamplingParams(max_tokens=50))
     engine.step()
     assert backend.under_way  # the second step has been started
