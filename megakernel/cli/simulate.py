@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from time import perf_counter
 
 from .. import machine as machines
@@ -137,7 +137,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
         args.context = args.context or _CONTEXT
         with output.busy("compiling"):
             program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
-        machine, tied = replace(machine, workers=program.processors), config.tied
+        machine, tied = machine.with_workers(program.processors), config.tied
     return program, host_machine(program) if machine.name == HOST else machine, tied
 
 

@@ -39,6 +39,22 @@ class Machine:
     issue: Issue | None = None  # least issue times in seconds; None if unknown, or included in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
 
+    def with_workers(self, workers: int) -> Machine:
+        """Return the device with `workers` of its workers. Each worker keeps its rates, so few workers may not be able
+        to load as fast as the memory can deliver."""
+        if workers == self.workers:
+            return self
+        share = workers / self.workers
+        alone = self.core.memory_bytes_per_s if self.core else self.worker_bytes_per_s or self.memory_bytes_per_s
+        return replace(
+            self,
+            workers=workers,
+            matrix_flops=self.matrix_flops * share,
+            vector_flops=self.vector_flops * share,
+            memory_bytes_per_s=min(self.memory_bytes_per_s, workers * alone),
+            cache_bytes_per_s=self.cache_bytes_per_s * share,
+        )
+
 
 def _machine(hardware: Hardware) -> Machine:
     """Return one device of a machine. Raises MegakernelError if the machine is described only for comparisons."""
@@ -97,17 +113,4 @@ def hardware(name: str) -> Hardware:
 def load(name: str, workers: int | None = None) -> Machine:
     """Return one device of the machine `name` (see `hardware`), with `workers` SMs or cores if they are given."""
     machine = MACHINES.get(name) or _machine(read(name, workers))
-    if not workers or workers == machine.workers:
-        return machine
-    if machine.target != CPU:
-        return replace(machine, workers=workers)
-    share = workers / machine.workers
-    alone = machine.core.memory_bytes_per_s if machine.core else machine.memory_bytes_per_s
-    return replace(
-        machine,
-        workers=workers,
-        matrix_flops=machine.matrix_flops * share,
-        vector_flops=machine.vector_flops * share,
-        memory_bytes_per_s=min(machine.memory_bytes_per_s, workers * alone),
-        cache_bytes_per_s=machine.cache_bytes_per_s * share,
-    )
+    return machine.with_workers(workers or machine.workers)

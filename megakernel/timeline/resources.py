@@ -47,9 +47,9 @@ class Resource:
 
 def peaks(machine: Machine, workers: int) -> list[float]:
     """Return the peak rates of RESOURCES for `workers` of the machine's workers; 0 if a rate is unknown."""
-    share = min(1.0, workers / machine.workers)
-    device = (machine.matrix_flops, machine.vector_flops, machine.memory_bytes_per_s, machine.cache_bytes_per_s)
-    return [*(rate * share for rate in device), machine.link_bytes_per_s, machine.link_bytes_per_s]
+    part = machine.with_workers(min(workers, machine.workers))
+    device = (part.matrix_flops, part.vector_flops, part.memory_bytes_per_s, part.cache_bytes_per_s)
+    return [*device, part.link_bytes_per_s, part.link_bytes_per_s]
 
 
 def resources(resolved: Resolved) -> list[Resource]:

@@ -13,7 +13,8 @@ from megakernel.model.tokenizer import TextStream, Tokenizer, UnknownTokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text.channels import ChannelReader
-from megakernel.serving.text.tool_calls import ToolFormat, ToolReader, tool_format, with_tools
+from megakernel.serving.text.tool_calls import ToolReader
+from megakernel.serving.text.tool_formats import ToolFormat, tool_format, with_tools
 
 
 class Transcript:

@@ -310,9 +310,11 @@ def test_a_cpu_loads_its_weights_while_it_computes() -> None:
 
 def test_peaks_are_those_of_a_ranks_workers() -> None:
     whole = machine.load("h100")
-    half = peaks(whole, 66)
-    assert half[:3] == [whole.matrix_flops / 2, whole.vector_flops / 2, whole.memory_bytes_per_s / 2]
+    half, few = peaks(whole, 66), peaks(whole, 4)
+    assert half[:2] == [whole.matrix_flops / 2, whole.vector_flops / 2]
     assert half[3] == whole.cache_bytes_per_s / 2 and half[4:] == [whole.link_bytes_per_s] * 2
+    # Half of the SMs can load all that the memory delivers, but four cannot.
+    assert half[2] == whole.memory_bytes_per_s and few[2] == 4 * whole.worker_bytes_per_s < half[2]
     assert peaks(whole, 264)[0] == whole.matrix_flops
 
 

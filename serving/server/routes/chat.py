@@ -14,7 +14,8 @@ from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolCho
 from megakernel.serving.server.service import AnswerFormat, Service
 from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import CallDelta, ToolReader, calls_grammar
+from megakernel.serving.text.tool_calls import CallDelta, ToolReader
+from megakernel.serving.text.tool_formats import calls_grammar
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:

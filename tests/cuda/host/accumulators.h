@@ -7,7 +7,7 @@ namespace mk {
 
 class HostAccumulators {
  public:
-  static constexpr int kRows = 16, kPairs = 4;
+  static constexpr int kRows = 16, kPairs = 4, kDepth = 64;
 
   explicit HostAccumulators(int warp) : warp_(warp) {}
 
@@ -16,11 +16,17 @@ class HostAccumulators {
 
   template <int kHalves>
   void step(const unsigned char* a, const unsigned char* b0, const unsigned char* b1) {
+    // Elements are read from the pages once, because finding them takes longer than multiplying them. The
+    // arrays are static, because a fibre's stack is small.
+    static float left[kRows][kDepth], right[2 * 128][kDepth];
+    for (int k = 0; k < kDepth; ++k) {
+      for (int h = 0; h < kRows; ++h) left[h][k] = tile_element(a, row(h), k);
+      for (int c = 0; c < kHalves * 128; ++c) right[c][k] = tile_element(c < 128 ? b0 : b1, c % 128, k);
+    }
     for (int h = 0; h < kRows; ++h) {
       for (int c = 0; c < kHalves * 128; ++c) {
         float sum = sum_[h][c];
-        for (int k = 0; k < 64; ++k)
-          sum += tile_element(a, row(h), k) * tile_element(c < 128 ? b0 : b1, c % 128, k);
+        for (int k = 0; k < kDepth; ++k) sum += left[h][k] * right[c][k];
         sum_[h][c] = sum;
       }
     }

@@ -343,7 +343,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"seed": 1}),
 ]
 
-REQUESTS = 2 * len(KINDS)
+REQUESTS = 3 * len(KINDS)
 
 
 def varied(number: int) -> tuple[str, dict[str, Any]]:
@@ -391,7 +391,7 @@ def idle_servers(fleet: Fleet) -> dict[int, Live]:
 
 
 def a_lost_replica_loses_nothing(fleet: Fleet, expected: list[bytes]) -> None:
-    """Processes are killed while 16 requests are answered. Each answer must equal the answer that the same request gets
+    """Processes are killed while 24 requests are answered. Each answer must equal the answer that the same request gets
     when no process is killed. A request without a seed gets other tokens each time. Its tokens are therefore checked in
     another way: a server scores them as a prompt, and the log-probabilities must agree."""
     servers = idle_servers(fleet)

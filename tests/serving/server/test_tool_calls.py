@@ -19,7 +19,8 @@ from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.serving.server.routes.responses import Items, ResponsesRequest
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import FORMATS, CallDelta, ToolReader, tool_format, with_tools
+from megakernel.serving.text.tool_calls import CallDelta, ToolReader
+from megakernel.serving.text.tool_formats import FORMATS, tool_format, with_tools
 from megakernel.settings import SETTINGS
 
 WEATHER: dict[str, Any] = {

@@ -19,7 +19,8 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import FORMATS, ToolReader
+from megakernel.serving.text.tool_calls import ToolReader
+from megakernel.serving.text.tool_formats import FORMATS
 
 FUNCTIONS: dict[str, Any] = {
     "weather": {
