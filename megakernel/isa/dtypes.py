@@ -132,5 +132,12 @@ def from_f32(a: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
         blocks: NDArray[np.uint8] = quantize(a, GGMLQuantizationType[dtype.name])
         return blocks
     bits = np.ascontiguousarray(a, dtype=np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(a), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    rounded = bits >> 16
+    rounded &= 1  # in place, because huge arrays are slow to allocate
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    narrow = rounded.astype(np.uint16)
+    if (nan := np.isnan(a)).any():
+        narrow[nan] = 0x7FC0
+    return narrow

@@ -117,7 +117,7 @@ def test_experts_on_gpus(sizes: str, units: Units, clipped: int, tokens: int) ->
                     twins.compare(tile, layer, table, rtol=1e-4, atol=1e-4)
     twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), layer, table, atol=1e-4)
     for normalised in (0, 1):
-        twins = routed_on(HostTwins, dims.changed(normalised_routes=normalised), biased=bool(normalised))
+        twins = routed_on(HostTwins, dims.changed(ffn=40, normalised_routes=normalised), biased=bool(normalised))
         twins.compare(record(twins.forward.by_name["route"], 1, tokens - 1), layer, table)
 
 
