@@ -4,9 +4,9 @@ FILE`.
 Each case is one call of `megakernel bench ... --vs llama.cpp --json`, in which both sides run in turn on the same
 weights. llama.cpp runs with the fastest settings that a search finds. In one case, another process keeps one core busy
 during the run. `--simd avx2` runs our side without AVX-512; DIR must then have a build of llama.cpp without AVX-512.
-`--only TEXT` selects the cases whose names contain TEXT; other cases in FILE from an earlier call are kept. Nothing
-else should run on the machine meanwhile. The shape of Qwen3-30B-A3B has four of its 48 layers, because the whole model
-does not fit into the memory of a small machine.
+`--only TEXT` selects the case called TEXT, or else those whose names contain TEXT; other cases in FILE from an earlier
+call are kept. Nothing else should run on the machine meanwhile. The shape of Qwen3-30B-A3B has four of its 48 layers,
+because the whole model does not fit into the memory of a small machine.
 """
 
 from __future__ import annotations
@@ -95,16 +95,17 @@ def main() -> None:
     parser.add_argument(
         "--simd", help="SIMD path of megakernel, for example avx2 (default: the widest that this CPU supports)"
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="run only cases whose names contain TEXT")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="run only the case TEXT, or those whose names contain it"
+    )
     args = parser.parse_args()
     if args.simd:
         os.environ["MEGAKERNEL_SIMD"] = args.simd
     figures: dict[str, Any] = {}
     if args.output and args.output.exists():
         figures = json.loads(args.output.read_text())["cases"]
-    for name, command in CASES.items():
-        if args.only not in name:
-            continue
+    for name in [args.only] if args.only in CASES else [name for name in CASES if args.only in name]:
+        command = CASES[name]
         with (
             busy() if "busy" in name else nullcontext(),
             experts_file() if EXPERTS in command else nullcontext() as path,
