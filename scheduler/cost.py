@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes
+from megakernel.isa.operations.spec import Cost
 from megakernel.isa.record import phase_number
 from megakernel.machine import Machine
 from megakernel.program import Program
@@ -21,8 +22,9 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
     costs only its dispatch here, because the amount of attention depends on the step, which the compiler does not
     know."""
     share = float(machine.workers)
-    memory = cost(phase, columns, dims).memory_bytes * (share / machine.memory_bytes_per_s)
-    return np.maximum(_arithmetic(phase, columns, dims, machine), memory) + machine.dispatch_s
+    work = cost(phase, columns, dims)
+    memory = work.memory_bytes * (share / machine.memory_bytes_per_s)
+    return np.maximum(_arithmetic(phase, columns, dims, machine, work), memory) + machine.dispatch_s
 
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
@@ -30,8 +32,9 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
     the QKV projection), if its workers have no other work. Arithmetic, memory and links overlap. Memory time is that of
     the whole rank at full bandwidth: if only few workers read, each gets more than an equal share. The latency of one
     signal is added, or of two signals if the phase stores to other ranks."""
-    arithmetic = _arithmetic(phase, columns, dims, machine) + machine.dispatch_s
-    _, memory, link = unit_seconds(phase, columns, dims, machine)
+    work = cost(phase, columns, dims)
+    arithmetic = _arithmetic(phase, columns, dims, machine, work) + machine.dispatch_s
+    memory, link = _traffic_seconds(phase, columns, dims, machine, work)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
     return max(busy, memory, link) + machine.signal_s * (2 if link else 1)
 
@@ -53,14 +56,21 @@ def step_seconds(program: Program, machine: Machine) -> float:
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
     """Return three times in seconds: for how long a rank's instructions of one phase would fully occupy its arithmetic
     units, its memory and its link."""
-    arithmetic = float(_arithmetic(phase, columns, dims, machine).sum()) / machine.workers
-    memory = float(cost(phase, columns, dims).memory_bytes.sum()) / machine.memory_bytes_per_s
-    link = float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
-    return arithmetic, memory, link
-
-
-def _arithmetic(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:
     work = cost(phase, columns, dims)
+    arithmetic = float(_arithmetic(phase, columns, dims, machine, work).sum()) / machine.workers
+    return arithmetic, *_traffic_seconds(phase, columns, dims, machine, work)
+
+
+def _traffic_seconds(
+    phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine, work: Cost
+) -> tuple[float, float]:
+    memory = float(work.memory_bytes.sum()) / machine.memory_bytes_per_s
+    return memory, float(link_bytes(phase, columns, dims).sum()) / machine.link_bytes_per_s
+
+
+def _arithmetic(
+    phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine, work: Cost
+) -> NDArray[np.float64]:
     share = float(machine.workers)
     if phase.is_matmul and dims.worker.units == Units.TENSOR:
         rows, cols = (columns[name].astype(np.int64) for name in ("rows", "cols"))

@@ -390,7 +390,7 @@ def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
 def _append(words: Words, tasks: NDArray[np.int64], word: int) -> None:
     """Write `word` into the first free column of `words` for each of `tasks`. Raises AssertionError if there is
     none."""
-    column = np.count_nonzero(words[tasks], axis=1)
+    column = np.add.reduce(words[tasks] != 0, axis=1)
     if column.max(initial=-1) >= words.shape[1]:
         raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")
     words[tasks, column] = word

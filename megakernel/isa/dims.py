@@ -34,6 +34,21 @@ ALL_TOKENS = 1 << 30
 
 # A row number or a count, or an array of such numbers.
 Int = TypeVar("Int", int, NDArray[np.int32], NDArray[np.int64])
+T = TypeVar("T")
+
+
+def _hashed_once(cls: type[T]) -> type[T]:
+    """Let objects of a frozen dataclass of numbers compute their hash only once, because caches often look them up."""
+    compute = cls.__hash__
+
+    def hashed(self: T) -> int:
+        known: dict[str, int] = vars(self)
+        if "_hash" not in known:
+            known["_hash"] = compute(self)
+        return known["_hash"]
+
+    setattr(cls, "__hash__", hashed)  # noqa: B010
+    return cls
 
 
 class Units(IntEnum):
@@ -50,6 +65,7 @@ class Units(IntEnum):
     TENSOR = 2
 
 
+@_hashed_once
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a model, and the types of its numbers. Most fields are counts.
@@ -113,6 +129,7 @@ class ModelSizes:
         return Counter(map(self.span, range(self.layers)))
 
 
+@_hashed_once
 @dataclass(frozen=True)
 class Split:
     """How `tp` ranks divide a model, as rank `rank` sees it. Properties named `rank_...` are sizes of this rank's part.
@@ -241,6 +258,7 @@ class Split:
         return [self if rank == self.rank else replace(self, rank=rank) for rank in range(self.tp)]
 
 
+@_hashed_once
 @dataclass(frozen=True)
 class Bucket:
     """The maximum sizes of a step for which a program is compiled, and the engine's limits. All are counts."""
@@ -276,6 +294,7 @@ class Worker:
     sms: int = 1  # SMs of a worker; two SMs load weights once for both, and each has half of the rows
 
 
+@_hashed_once
 @dataclass(frozen=True)
 class Dims:
     """All sizes of a program, as one rank sees them. `Program.dims` has those of rank 0.
