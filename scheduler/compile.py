@@ -4,6 +4,7 @@ tasks, lets tasks wait for each other by counters, assigns tasks to workers, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype
@@ -12,6 +13,7 @@ from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.scheduler.candidates import fastest
+from megakernel.scheduler.cost import panel_blocks
 from megakernel.scheduler.derive import derive
 from megakernel.scheduler.encode import encode
 from megakernel.scheduler.options import Options
@@ -70,11 +72,15 @@ def build_program(tasks: Tasks, options: Options = _DEFAULT, stages: Stages | No
     """Turn tile tasks into a program: add counters for synchronisation, assign tasks to workers, and encode them."""
     stages = stages or Stages()
     overlap = options.overlap_ranks
-    sync = stages.once((tasks, overlap), lambda: synchronise(tasks, derive(tasks), overlap_ranks=overlap))
-    placed = stages.once(
-        (tasks, overlap, options.interleave),
-        lambda: [place(segment, tasks.dims, tasks.machine, options) for segment in tasks.segments],
-    )
+    sync = stages.once((tasks, overlap), lambda: synchronise(tasks, derive(tasks, stages), overlap_ranks=overlap))
+    blocks = panel_blocks(tasks.dims, tasks.machine, options.panel)
+    placed = [
+        stages.once(
+            (tuple(segment), tasks.dims, blocks, overlap, options.interleave),
+            partial(place, segment, tasks.dims, tasks.machine, options),
+        )
+        for segment in tasks.segments
+    ]
     return encode(tasks, sync, placed, options.claimed)
 
 

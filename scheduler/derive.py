@@ -18,6 +18,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind, accesses
 from megakernel.scheduler.regions import block_rows, boxes, hulls, nonempty
-from megakernel.scheduler.tasks import PhaseTasks, Tasks, ordinals
+from megakernel.scheduler.tasks import PhaseTasks, Stages, Tasks, ordinals
 
 PROLOGUE, BODY, EPILOGUE = range(3)
 
@@ -84,15 +85,16 @@ class Dependencies:
     entering: set[Edge] = field(default_factory=set)
 
 
-def derive(tasks: Tasks) -> Dependencies:
+def derive(tasks: Tasks, stages: Stages | None = None) -> Dependencies:
     """Return the edges between groups of tasks that conflict: both touch the same data, and at least one writes it.
-    Edges that other edges imply are left out (the transitive reduction)."""
-    groups = [
-        group
-        for segment, parts in enumerate(tasks.segments)
-        for number, (part, ordinal) in enumerate(zip(parts, ordinals(parts), strict=True))
-        for group in _groups(segment, number, ordinal, part, tasks.rank_dims[part.rank])
-    ]
+    Edges that other edges imply are left out (the transitive reduction). `stages` keeps what tasks touch."""
+    stages = stages or Stages()
+    groups = []
+    for segment, parts in enumerate(tasks.segments):
+        for number, (part, ordinal) in enumerate(zip(parts, ordinals(parts), strict=True)):
+            d = tasks.rank_dims[part.rank]
+            found = stages.once(("groups", part.content, d), partial(_groups, part, d))
+            groups += [Group(segment, number, ordinal, part.rank, *fields) for fields in found]
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.model.layers, 2), EPILOGUE]
     nodes = [
         TaskGroup(g, c) for c, copy in enumerate(copies) for g, group in enumerate(groups) if group.segment == copy
@@ -126,9 +128,10 @@ def derive(tasks: Tasks) -> Dependencies:
     return found
 
 
-def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) -> Iterator[Group]:
-    """Yield the groups of one phase's tasks on one rank. The real groups, one for each row block in which the phase has
-    tasks, come first. Then come the virtual groups, one for each row block that only the step's inputs can select."""
+def _groups(part: PhaseTasks, d: Dims) -> list[tuple[int, Index, NDArray[np.int64], tuple[Touch, ...]]]:
+    """Return the groups of one phase's tasks on one rank, as the last four fields of `Group`. The real groups, one for
+    each row block in which the phase has tasks, come first. Then come the virtual groups, one for each row block that
+    only the step's inputs can select."""
     touched_by = accesses(part.phase, part.columns, d)
     order = np.argsort(part.block, kind="stable")
     starts = np.flatnonzero(np.diff(part.block[order], prepend=-1))
@@ -143,9 +146,10 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
             at = one if ranks is None else ranks[g]
             touches[g].append(Touch(access.buffer, at, access.kind is not Kind.READ, tuple(around[g].tolist())))
     blocks = part.block[order[starts]].tolist()
+    found: list[tuple[int, Index, NDArray[np.int64], tuple[Touch, ...]]] = []
     for block, members, touched in zip(blocks, np.split(order, starts[1:]), touches, strict=True):
         if touched:
-            yield Group(segment, number, ordinal, d.split.rank, block, Index.NONE, members, tuple(touched))
+            found.append((block, Index.NONE, members, tuple(touched)))
     for index in (Index.ITEM, Index.LOGIT_ROW):
         picked = [a for a in touched_by if a.index is index]
         for block in range(d.bucket.row_blocks) if picked else ():
@@ -162,7 +166,8 @@ def _groups(segment: int, number: int, ordinal: int, part: PhaseTasks, d: Dims) 
                 )
                 for access in picked
             )
-            yield Group(segment, number, ordinal, d.split.rank, block, index, np.zeros(0, np.int64), parts)
+            found.append((block, index, np.zeros(0, np.int64), parts))
+    return found
 
 
 def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:

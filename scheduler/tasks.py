@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from megakernel.machine import Machine
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PhaseTasks:
     """All instructions of one phase (operation) on one rank, as operand columns of equal length. `block` is the row
     block that contains a task's rows; tasks of the same row block have the same dependencies. Blocks divide the token
@@ -27,6 +27,12 @@ class PhaseTasks:
 
     def __len__(self) -> int:
         return len(self.block)
+
+    @cached_property
+    def content(self) -> Hashable:
+        """What the tasks compute. Phases of different forward passes may be the same but for name and number."""
+        columns = b"".join(self.columns[name].tobytes() for name in self.phase.operands)
+        return replace(self.phase, name="", number=0), columns, self.block.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
