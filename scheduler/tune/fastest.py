@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import ceil_div
@@ -39,6 +39,20 @@ _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
 # blocks, a single panel of all row blocks is tried too. Ranks exchange a whole panel at once, and with a single panel
 # they use all links.
 _ONE_PANEL = 16
+
+
+class Prediction(NamedTuple):
+    """The predicted seconds of a step. Infinity means that they are at least `most_s`."""
+
+    seconds: float
+    most_s: float
+
+    def answers(self, most_s: float) -> bool:
+        """Whether this prediction says how long a step takes, or that it takes at least `most_s` seconds."""
+        return self.seconds < math.inf or most_s <= self.most_s
+
+
+Predictions = dict[Options | str, Prediction]
 
 
 class Fastest:
@@ -85,29 +99,29 @@ class Fastest:
             **self._fixed,
         )
 
-    def seconds(
-        self, options: Options, tokens: int, known: dict[Options | str, float], most_s: float = math.inf
-    ) -> float:
+    def seconds(self, options: Options, tokens: int, known: Predictions, most_s: float = math.inf) -> float:
         """Return the predicted seconds of a step, or infinity if these options cannot be combined. The result may also
         be infinity if a step takes at least `most_s` seconds. `known` caches predictions by options and by the
         program's hash, because different options may give the same program."""
-        if options not in known:
+        found = known.get(options)
+        if found is None or not found.answers(most_s):
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
             except MegakernelError:  # rows do not fit in shared memory to be normalised inside matmuls
-                known[options] = math.inf
+                known[options] = Prediction(math.inf, math.inf)
                 return math.inf
-            if program.hash not in known:
-                known[program.hash] = predicted_seconds(program, self.machine, most_s)
-            known[options] = known[program.hash]
-        return known[options]
+            found = known.get(program.hash)
+            if found is None or not found.answers(most_s):
+                found = Prediction(predicted_seconds(program, self.machine, most_s), most_s)
+            known[options] = known[program.hash] = found
+        return found.seconds
 
     def options(self, tokens: int) -> Options:
         if self._options.queue != "auto" or not TARGETS[self.machine.target].pages:
             return self._options
         if tokens not in self._chosen:
             start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
-            start, known = replace(start, queue="body"), dict[Options | str, float]()
+            start, known = replace(start, queue="body"), Predictions()
             # Search once with a sharded and once with a replicated O projection, which may need other options.
             forms = [form for form in CHOICES["o"] if form != "auto"]
             starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
@@ -115,25 +129,22 @@ class Fastest:
             self._chosen[tokens] = min(found, key=lambda each: self.seconds(each, tokens, known))
         return self._chosen[tokens]
 
-    def _choose(self, best: Options, tokens: int, known: dict[Options | str, float]) -> Options:
+    def _choose(self, best: Options, tokens: int, known: Predictions) -> Options:
         """Return the best options that a local search finds from `best`. It tries the values of one choice after
-        another, and stops when every choice has been tried since the last improvement. `known` gets the predictions
-        that were completed."""
-        here = dict(known)
-        best_s, since = self.seconds(best, tokens, here), 0
+        another, and stops when every choice has been tried since the last improvement."""
+        best_s, since = self.seconds(best, tokens, known), 0
         choices = self.open(tokens)
         for changes in itertools.cycle(choices):
             found = best
             for change in changes:
                 tried = replace(best, **change)
-                seconds = self.seconds(tried, tokens, here, best_s)
+                seconds = self.seconds(tried, tokens, known, best_s)
                 if seconds < best_s:
                     found, best_s = tried, seconds
             since = since + 1 if found == best else 1
             best = found
             if since >= len(choices):
                 break
-        known |= {key: seconds for key, seconds in here.items() if seconds < math.inf}
         return best
 
     def open(self, tokens: int) -> list[list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ from megakernel.model import load_config
 from megakernel.scheduler import Options
 from megakernel.scheduler.options import CHOICES
 from megakernel.scheduler.tune import Fastest
+from megakernel.scheduler.tune.fastest import Predictions
 
 _CLOSE = 1.02
 
@@ -46,7 +47,7 @@ def variants(chosen: Options, tp: int, rows: int) -> list[Options]:
     ],
 )
 def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, tp: int, rows: int) -> None:
-    choose, known = fastest(model, machines.load(machine), tp, rows), dict[Options | str, float]()
+    choose, known = fastest(model, machines.load(machine), tp, rows), Predictions()
     default = choose.options(rows)
     chosen = choose.seconds(default, rows, known)
     best = min(choose.seconds(options, rows, known) for options in variants(default, tp, rows))
@@ -78,6 +79,21 @@ def test_a_search_compiles_what_a_single_compilation_does() -> None:
         alone = fastest("smollm2-135m", machine, 2, rows)
         found = [each.compile(options, rows, rows).hash for each in (choose, alone)]
         assert found[0] == found[1], options
+
+
+def test_a_search_simulates_again_only_what_a_higher_limit_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes at least 2 s takes at least 1 s too, but may take less than 2.5 s."""
+    limits = []
+
+    def predicted(_program: object, _machine: object, most_s: float) -> float:
+        limits.append(most_s)
+        return 3.0 if most_s > 3 else inf
+
+    monkeypatch.setattr("megakernel.scheduler.tune.fastest.predicted_seconds", predicted)
+    choose, known = fastest("smollm2-135m", machines.load("h100", 8), 1, 4), Predictions()
+    found = [choose.seconds(Options(), 4, known, most_s) for most_s in (2.0, 1.0, 2.0, 2.5, 4.0, inf, 1.0)]
+    assert found == [inf, inf, inf, inf, 3.0, 3.0, 3.0]
+    assert limits == [2.0, 2.5, 4.0]
 
 
 def test_what_is_said_is_done_and_a_cpu_claims_nothing() -> None:
