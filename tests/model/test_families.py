@@ -1,6 +1,5 @@
 """Tests of every model family: its safetensors and GGUF files load the same weights, and any number of ranks computes
-the same results as transformers. Planted bugs give errors far above the tolerance. An error is max |difference| /
-standard deviation of the logits of transformers."""
+the same results as transformers. An error is max |difference| / standard deviation of the logits of transformers."""
 
 from __future__ import annotations
 
@@ -104,9 +103,9 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "smollm3": [{"layers": 3, "hidden": 40, "no_rope_layers": [1, 0, 1], "tied": True}],
 }
 # (backend, number of ranks). A family's first shape runs in all of these ways, and its other shapes in two of them.
-WAYS = [("reference", 2), ("reference", 8), ("cpu", 1), ("cpu", 4)]
+WAYS = [("cpu", 1), ("cpu", 8), ("reference", 2)]
 CASES = [(family, {}, *way) for family in SHAPES for way in WAYS]
-CASES += [(family, more, *way) for family, shapes in MORE.items() for more in shapes for way in WAYS[1:3]]
+CASES += [(family, more, *way) for family, shapes in MORE.items() for more in shapes for way in WAYS[1:]]
 TOKENS = np.random.default_rng(8).integers(0, 97, 75).tolist()
 EDGES = (0, 60, 74, 75)  # the steps in which they are computed: two chunks of a prompt, and a decode row
 
@@ -158,17 +157,14 @@ def test_tokens_and_logprobs_are_those_of_transformers(
     np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
     ("family", "number"),
     [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")],
 )
-def test_whole_experts_on_each_rank_compute_the_same(family: str, number: str, tp: int) -> None:
+def test_whole_experts_on_each_rank_compute_the_same(family: str, number: str) -> None:
     model, checkpoint = make_llama(5, family, **SHAPES[family] | {number: 8})
-    tokens, _, logits = run(checkpoint, tp, backend="cpu", expert_parallel=True)
-    want = hf_logits(model, TOKENS)
-    assert error(logits, want) < TOLERANCE
-    assert (tokens == want.argmax(axis=1)).all()
+    logits = run(checkpoint, 4, backend="cpu", expert_parallel=True)[2]
+    assert error(logits, hf_logits(model, TOKENS)) < TOLERANCE
 
 
 # Texts of several KV blocks, for Llama and for families with sliding windows in all layers or in some of
@@ -189,7 +185,7 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("backend", "tp"), [("reference", 1), ("cpu", 1), ("cpu", 4)])
+@pytest.mark.parametrize(("backend", "tp"), [("reference", 1), ("cpu", 4)])
 @pytest.mark.parametrize("family", LONG)
 def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, tp: int) -> None:
     model, checkpoint = make_llama(5, family, **SHAPES[family] | LONG[family])
@@ -200,7 +196,7 @@ def test_long_texts_have_the_logits_of_transformers(family: str, backend: str, t
     runner.close()
 
 
-SPLITS = [(1, "auto"), *((tp, o) for tp in (2, 8) for o in ("sharded", "replicated"))]
+SPLITS = [(1, "auto"), (8, "sharded"), (8, "replicated")]
 # Families with the same phases as Llama are as exact as Llama on the reference backend and with any number of ranks.
 OTHERS = ("glm4", "gpt_oss", "llama", "olmo2", "qwen3")
 ROUNDED = [(family, "cpu", 1, "auto") for family in SHAPES]
@@ -238,32 +234,3 @@ def test_text_part_of_a_model_that_sees_images(tmp_path: Path, prefixes: tuple[s
     save_file(names, tmp_path / "model.safetensors")
     logits = run(open_checkpoint(str(tmp_path)), 2)[2]
     assert error(logits, hf_logits(model.eval(), TOKENS)) < TOLERANCE
-
-
-# (family, weight, number of rows by which its rows are moved): vectors in the wrong order, and swapped heads
-MOVED = [*(("qwen2", f"{p}_proj.bias", 1) for p in "qkv"), *(("qwen3", f"{p}_norm.weight", 1) for p in "qk")]
-MOVED += [("llama", "q_proj.weight", 8)]
-
-
-@pytest.mark.parametrize(("family", "name", "by"), MOVED)
-def test_planted_orders_show(family: str, name: str, by: int) -> None:
-    model, checkpoint = make_llama(3, family, **SHAPES[family])
-    logits = run(checkpoint, 1)[2]
-    weight = model.get_parameter(f"model.layers.1.self_attn.{name}")
-    with torch.no_grad():
-        weight.copy_(weight.roll(by, 0))
-    assert error(logits, hf_logits(model, TOKENS)) > 100 * TOLERANCE
-
-
-PLACES = torch.arange(len(TOKENS))[None]
-SEEN_OTHERWISE = {
-    "RoPE off by one": {"position_ids": PLACES + (len(TOKENS) - 1 == PLACES)},
-    "dropped KV row": {"position_ids": PLACES, "attention_mask": (len(TOKENS) // 2 != PLACES).float()},
-}
-
-
-@pytest.mark.parametrize("bug", SEEN_OTHERWISE)
-def test_planted_places_show(bug: str) -> None:
-    model, checkpoint = make_llama(1, heads=4, kv_heads=2, head_dim=16)
-    logits, planted = run(checkpoint, 1)[2], hf_logits(model, TOKENS, **SEEN_OTHERWISE[bug])
-    assert error(logits[-30:], planted[-30:]) > 100 * TOLERANCE

@@ -46,6 +46,7 @@ class Runner:
         self.checkpoint, self.dtype = checkpoint, dtype
         self.machine = machine or host(workers)
         self.limits = {"max_seqs": max_seqs, "max_context": max_context, "tp": tp, "options": Options(**options)}
+        self._programs: dict[tuple[int, int, int], Program] = {}
         dims = self.program(1, 1).dims
         pages = max_seqs * dims.bucket.pages_per_seq
         order = np.random.default_rng(0).permutation(pages).tolist()
@@ -55,9 +56,12 @@ class Runner:
         self.backend = create(backend, checkpoint, dims, pages, dtype=dtype, threads=2)
 
     def program(self, tokens: int, logit_rows: int, *, workers: int | None = None) -> Program:
-        machine = replace(self.machine, workers=workers or self.machine.workers)
-        sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
-        return compile_program(self.checkpoint.config, machine, dtype=self.dtype, **sizes)
+        key = tokens, logit_rows, workers or self.machine.workers
+        if key not in self._programs:
+            machine = replace(self.machine, workers=key[2])
+            sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
+            self._programs[key] = compile_program(self.checkpoint.config, machine, dtype=self.dtype, **sizes)
+        return self._programs[key]
 
     def table(self, program: Program, pieces: Sequence[Piece]) -> StepTable:
         chunks = []
