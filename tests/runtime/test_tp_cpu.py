@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled import compiled as compiled_for
-from cpu_support import Array, RandomCheckpoint, check_stops
+from cpu_support import Array, RandomCheckpoint, bits, check_stops
 from handmade import make_dims, make_program, make_queue_program
 from mutate import edit, rows_of
 from sizes import least_dims
@@ -29,11 +29,9 @@ from megakernel.trace import IntervalKind
 
 # Three query heads share a KV head and may be on different ranks. Ranks divide the FFN
 # columns in four groups of 32 and the vocabulary in seven. The last group of each is smaller.
-CUT = ModelConfig(203, 72, 104, 2, 9, 3, 24, 200, qkv_bias=True, o_bias=True, mlp_bias=True)
+CUT = ModelConfig(203, 72, 104, 2, 9, 3, 24, 520, qkv_bias=True, o_bias=True, mlp_bias=True)
 # There is one KV head. With eight ranks, some have neither attention heads nor FFN columns.
-FEW = ModelConfig(75, 48, 72, 2, 4, 1, 16, 200, tied=True)
-# The sizes of the vocabulary and the FFN are prime numbers.
-ODD = ModelConfig(211, 48, 173, 2, 3, 1, 40, 200, qkv_bias=True, o_bias=True, mlp_bias=True)
+FEW = ModelConfig(75, 48, 72, 2, 4, 1, 16, 520, tied=True)
 LOWERINGS = [(o, residual) for o in ("sharded", "replicated") for residual in ("dealt", "replicated")]
 PAGES = 40
 
@@ -58,17 +56,18 @@ def hand_dims(config: ModelConfig, tp: int, o: str, residual: str, **changes: An
     return make_dims(config, **{"row_block": 4, "tokens": 22, "logit_rows": 6, **lowering, **changes})
 
 
-def hand_table(dims: Dims, deep: int = 137) -> StepTable:
-    """Return a step with a prefill of several row blocks, a decode row at position `deep`, the end of another prompt,
-    and padding rows."""
+def hand_table(dims: Dims) -> StepTable:
+    """Return a step with a prefill of several row blocks, a decode row whose attention is split, the end of another
+    prompt, and padding rows."""
     row = SampleRow
     chunks = [
         Chunk(2, 0, list(range(9, 20)), [0, 7], [row(10), row(3, store=False, target=7)]),
-        Chunk(0, deep, [5], list(range(8, 9 + deep // 16)), [row(0, temperature=0.8, seed=3)]),
+        Chunk(0, 500, [5], range(8, 40), [row(0, temperature=0.8, seed=3)]),
         Chunk(1, 30, [6, 3, 2], [1, 2, 3], [row(2)]),
     ]
     table = build_step(dims, chunks)
     check_step(table)
+    assert (table.item_split >= 0).any()
     return table
 
 
@@ -81,22 +80,15 @@ def hand_table(dims: Dims, deep: int = 137) -> StepTable:
             for config, tp in ((CUT, 4), (FEW, 8))
             for o in ("sharded", "replicated")
         ),
-        *((config, 1, "sharded", "dealt", dtype) for config in (CUT, ODD) for dtype in (Dtype.F32, Dtype.BF16)),
     ],
 )
 def test_every_instruction_does_what_the_reference_does(
     config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype
 ) -> None:
-    """Each instruction changes the same buffers on the same ranks as on the reference backend, and no others. With one
-    rank, the test runs every instruction of a compiled program. With several ranks, it runs the attention instructions
-    of a handmade program and, on each rank, the first two instructions of every other phase."""
-    if tp == 1:
-        program = compiled(replace(config, max_context=520), 22, tp=1, workers=8, dtype=dtype)
-        table = hand_table(program.dims, deep=500)
-        assert (table.item_split >= 0).any()
-    else:
-        program = make_program(config, hand_dims(config, tp, o, residual, dtype=int(dtype)))
-        table = hand_table(program.dims)
+    """Each instruction changes the same buffers on the same ranks as on the reference backend, and no others. The test
+    runs the attention instructions and, on each rank, the first two instructions of every other phase."""
+    program = make_program(config, hand_dims(config, tp, o, residual, dtype=int(dtype)))
+    table = hand_table(program.dims)
     twins = CpuTwins(random_checkpoint(config, dtype), program.forward, program.dims)
     twins.start_equal()
     tolerance = 2**-7 if dtype is Dtype.BF16 else 1e-4
@@ -107,7 +99,7 @@ def test_every_instruction_does_what_the_reference_does(
             for rank in range(tp):
                 streams = map(segment.stream, range(rank * program.workers, (rank + 1) * program.workers))
                 mine = [words for stream in streams for words in stream if words[0] & 0xFF == number]
-                for words in mine if tp == 1 or attention else mine[:2]:
+                for words in mine if attention else mine[:2]:
                     twins.execute_both(words, layer, table, rank)
             twins.assert_equal(tolerance, tolerance)
     np.testing.assert_array_equal(twins.backend.link_bytes, twins.reference.link_bytes)
@@ -118,11 +110,9 @@ def test_every_instruction_does_what_the_reference_does(
 
 
 @cache
-def compiled(
-    config: ModelConfig, tokens: int, *, tp: int, workers: int = 2, dtype: Dtype = Dtype.F32, **options: Any
-) -> Program:
-    target, limits = machine.host(workers), {"max_context": config.max_context}
-    return compiled_for(config, target, tokens, tokens, tp, Options(**options), dtype=dtype, **limits)
+def compiled(config: ModelConfig, tokens: int, *, tp: int, **options: Any) -> Program:
+    limits = {"max_context": config.max_context}
+    return compiled_for(config, machine.host(2), tokens, tokens, tp, Options(**options), dtype=Dtype.F32, **limits)
 
 
 def steps(config: ModelConfig) -> list[list[Chunk]]:
@@ -171,8 +161,8 @@ def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> Non
         np.testing.assert_array_equal(x[1], y[1])
 
 
-@pytest.mark.parametrize(("config", "tp"), [(CUT, 2), (CUT, 8), (FEW, 8)], ids=["cut-2", "cut-8", "few-8"])
-def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
+@pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
+def test_ranks_compute_what_one_computes(config: ModelConfig) -> None:
     """Several ranks give the logits of one rank up to rounding, and the same tokens. Only dividing or replicating the O
     projection's weights changes the bits. The number of threads, the ranks that store the residual, and the place where
     norms are computed do not."""
@@ -180,10 +170,10 @@ def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
     for norm in ("next", "inside"):
         same_bits(run_compiled(config, tp=1, norm=norm), one)
     for o in ("sharded", "replicated"):
-        found = [run_compiled(config, n, tp=tp, o=o, residual="dealt", norm="own") for n in (1, 2, 3)]
+        found = [run_compiled(config, n, tp=8, o=o, residual="dealt", norm="own") for n in (1, 3)]
         for residual in ("dealt", "replicated"):
-            found.append(run_compiled(config, tp=tp, o=o, residual=residual, norm="next"))
-        found.append(run_compiled(config, tp=tp, o=o, residual="replicated", norm="inside"))
+            found.append(run_compiled(config, tp=8, o=o, residual=residual, norm="next"))
+        found.append(run_compiled(config, tp=8, o=o, residual="replicated", norm="inside"))
         for (logits, tokens), (expected, chosen) in zip(found[0], one, strict=True):
             np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
             np.testing.assert_array_equal(tokens, chosen)
@@ -191,10 +181,13 @@ def test_ranks_compute_what_one_computes(config: ModelConfig, tp: int) -> None:
             same_bits(other, found[0])
 
 
+# -- queues
+
+
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
-def test_programs_made_by_hand_give_what_the_reference_gives(o: str, residual: str) -> None:
-    """Handmade programs agree with the reference. The scheduler is not involved, and some column tiles begin inside a
-    packed weight panel."""
+def test_streams_and_queues_give_what_the_reference_gives(o: str, residual: str) -> None:
+    """Launches with fixed streams agree with the reference, and launches that claim instructions from queues give the
+    same bits. Each program is launched three times, because the number of claims is not reset between launches."""
     dims = hand_dims(CUT, 4, o, residual)
     program, table = make_program(CUT, dims, 2), hand_table(dims)
     reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
@@ -203,32 +196,10 @@ def test_programs_made_by_hand_give_what_the_reference_gives(o: str, residual: s
         out = backend.launch(program, table)
         np.testing.assert_allclose(out.logits, expected.logits, rtol=1e-4, atol=1e-4 * np.abs(expected.logits).max())
         np.testing.assert_array_equal(out.tokens, expected.tokens)
-        np.testing.assert_array_equal(backend.link_bytes, reference.link_bytes)
-
-
-# -- queues
-
-
-def hand_run(config: ModelConfig, make: Any, workers: int, threads: int, tp: int, **lowering: str) -> list[Any]:
-    lowering = {"o": "sharded", "residual": "dealt"} | lowering
-    dims = hand_dims(config, tp, **lowering)
-    program, table = make(config, dims, workers), hand_table(dims)
-    out = []
-    with cpu(config, dims, threads) as backend:
-        for _ in range(3):
-            launched = backend.launch(program, table)
-            out.append((launched.logits.copy(), launched.tokens.copy()))
-    return out
-
-
-@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (5, 3)])
-@pytest.mark.parametrize(("o", "residual"), LOWERINGS)
-def test_queues_give_the_bits_of_streams(workers: int, threads: int, o: str, residual: str) -> None:
-    """Launches that claim instructions from queues give the same bits as launches with fixed streams. Each program is
-    launched three times. The number of claims from a queue is not reset between launches."""
-    static = hand_run(CUT, make_program, 2, 1, 4, o=o, residual=residual)
-    same_bits(static[1:], static[:-1])
-    same_bits(hand_run(CUT, make_queue_program, workers, threads, 4, o=o, residual=residual), static)
+        found = bits(out)
+        for again in [program] * 2 + [make_queue_program(CUT, dims, 5)] * 3:
+            assert bits(backend.launch(again, table)) == found
+        np.testing.assert_array_equal(backend.link_bytes, 6 * reference.link_bytes)
 
 
 def test_partial_drains_share_a_queue() -> None:
@@ -287,10 +258,9 @@ def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
             np.testing.assert_array_equal(backend.launch(program, table).logits, first)
 
 
-@pytest.mark.parametrize("make", [make_program, make_queue_program])
-def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Any) -> None:
+def test_a_launch_that_is_stopped_leaves_a_working_backend() -> None:
     dims = hand_dims(CUT, 4, "replicated", "dealt")
-    program, table = make(CUT, dims, 2), hand_table(dims)
+    program, table = make_queue_program(CUT, dims, 2), hand_table(dims)
     with cpu(CUT, dims) as backend:
         check_stops(backend, program, table, lambda: backend.delay(1, len(program.body.records) // 2, 1, 600.0))
         assert not any(backend.buffer(Buffer.SPLITS, rank=rank).any() for rank in range(4))
@@ -355,9 +325,8 @@ def test_weights_that_ranks_have_in_common_are_held_once() -> None:
     assert list(held(2, "sharded").values()) == [1, 1, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-def test_null_backend_runs_programs_without_weights(tp: int) -> None:
-    dims = hand_dims(CUT, tp, "replicated", "replicated")
+def test_null_backend_runs_programs_without_weights() -> None:
+    dims = hand_dims(CUT, 8, "replicated", "replicated")
     checkpoint = random_checkpoint(CUT)
     checkpoint.rows = None  # type: ignore[method-assign,assignment]
     backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=2, null=True)
