@@ -235,13 +235,18 @@ def sampling_backend(vocab: int, logit_rows: int) -> tuple[ReferenceBackend, Dim
     return ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32), dims
 
 
+def sample(backend: ReferenceBackend, table: StepTable) -> None:
+    forward = passes.apply(families.forward(CONFIG), backend.dims.split)
+    backend.execute(record(forward.by_name["sample"], 0, backend.dims.bucket.logit_rows), 0, table, forward)
+
+
 def draws(logits: NDArray[np.float32], n: int, **row: Any) -> NDArray[np.int32]:
     """Return n tokens that are sampled from one row of logits, at positions 1 to n of a request."""
     backend, dims = sampling_backend(len(logits), n)
     table = build_step(dims, [Chunk(0, 0, [1], range(1), [SampleRow(0, store=False, **row)] * n)])
     table.sample_position[:] = np.arange(1, n + 1)
     backend.buffer(Buffer.LOGITS)[:] = logits
-    execute(backend, table, 0, "sample", 0, n)
+    sample(backend, table)
     expected = logits[backend.buffer(Buffer.TOKENS_OUT)] - np.log(np.exp(logits.astype(np.float64)).sum())
     assert np.allclose(backend.buffer(Buffer.LOGPROBS_OUT), expected, atol=1e-5)
     return backend.buffer(Buffer.TOKENS_OUT).copy()
@@ -309,7 +314,7 @@ def test_sample_reads_and_writes_history() -> None:
     table = build_step(dims, [Chunk(2, 0, [3, 5, 5, 7], range(1), rows)])
     backend.buffer(Buffer.LOGITS)[:] = logits
     backend.buffer(Buffer.TOKENS_OUT)[:] = -9
-    execute(backend, table, 0, "sample", 0, 5)
+    sample(backend, table)
     assert backend.buffer(Buffer.TOKENS_OUT).tolist() == [8, 11, 5, 0, 0]
     assert backend.buffer(Buffer.HISTORY)[2, :6].tolist() == [3, 5, 5, 11, 8, 0]
     assert backend.buffer(Buffer.LOGPROBS_OUT)[3:].tolist() == [0.0, 0.0]
@@ -319,53 +324,8 @@ def test_sample_reads_and_writes_history() -> None:
     for penalty, value, token in (("presence", 1.5, 3), ("frequency", 0.9, 5), ("frequency", 1.1, 3)):
         row = SampleRow(3, prompt_length=2, **{f"{penalty}_penalty": value})
         table = build_step(dims, [Chunk(2, 0, [3, 5, 5, 7], range(1), [row])])
-        execute(backend, table, 0, "sample", 0, 5)
+        sample(backend, table)
         assert backend.buffer(Buffer.TOKENS_OUT)[0] == token
-
-
-# -- single instructions
-
-
-def execute(backend: ReferenceBackend, table: StepTable, layer: int, phase: str, *operands: int) -> None:
-    """Run one instruction of a phase of a Llama, which has QKV biases if the backend has them."""
-    has_biases = Buffer.B_QKV in backend._arrays[0]
-    config = replace(CONFIG, qkv_bias=has_biases)
-    forward = passes.apply(families.forward(config), backend.dims.split)
-    backend.execute(record(forward.by_name[phase], *operands), layer, table, forward)
-
-
-def test_columns_may_be_cut_anywhere() -> None:
-    _, checkpoint = make_llama(1, attention_bias=True, mlp_bias=True)
-    dims = make_dims(checkpoint.config)
-    table = build_step(dims, [Chunk(0, 0, prompt(20, dims.model.vocab), range(3, 5))])
-    results = []
-    for step in (1000, 10):
-        backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32)
-        execute(backend, table, 0, "embed", 0, dims.bucket.tokens)
-        execute(backend, table, 0, "rope", 0, dims.bucket.tokens)
-        execute(backend, table, 1, "attn_norm", 0, dims.bucket.tokens)
-        for col in range(0, dims.split.qkv_cols, step):
-            cols = min(step, dims.split.qkv_cols - col)
-            execute(backend, table, 1, "qkv_rope", 0, dims.bucket.tokens, col, cols)
-        results.append([backend.buffer(b, 1).copy() for b in (Buffer.Q, Buffer.K_CACHE, Buffer.V_CACHE)])
-    for whole, cut in zip(*results, strict=True):
-        assert np.allclose(whole, cut, atol=1e-5) and whole.any()
-    keys, values = results[0][1:]
-    written = [(p, o) for p in range(PAGES) for o in range(dims.bucket.kv_page) if keys[p, :, :, o].any()]
-    assert written == [(3, o) for o in range(16)] + [(4, o) for o in range(4)]
-    assert written == [(p, o) for p in range(PAGES) for o in range(dims.bucket.kv_page) if values[p, :, o].any()]
-
-
-def test_padding_is_zero_in_attention_and_final_norm() -> None:
-    backend, dims = sampling_backend(16, 4)
-    table = build_step(dims, [Chunk(0, 0, [1, 2, 3], range(1), [SampleRow(2)])])
-    for buffer in (Buffer.X, Buffer.Q, Buffer.ATTN, Buffer.Y):
-        backend.buffer(buffer)[...] = 3.0
-    for slot in range(dims.bucket.attention_slots):
-        execute(backend, table, 0, "attention", slot, 1, dims.model.kv_heads)
-    execute(backend, table, 0, "final_norm", 0, 4)
-    assert not backend.buffer(Buffer.ATTN)[3:].any() and not backend.buffer(Buffer.Y)[1:].any()
-    assert backend.buffer(Buffer.Y)[0].any()
 
 
 def test_storage_rounds_to_nearest_even() -> None:

@@ -71,9 +71,8 @@ class Mixed:
         dims = self.dims = programs[0].dims
         self.backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), seed=seed)
         self.programs = programs
-        for rank, buffer, layer in product(
-            range(dims.split.tp), (Buffer.K_CACHE, Buffer.V_CACHE), range(dims.model.layers)
-        ):
+        caches = Buffer.K_CACHE, Buffer.V_CACHE
+        for rank, buffer, layer in product(range(dims.split.tp), caches, range(dims.model.layers)):
             self.backend.buffer(buffer, layer, rank)[...] = noise
         self.prompts = [np.random.default_rng(n).integers(0, dims.model.vocab, n).tolist() for n in (17, 26)]
         self.tokens: list[int] = []
@@ -108,10 +107,8 @@ class Mixed:
             rows = int((table.logit_rows >= 0).sum())
             logits.append(out.logits[:rows].copy())
             self.tokens += out.tokens[:rows].tolist()
-            copied = (self.dims.split.tp - 1) * int(
-                (table.sample_slot >= 0).sum()
-            )  # tokens stored in HISTORY of other ranks
-            self.link_bytes += describe(program)["link_bytes"] + 4 * copied
+            stored = int((table.sample_slot >= 0).sum())  # tokens, which go to HISTORY of all other ranks
+            self.link_bytes += describe(program)["link_bytes"] + 4 * (self.dims.split.tp - 1) * stored
         return np.concatenate(logits)
 
 
@@ -143,11 +140,7 @@ def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 
 @pytest.mark.parametrize(
     ("shape", "make", "tp"),
-    [
-        *((shape, by_scheduler, 8) for shape in SHAPES),
-        ("one KV head", by_scheduler, 2),
-        ("grouped", by_hand, 4),
-    ],
+    [*((shape, by_scheduler, 8) for shape in SHAPES), ("grouped", by_hand, 4)],
 )
 def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig, Dims], Program], tp: int) -> None:
     hf, checkpoint = make_llama(1, **SHAPES[shape])
@@ -178,7 +171,7 @@ def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
     assert error(mixed.run(), Mixed(checkpoint, many).run()) < 1e-6
 
 
-@pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), (4, (0, 0)), (4, (1, 1))])
+@pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), (4, (1, 1))])
 def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, int]) -> None:
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
@@ -188,31 +181,6 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
         (2, make_queue_program(checkpoint.config, dims, 5)),
     ):
         assert (Mixed(checkpoint, program, seed=seed).run() == expected).all()
-
-
-@pytest.mark.slow
-def test_splits_over_kv_change_no_bit_and_nothing_beyond_the_sequence_is_read() -> None:
-    """Splits of attention over KV blocks change no bit of the logits of a decode row at position 479 on one rank. The
-    logits on one and two ranks also agree with those of transformers. The two ranks share a KV head, because its query
-    heads are divided between them. With splits, KV cache beyond the sequence contains 1e4."""
-    hf, checkpoint = make_llama(4, **SHAPES["grouped"])
-    tokens = np.random.default_rng(3).integers(0, 101, 480).tolist()
-    found = {}
-    for tp, lowering, partials in ((1, (0, 0), 0), (1, (0, 0), 100), (2, (0, 0), 100), (2, (1, 1), 100)):
-        dims = rank_dims(small(checkpoint, tokens=160, attention_slots=7, partials=partials), tp, lowering)
-        program = make_program(checkpoint.config, dims, 5 if partials else 1)
-        backend = Mixed(checkpoint, program, seed=1, noise=1e4 if partials else 0.0).backend
-        for start, end in ((0, 160), (160, 320), (320, 479)):
-            backend.launch(program, build_step(dims, [Chunk(0, start, tokens[start:end], range(PAGES))]))
-        table = build_step(dims, [Chunk(0, 479, tokens[479:], range(PAGES), [SampleRow(0)])])
-        check_step(table)
-        for rank in range(tp):
-            assert int((table.rank(rank).item_split >= 0).sum()) > 2 or not partials
-        found[tp, lowering, partials] = backend.launch(program, table).logits[0].copy()
-        assert not any(backend.buffer(Buffer.SPLITS, rank=rank).any() for rank in range(tp))
-    whole, split, *on_ranks = found.values()
-    assert (whole == split).all()
-    assert all(error(logits, hf_logits(hf, tokens)[-1]) < 1e-4 for logits in (split, *on_ranks))
 
 
 # -- instructions write exactly the cells that they declare
@@ -336,16 +304,10 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
         mixed.backend.launch(replace(program, queues=queues), table)
 
 
-WAITING = {
-    1: "attn_norm qkv_rope attention o_proj mlp_norm gate_up_silu down_proj",
-    2: "attn_norm qkv_rope attention o_partial o_reduce mlp_norm gate_up_silu down_partial down_reduce",
-}
-
-
-@pytest.mark.parametrize(("tp", "name"), [(tp, name) for tp, names in WAITING.items() for name in names.split()])
-def test_a_missing_wait_shows(tp: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["attention", "o_reduce", "mlp_norm"])
+def test_a_missing_wait_shows(name: str) -> None:
     """Without the waits of one phase, the logits differ, so tests notice an executor that ignores waits."""
-    mixed = hand_mixed(tp, 24 // tp, layers=2, seed=3)
+    mixed = hand_mixed(2, 12, layers=2, seed=3)
     program, table = mixed.steps()[0]
     expected = mixed.backend.launch(program, table).logits[:1].copy()
     missing = edit(program, "body", rows_of(program, "body", name), slice(WAIT_WORD, WAIT_WORD + WAITS))
@@ -363,12 +325,6 @@ def test_a_trace_tells_ranks_and_queued_instructions() -> None:
     assert set(queued) == set(range(len(program.queues.records)))
     rank = np.searchsorted(program.queues.offsets, queued, side="right") - 1
     assert (rank == body["rank"]).all() and set(body["worker"]) == {0, 1, 2}
-
-
-def test_prompts_go_to_every_rank() -> None:
-    mixed = hand_mixed(4)
-    mixed.backend.write_history(3, 2, np.array([7, 8], np.int32))
-    assert all(mixed.backend.buffer(Buffer.HISTORY, rank=r)[3, :5].tolist() == [0, 0, 7, 8, 0] for r in range(4))
 
 
 def test_an_engine_on_ranks_generates_the_same() -> None:
