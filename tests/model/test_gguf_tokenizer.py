@@ -15,7 +15,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.model.splits import BEGUN, SPELLED, SPLITS, WHOLE_PIECES
+from megakernel.model.splits import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
 from megakernel.model.tokenizer import UnknownTokenizer
 
 pytestmark = pytest.mark.usefixtures("templates_here")
@@ -115,6 +115,7 @@ def test_the_named_sets_are_rules(tmp_path: Path) -> None:
         )
         assert (pieces(tokenizer, "abc")[-1] == "abc") == (name in WHOLE_PIECES)
         assert (pieces(tokenizer, "ab")[0] == "<s>") == (name in BEGUN) and pieces(tokenizer, "ab")[-1] == "ab"
+        assert (tokenizer.decode(tokenizer.encode("e\u0301")) == "é") == (name in COMPOSED)
     missing = byte_gguf(tmp_path / "m.gguf", merges=["1 2", "12 3", "123 4", ", ."], pre=None)
     assert pieces(loaded(missing), "1234,.a") == ["123", "4", ",.", "a"]
 
@@ -267,8 +268,6 @@ def test_long_tokens_are_refused_before_they_take_minutes(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"model": "no_vocab"}, "m.gguf has no tokenizer"),
-        ({"model": "none"}, "m.gguf has no tokenizer"),
         ({}, "m.gguf has no tokenizer"),
         ({"model": "t5", "tokens": ["a"] * 70}, 'tokenizer "t5" is not supported'),
         (

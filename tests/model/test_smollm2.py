@@ -42,26 +42,6 @@ def test_greedy_tokens_and_logprobs(smollm2):
         assert np.abs(want.numpy() - result.logprobs).max() < 1e-3, prompt
 
 
-@pytest.mark.slow
-def test_same_bits_alone_in_company_and_cut(smollm2):
-    """A prompt gives the same bits alone, in a batch with 6 other prompts, and with a prefill in chunks."""
-    rng = np.random.default_rng(3)
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-        SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=4, ignore_eos=True),
-    ]
-    strangers = [rng.integers(3, 49152, int(n)).tolist() for n in rng.integers(1, 12, 6)]
-    other = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
-    with LLM("smollm2-135m", max_context=256, max_seqs=8) as llm:
-        ids = llm.chat_ids([{"role": "user", "content": PROMPTS[1]}])
-        alone = [(r.token_ids, r.logprobs) for p in params for r in llm.generate([ids], p)]
-        crowd = llm.generate([*strangers[:3], ids, ids, *strangers[3:]], [other] * 3 + params + [other] * 3)
-    assert [(r.token_ids, r.logprobs) for r in crowd[3:5]] == alone
-    with LLM("smollm2-135m", max_context=256, max_seqs=2, step_tokens=24) as llm:
-        assert [(r.token_ids, r.logprobs) for r in llm.generate([ids, ids], params)] == alone
-    assert alone[0] != alone[1]
-
-
 def test_phases_overlap():
     """In a prompt of several row blocks, two workers compute different phases at the same time."""
     checkpoint = RandomCheckpoint("small", replace(KNOWN_SHAPES["smollm2-135m"], layers=4, vocab=1000), 0)

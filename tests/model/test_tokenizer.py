@@ -5,23 +5,19 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterable
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from unicodedata import normalize
 
 import pytest
 import regex
-import tokenizers
 from tokenizer_support import byte_backend, byte_gguf, hf_folder, loaded, pieces
-from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megakernel.errors import MegakernelError
 from megakernel.model import chat_template, load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
 from megakernel.model.gguf_checkpoint import GgufFile
-from megakernel.model.splits import COMPOSED, SPLITS, WHOLE_PIECES
+from megakernel.model.splits import SPLITS
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 SAMPLES = [
@@ -50,38 +46,24 @@ def smol(smollm2: Path) -> Tokenizer:
     return loaded(smollm2)
 
 
-class PlainBpe:
-    """A plain byte-level BPE: it merges the best-ranked pair of neighbours until none is left."""
-
-    def __init__(self, path: Path) -> None:
-        metadata = GgufFile(path).metadata
-        self.pre = metadata["tokenizer.ggml.pre"]
-        self.ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-        self.ranks = {tuple(m.split(" ")): i for i, m in enumerate(metadata["tokenizer.ggml.merges"])}
-        self.letters = {byte: letter for letter, byte in byte_alphabet().items()}
-        self.word = cache(self._word)
-
-    def encode(self, text: str) -> list[int]:
-        words = split(normalize("NFC", text) if self.pre in COMPOSED else text, SPLITS[self.pre])
-        return [token for word in words for token in self.word(word)]
-
-    def _word(self, word: str) -> list[int]:
-        parts = [self.letters[byte] for byte in word.encode()]
-        if self.pre in WHOLE_PIECES and "".join(parts) in self.ids:
-            return [self.ids["".join(parts)]]
-        while len(parts) > 1:
-            rank, i = min((self.ranks.get(pair, 10**9), i) for i, pair in enumerate(pairwise(parts)))
-            if rank == 10**9:
-                break
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return [self.ids[part] for part in parts]
+def merged(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
+    """Split a word by plain byte-level BPE: merge the best-ranked pair of neighbours until none is left."""
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    parts = [letters[byte] for byte in word.encode()]
+    while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
 
 
 def test_smollm_equals_the_rule_written_out(smol: Tokenizer, smollm2: Path) -> None:
-    plain = PlainBpe(smollm2)
+    metadata = GgufFile(smollm2).metadata
+    number = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(metadata["tokenizer.ggml.merges"])}
     for text in SAMPLES:
-        ids = smol.encode(text)
-        assert ids == plain.encode(text) and smol.decode(ids) == text, text
+        ids, words = smol.encode(text), split(text, SPLITS["smollm"])
+        assert ids == [number[part] for word in words for part in merged(word, ranks)], text
+        assert smol.decode(ids) == text
     assert pieces(smol, "in 2024 12") == ["in", " ", "2", "0", "2", "4", " ", "1", "2"]
 
 
@@ -119,35 +101,6 @@ def test_stream_never_cuts_a_character(smol: Tokenizer) -> None:
         smol.encode("\ud800")
 
 
-@cache
-def merges_across_all() -> list[str]:
-    """Merges that would join any text into one token, so that only the splitting rule separates pieces."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.train_from_iterator(SAMPLES, trainers.BpeTrainer(vocab_size=800, show_progress=False))
-    return [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-
-
-@pytest.mark.parametrize(
-    ("pre", "parts"),
-    [
-        ("gpt-2", ["1234", "aB", "/", "\n", "/"]),
-        ("smollm", ["1", "2", "3", "4", "aB", "/", "\n", "/"]),
-        ("llama-bpe", ["<s>", "123", "4", "aB", "/\n", "/"]),
-        ("qwen2", ["1", "2", "3", "4", "aB", "/\n", "/"]),
-        ("tekken", ["<s>", "1", "2", "3", "4", "a", "B", "/\n/"]),
-    ],
-)
-def test_splitting_rules_by_name(tmp_path: Path, pre: str, parts: list[str]) -> None:
-    merges = ["1 2", "12 3", "123 4", "a B", "/ Ċ", "/Ċ /"]
-    path = byte_gguf(tmp_path / "m.gguf", merges=merges, pre=pre)
-    assert pieces(loaded(path), "1234aB/\n/") == parts
-    byte_gguf(path, merges=merges_across_all(), pre=pre)
-    tokenizer, plain = loaded(path), PlainBpe(path)
-    for text in SAMPLES:
-        assert tokenizer.encode(text, add_special=False) == plain.encode(text), text
-
-
 def test_bos_and_eos_flags(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     byte_gguf(path, merges=["a b"], add_bos_token=True, add_eos_token=True)
@@ -172,13 +125,8 @@ TEMPLATE = """{{ bos_token }}
 """
 
 
-@pytest.mark.parametrize("place", ["config", "list", "file"])
-def test_hf_folder_equals_transformers(tmp_path: Path, place: str) -> None:
-    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    template = {"config": {"chat_template": TEMPLATE}, "list": {"chat_template": named}, "file": {}}[place]
-    hf_folder(tmp_path, byte_backend(), bos_token="<s>", eos_token={"content": "</s>"}, **template)
-    if place == "file":
-        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+def test_hf_folder_equals_transformers(tmp_path: Path) -> None:
+    hf_folder(tmp_path, byte_backend(), bos_token="<s>", eos_token={"content": "</s>"}, chat_template=TEMPLATE)
     ours, theirs = loaded(tmp_path), transformers_tokenizer(tmp_path, "<s>", "</s>", TEMPLATE)
     assert ours.eos_ids == (3, ours.encode("</s>")[0])
     messages = [{"role": "system", "content": "<b>"}, {"role": "user", "content": 'ab "é"'}]
@@ -189,15 +137,6 @@ def test_hf_folder_equals_transformers(tmp_path: Path, place: str) -> None:
         ours.apply_chat_template([{"role": "tool", "content": ""}])
 
 
-QWEN = """{%- if tools %}{{ raise_exception('no tools') }}{% endif %}
-{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or message.role == 'system' or not message.tool_calls %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
-"""
 MISTRAL = """{%- set loop_messages = messages[1:] if messages[0]['role'] == 'system' else messages %}
 {%- set turn = namespace(user=true) %}{{- bos_token }}
 {%- for message in loop_messages | selectattr('role', 'defined') %}
@@ -207,35 +146,27 @@ MISTRAL = """{%- set loop_messages = messages[1:] if messages[0]['role'] == 'sys
     {%- else %}{{- ' ' + message['content'] + eos_token }}{% endif %}
 {%- endfor %}
 """
-FAMILIES = [
-    ("qwen2", ("<|endoftext|>", "<|im_end|>", "<|im_start|>"), QWEN),
-    ("mistral", ("<s>", "</s>", "[INST]"), MISTRAL),
-]
 
 
-@pytest.mark.parametrize(("family", "special", "template"), FAMILIES)
-def test_chats_of_a_family_from_a_folder_and_from_a_gguf_file(
-    tmp_path: Path, family: str, special: tuple[str, str, str], template: str
-) -> None:
+def test_a_chat_from_a_folder_and_from_a_gguf_file(tmp_path: Path) -> None:
     """Tokenizers from a folder and from a GGUF file format conversations as transformers does, and both have the same
-    end-of-turn token. BOS is added only if the template contains it.
+    end-of-turn token. BOS is added once.
     """
-    bos, eos, _ = special
+    bos, eos, _ = special = ("<s>", "</s>", "[INST]")
     backend = byte_backend(special)
-    hf_folder(tmp_path, backend, family, bos_token=None if family == "qwen2" else bos, eos_token=eos)
-    (tmp_path / "chat_template.jinja").write_text(template)
+    hf_folder(tmp_path, backend, "mistral", bos_token=bos, eos_token=eos)
+    (tmp_path / "chat_template.jinja").write_text(MISTRAL)
     ends = [backend.token_to_id(eos), backend.token_to_id(bos)]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     folder = loaded(tmp_path)
-    path = byte_gguf(tmp_path / "m.gguf", merges=["a b"], special=special, tokenizer__chat_template=template)
+    path = byte_gguf(tmp_path / "m.gguf", merges=["a b"], special=special, tokenizer__chat_template=MISTRAL)
     file = loaded(path)
-    assert (folder.eos_ids, file.eos_ids) == ((3, *ends), tuple(ends if family == "qwen2" else ends[:1]))
-    theirs = transformers_tokenizer(tmp_path, bos, eos, template)
+    assert (folder.eos_ids, file.eos_ids) == ((3, *ends), tuple(ends[:1]))
+    theirs = transformers_tokenizer(tmp_path, bos, eos, MISTRAL)
     messages = [{"role": role, "content": f" {role} ab"} for role in ("user", "assistant", "user")]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert folder.apply_chat_template(messages) == file.apply_chat_template(messages) == expected
-    assert expected.count(ends[1]) == (family == "mistral")
-    assert expected.count(ends[0]) == (4 if family == "qwen2" else 1)
+    assert expected.count(ends[1]) == expected.count(ends[0]) == 1
 
 
 @pytest.mark.parametrize(
