@@ -78,8 +78,7 @@ def in_order(backend: CpuBackend, table: StepTable) -> Array:
     return backend.buffer(Buffer.LOGITS).copy()
 
 
-@pytest.mark.parametrize("workers", [2, 7])
-@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize(("workers", "threads"), [(2, 1), (7, 2), (7, 16)])
 def test_launches_give_the_bits_of_sequential_execution(
     make: Callable[..., CpuBackend], workers: int, threads: int
 ) -> None:

@@ -48,9 +48,10 @@ def logits(program: Program, threads: int) -> list[Array]:
     return out
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "quantised"])
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16], ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("tp", "dtype", "quantised"),
+    [(1, Dtype.F32, False), (1, Dtype.BF16, True), (4, Dtype.F32, True), (4, Dtype.BF16, False)],
+)
 def test_threads_change_no_bits(tp: int, dtype: Dtype, quantised: bool) -> None:
     """Logits are bit-identical with more threads than streams and with more streams than threads. In most launches,
     some streams pass from one thread to another."""

@@ -182,7 +182,7 @@ SMALL = replace(
     KNOWN_SHAPES["qwen3-30b-a3b"], vocab=211, hidden=256, ffn=256, layers=2, heads=4, kv_heads=2, head_dim=32,
     max_context=512, experts=9, experts_per_token=2,
 )  # fmt: skip
-KINDS = ("q8_0", "q4_0", "q5_1", "q4_k", "q5_k", "q6_k", "mxfp4", "f16")
+KINDS = ("q8_0", "q5_1", "q6_k", "mxfp4", "f16")
 
 
 @pytest.mark.parametrize("kind", KINDS)

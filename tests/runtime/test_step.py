@@ -424,14 +424,13 @@ BROKEN: dict[str, Callable[[StepTable], None]] = {
 }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_tables_are_recognised(what: str, tp: int) -> None:
-    """`check_step` reports each defect. With two ranks, the defect is in the table of the second."""
-    dims = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000, tp=tp)
+def test_broken_tables_are_recognised(what: str) -> None:
+    """`check_step` reports each defect, although it is in the table of the second rank."""
+    dims = make_dims(CONFIG, tokens=24, attention_slots=20, items=100, partials=5000, tp=2)
     table = build_step(dims, [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 18, range(1024, 1034))])
     check_step(table)
-    BROKEN[what](table.rank(tp - 1))
+    BROKEN[what](table.rank(1))
     with pytest.raises(MegakernelError, match=what):
         check_step(table)
 
@@ -450,13 +449,13 @@ def counted(calls: Counter[str], real: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-@pytest.mark.parametrize(("tp", "window", "dealt"), [(1, 0, 2), (2, 0, 2), (1, 100, 3)])
+@pytest.mark.parametrize(("tp", "window", "dealt"), [(2, 0, 2), (1, 10, 3)])
 def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int, window: int, dealt: int) -> None:
     """`Steps` updates two tables in turn and writes only changed fields. Its tables equal those of `build_step`."""
     sizes = {"tokens": 8, "row_block": 8, "attention_slots": 5, "items": 64, "partials": 900, "max_seqs": 6}
     dims = make_dims(CONFIG, tp=tp, window=window, **sizes)
     pages, sampling = SequencePages(dims), Sampling(7)
-    steps, position = Steps(pages, sampling), np.zeros(6, np.int64)
+    steps, position = Steps(pages, sampling), np.full(6, dims.bucket.kv_block - 8)
     pages.ids[:] = np.arange(6 * dims.bucket.pages_per_seq).reshape(6, -1)
     calls: Counter[str] = Counter()
     for name in ("fill_rows", "move_rows", "deal_items"):
@@ -495,9 +494,9 @@ def test_tables_of_sequences_that_go_on(monkeypatch: pytest.MonkeyPatch, tp: int
     for slot in range(6):
         sample(slot, bias={slot: 1.0} if slot == 4 else {})
     three = lineup(0, 1, 4)
-    for _ in range(2 * dims.bucket.kv_block):
+    for _ in range(24):  # into the next KV block, and, with a window, until no row sees the first one any more
         step(three)
-    assert calls == {"fill_rows": 2, "move_rows": 2 * dims.bucket.kv_block, "deal_items": dealt}
+    assert calls == {"fill_rows": 2, "move_rows": 24, "deal_items": dealt}
     pages.ids[1] += 1000  # slot 1 gets a new sequence, which both tables must show
     pages.changed[:, 1] = True
     sample(1, temperature=1.0, frequency_penalty=0.5)
