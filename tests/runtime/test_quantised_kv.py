@@ -1,5 +1,4 @@
-"""Tests of a KV cache in Q8_0: which bytes are stored, how attention reads heads of any size, and what must be
-bit-identical. test_cpu_instructions.py tests more of attention."""
+"""Tests of a KV cache in Q8_0: which bytes are stored, how attention reads them, and what must be bit-identical."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ import pytest
 from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
 from engine_support import TINY
 from handmade import record
-from twins import CpuTwins, get_rows
+from twins import CpuTwins, check_attention_splits, get_rows
 
 from megakernel import LLM
 from megakernel.errors import MegakernelError
@@ -105,6 +104,19 @@ def test_products_go_to_the_cache(twins: CpuTwins) -> None:
         close(twins, "qkv_rope", table, 0, 40, col, cols)
 
 
+# -- attention
+
+
+def test_attention(twins: CpuTwins) -> None:
+    """Attention agrees with the reference if it reads the cache directly (few rows) or a float32 copy (many rows).
+    Cache slots without a token contain NaN, so that reading one would change the result."""
+    table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
+    set_items(table, [Item(0, 0, 32, 0, 2), Item(1, 32, 1, 0, 1), Item(1, 32, 1, 1, 1), Item(1, 33, 1, 0, 2)])
+    twins.fill_unused(table, 1, np.nan)
+    for slot in range(2):
+        close(twins, "attention", table, slot, 1, 2)
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
 def test_heads_of_part_of_a_block_and_of_several(simd: str, head_dim: int) -> None:
     dims = QUANTISED.changed(head_dim=head_dim, kv_page=32)
@@ -116,9 +128,14 @@ def test_heads_of_part_of_a_block_and_of_several(simd: str, head_dim: int) -> No
     twins.backend.close()
 
 
+def test_bits_depend_neither_on_the_split_nor_on_other_rows(twins: CpuTwins) -> None:
+    """Attention gives the same bits with few rows, which read the cache directly, and many, which read a copy of it."""
+    check_attention_splits(twins)
+
+
 # -- whole models
 
-ROWS = 40
+ROWS = 100
 BUCKET = {"tokens": ROWS, "logit_rows": ROWS, "max_seqs": 3, "max_context": 400}
 
 
@@ -143,7 +160,7 @@ def logits(kind: type[Any], dtype: Dtype = Dtype.F32, tp: int = 1, cut: int = RO
 
 def test_bits_depend_neither_on_chunks_nor_on_threads(simd: str, dtype: Dtype) -> None:
     whole = logits(CpuBackend, dtype, threads=1, workers=1)
-    for cut, workers in ((1, 2), (17, 3)):
+    for cut, workers in ((1, 2), (37, 3)):
         np.testing.assert_array_equal(logits(CpuBackend, dtype, cut=cut, workers=workers, threads=workers), whole)
 
 
