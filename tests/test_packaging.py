@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from megakernel.cli import completion, parser
 from megakernel.settings import SETTINGS
@@ -99,14 +99,9 @@ def test_the_commands_of_the_image_are_shell() -> None:
 # -- completion
 
 
-@cache
-def script_of(shell: str) -> str:
-    return output_of(sys.executable, "-m", "megakernel", "completion", shell)
-
-
 @pytest.mark.parametrize("shell", completion.SHELLS)
-def test_a_script_names_every_verb(shell: str) -> None:
-    script = script_of(shell)
+def test_a_script_names_every_verb(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = run(capsys, "completion", shell)[1]
     assert all(verb in script for verb in ("generate", "serve", "roofline", "completion", "throughput"))
 
 
@@ -120,9 +115,9 @@ def test_a_script_names_every_verb(shell: str) -> None:
         (["completion", "z"], {"zsh"}),
     ],
 )
-def test_bash_completes(typed: list[str], found: set[str], tmp_path: Path) -> None:
+def test_bash_completes(typed: list[str], found: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "megakernel.bash"
-    script.write_text(script_of("bash"))
+    script.write_text(run(capsys, "completion", "bash")[1])
     words = shlex.join(["megakernel", *typed])
     ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_megakernel; echo ${{COMPREPLY[@]}}"
     assert set(output_of("bash", "-c", ask).split()) == found

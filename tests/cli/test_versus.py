@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,20 +24,8 @@ from megakernel.serving.bench.peers.contest import Contest, Settings, Task, Time
 from megakernel.serving.bench.peers.process import Process
 
 SUPPORT = Path(__file__).parents[1] / "support"
-LATENCY = [
-    "bench",
-    "latency",
-    "--backend",
-    "null",
-    "--tokens",
-    "4",
-    "--prompt-tokens",
-    "600",
-    "--runs",
-    "3",
-    "--threads",
-    "2",
-]
+LATENCY = ["bench", "latency", "--backend", "null", "--tokens", "4", "--prompt-tokens", "600"]
+LATENCY += ["--runs", "3", "--threads", "2"]
 
 
 @pytest.fixture
@@ -210,14 +197,14 @@ def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("verb", "answer", "message"),
     [
-        ("crash", "ended with status 1: llama_model_load: it does not fit"),
-        ("hello", "printed an unexpected result: hello"),
-        ("[]", "samples_ts = None"),
-        ('[{"samples_ts": [0]}]', "samples_ts = 0"),
-        ('[{"samples_ts": ["x"]}]', "samples_ts = 'x'"),
-        ("", None),
+        ("latency", "crash", "ended with status 1: llama_model_load: it does not fit"),
+        ("latency", "hello", "printed an unexpected result: hello"),
+        ("latency", "[]", "samples_ts = None"),
+        ("latency", '[{"samples_ts": [0]}]', "samples_ts = 0"),
+        ("latency", '[{"samples_ts": ["x"]}]', "samples_ts = 'x'"),
+        ("throughput", '{"t_pp": 1}', "printed an unexpected result: nothing"),
     ],
 )
 def test_a_program_that_fails_is_one_line(
@@ -225,41 +212,26 @@ def test_a_program_that_fails_is_one_line(
     model: str,
     native: Path,
     monkeypatch: pytest.MonkeyPatch,
+    verb: str,
     answer: str,
-    message: str | None,
+    message: str,
 ) -> None:
     monkeypatch.setenv("FAKE_ANSWER", answer)
-    flags = ["bench", "latency", "--model", model, "--tokens", "2", "--prompt-tokens", "8", "--runs", "1"]
-    flags += ["--vs", "llama.cpp", "--llama-bench", str(native)]
-    if message is None:
-        assert run(capsys, *flags)[0] == 0
-    else:
-        assert message in fails(capsys, *flags)
-
-
-def test_a_batched_program_that_prints_nonsense(
-    capsys: pytest.CaptureFixture[str], model: str, native: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_ANSWER", '{"t_pp": 1}')
-    flags = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native)]
-    assert "printed an unexpected result: nothing" in fails(capsys, *flags)
+    assert message in fails(capsys, "bench", verb, "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native))
 
 
 # -- peers in processes
 
 
-@pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Process]:
+def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
-    return lambda: Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Trial(1, 8, 4)))
-
-
-def test_a_peer_in_a_process(process: Callable[[], Process]) -> None:
-    peer = process()
+    peer = Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Trial(1, 8, 4)))
     contest = Contest(peer, Trial(1, 8, 4), ("decode",))
     contest.search(lambda *_: None)
     first = peer.about
     contest.run()
+    with pytest.raises(MegakernelError, match=r"fake reported an invalid run time: -1\.0 seconds"):
+        peer.seconds("decode", {"answer": -1})
     peer.close()
     figures = contest.figures({"decode": [1.0]})
     assert figures["settings"]["decode"] == {"threads": 2, "speed": 4} and figures["ratio"] == 2.0
@@ -267,21 +239,13 @@ def test_a_peer_in_a_process(process: Callable[[], Process]) -> None:
     assert first["program"] == "fake" and peer.about["process"] != first["process"], "another after one has died"
 
 
-def test_what_a_process_says_is_checked(process: Callable[[], Process]) -> None:
-    peer = process()
-    with pytest.raises(MegakernelError, match=r"fake reported an invalid run time: -1\.0 seconds"):
-        peer.seconds("decode", {"answer": -1})
-    peer.close()
-
-
-def test_latency_against_a_process(
+def test_latency_against_a_peer_that_is_no_program_of_llama_cpp(
     capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
-    found = [peers.InstalledPeer("fake", lambda task: Process("fake", "fake_peer", task), gguf=False)]
+    found = [peers.InstalledPeer("scripted", lambda task: Scripted(), gguf=False)]
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
-    figures = run_json(capsys, *LATENCY, "--model", model, "--vs", "torch")
-    assert figures["vs"]["fake"]["tokens_per_s"] == 4 / 2.0 and len(figures["vs"]["fake"]["runs"]) == 3
+    versus = run_json(capsys, *LATENCY, "--model", model, "--vs", "torch")["vs"]["scripted"]
+    assert versus["tokens_per_s"] == 4 / (8 / 6) and len(versus["runs"]) == 3
 
 
 # -- errors that are found before a model is loaded
@@ -376,15 +340,8 @@ class FakeLlama(SimpleNamespace):
         self.decoded: list[list[tuple[int, int, int, bool]]] = []
         self.contexts: list[Any] = []
         self.freed = 0
-        quiet = (
-            "log_set",
-            "backend_init",
-            "model_get_vocab",
-            "memory_clear",
-            "get_memory",
-            "synchronize",
-            "batch_free",
-        )
+        quiet = ["log_set", "backend_init", "model_get_vocab", "memory_clear"]
+        quiet += ["get_memory", "synchronize", "batch_free"]
         super().__init__(__version__="1.2", GGML_TYPE_Q8_0=8, **{f"llama_{name}": lambda *_: None for name in quiet})
         self.llama_log_callback = lambda call: call
         self.llama_model_default_params = self.llama_context_default_params = SimpleNamespace

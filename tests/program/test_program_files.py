@@ -188,7 +188,6 @@ def test_the_native_verifier_checks_edges(edge: int) -> None:
 )
 def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int, value: int, message: str) -> None:
     row = rows_of(program, "queues", phase)[0]
-    launch(program)
     with pytest.raises(MegakernelError, match=f"record {row} of the queues {message}"):
         launch(edit(program, "queues", row, word, value))
 
@@ -196,6 +195,7 @@ def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int
 @pytest.mark.parametrize("native", [False, True])
 def test_the_cpu_backend_refuses_offsets(program: Program, native: bool, monkeypatch: Any) -> None:
     """The Python code refuses a program with wrong offsets. Without this check, the native library refuses it."""
+    launch(program)
     offsets = program.body.offsets.copy()
     offsets[1] += 1000
     if native:

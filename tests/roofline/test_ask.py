@@ -12,8 +12,7 @@ from commands import fails, run, run_json
 
 from megakernel.machine import Hardware, Level, hardware
 from megakernel.roofline.ask import EXAMPLES, QUESTIONS
-from megakernel.roofline.ask.chips import alpha_beyond, alpha_node
-from megakernel.roofline.ask.networks import level_seconds, level_shares
+from megakernel.roofline.ask.networks import level_seconds
 from megakernel.roofline.program_step import measured_s
 
 # Answers of the book, by question: (key of our answer, value, tolerance; default 0.5 %).
@@ -161,11 +160,9 @@ def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert (status, out) == (2, "") and "usage: megakernel roofline ask" in err and "Traceback" not in err
 
 
-# -- figures beyond the examples: other inputs and machines. Numbers in names are those of docs/roofline.md
+# -- figures beyond the examples: other inputs and machines
 
-H100, H200, H800 = (hardware(name) for name in ("h100", "h200", "h800"))
-B200, GH200, NVL72, TPU = (hardware(name) for name in ("b200", "gh200", "gb200-nvl72", "tpu-v5p"))
-NODE, BEYOND = alpha_node(H100), alpha_beyond(H100)
+H100, B200, GH200, NVL72, TPU = map(hardware, ("h100", "b200", "gh200", "gb200-nvl72", "tpu-v5p"))
 W = H100.link.egress_bytes_per_s
 BOOST, CURVE = H100.chip.boost_clock_hz, H100.curve("all_reduce", 8)
 assert BOOST and CURVE and H100.costs
@@ -192,7 +189,6 @@ def ask(name: str, machine: Hardware | None = H100, **inputs: Any) -> dict[str, 
         ("chip", TPU, {}, {"registers_bytes": near(256e3, 0.03)}),
         ("matmul", B200, MATMUL, {"memory_s": near(68.7e6 / 8e12), "least_s": near(8.6e-6), "bound": "memory"}),
         ("matmul", FASTER, MATMUL | {"rows": 512}, {"least_s": near(14.9e-6)}),
-        ("matmul", B200, MATMUL | {"seconds": 12e-6}, {"part_of_the_measured_time": near(0.70, 0.03)}),
         ("matmul", B200, MATMUL | {"seconds": 10e-6}, {"part_of_the_measured_time": near(0.85, 0.03)}),
         ("vector-add", H100, {"elements": 1 << 30}, {"least_s": near((1 << 30) / 2.79e11), "bound": "memory"}),
         ("vector-add", H100, {"elements": 1024}, {"arithmetic_s": near(1024 / (H100.chip.fp32_lanes * BOOST) * 16.5)}),
@@ -200,15 +196,13 @@ def ask(name: str, machine: Hardware | None = H100, **inputs: Any) -> dict[str, 
         ("warps", None, {"registers": 32}, {"resident_warps": 64}),
         *(("offload", chip, {"bytes": 140e9}, {"pass_s": near(s)}) for chip, s in ((H100, 2.19), (GH200, 0.311))),
         ("offload", NVL72, {"bytes": 140e9}, {"pass_s": near(0.156)}),
-        *(("levels", H100, {"gpus": gpus}, {"node_bytes_per_s": gpus * W}) for gpus in (4, 8)),
-        ("switches", H100, {"gpus": 2048}, {"units": 8, "spine_switches": 32, "core_switches": 0}),
-        ("switches", H100, {"gpus": 2048}, {"links_per_leaf_and_spine": 1}),
-        ("switches", H100, {"gpus": 1024}, {"node_switches": 512, "leaf_switches": 32, "spine_switches": 16}),
-        ("switches", H100, {"gpus": 1024}, {"links_per_leaf_and_spine": 2}),
+        ("levels", H100, {"gpus": 4}, {"node_bytes_per_s": 4 * W}),
+        ("switches", H100, {"gpus": 2048}, {"spine_switches": 32, "core_switches": 0, "links_per_leaf_and_spine": 1}),
+        ("switches", H100, {"gpus": 1024}, {"leaf_switches": 32, "spine_switches": 16, "links_per_leaf_and_spine": 2}),
         ("switches", H100, {"gpus": 9}, {"nodes": 2, "spine_switches": 0}),
         *(
             ("all-gather", H100, {"bytes": ARRAY, "gpus": 256, "inner": y}, {"least_s": near(ARRAY * 31 / 32 / rate)})
-            for y, rate in ((1, 400e9), (2, 400e9), (4, 400e9), (8, 400e9), (16, 800e9), (32, 1600e9), (64, 3200e9))
+            for y, rate in ((1, 400e9), (8, 400e9), (64, 3200e9))
         ),
         (
             "all-to-all",
@@ -218,9 +212,18 @@ def ask(name: str, machine: Hardware | None = H100, **inputs: Any) -> dict[str, 
         ),
         ("latency", H100, {"bytes": 8192 * 7 / 4}, {"in_a_node_s": near(3e-6, 0.2)}),
         ("latency", H100, {"bytes": 0, "hops": 3}, {"between_nodes_s": near(30e-6)}),
-        ("data-parallel", H100, {"gpus": 16}, {"exact_critical_tokens_per_gpu": BEYOND / 2}),
+        *(
+            (
+                "tensor-parallel",
+                H100,
+                {"ffn": 28672, "ways": ways},
+                {"arithmetic_over_network": near(28672 / ways / alpha)},
+            )
+            for ways, alpha in ((8, 2200), (11, 2475))
+        ),
+        ("data-parallel", H100, {"gpus": 16}, {"exact_critical_tokens_per_gpu": 2475 / 2}),
         # Two groups of 4 GPUs fill a node, so 16 groups exchange among 8 nodes.
-        ("data-parallel", H100, {"gpus": 64, "ways": 4}, {"exact_critical_tokens_per_gpu": BEYOND * 7 / 8}),
+        ("data-parallel", H100, {"gpus": 64, "ways": 4}, {"exact_critical_tokens_per_gpu": 2475 * 7 / 8}),
         ("data-parallel", H100, {"gpus": 16, "tokens": 16 * 1237}, {"bound": "the network"}),
         ("data-parallel", H100, {"gpus": 16, "tokens": 16 * 1238}, {"bound": "arithmetic"}),
         *(
@@ -232,27 +235,6 @@ def ask(name: str, machine: Hardware | None = H100, **inputs: Any) -> dict[str, 
 def test_figures(name: str, machine: Hardware | None, inputs: dict[str, Any], figures: dict[str, Any]) -> None:
     found = ask(name, machine, **inputs)
     assert {key: found[key] for key in figures} == figures
-
-
-def test_figures_of_chips() -> None:
-    assert (H100.chip.fp32_lanes, TPU.chip.fp32_lanes) == (16896, 8192)
-    assert H100.flops_per_s("bf16") / (H100.rates.fp32 / 2) == near(30, 0.02)
-    assert H100.intensity() == near(295.5) and TPU.intensity() == near(166)
-    for chip in (H100, B200):
-        assert chip.intensity("fp8") == near(2 * chip.intensity(), 0.02)
-    assert H100.critical_rows() == near(295, 3e-3) and H200.critical_rows() == near(206, 3e-3)
-    assert H100.chip.subpartitions == 528 and TPU.chip.subpartitions == 8
-    assert H200.flops_per_s("bf16") / TPU.flops_per_s("bf16") == near(2, 0.08)
-    assert H200.chip.hbm_bytes / TPU.chip.hbm_bytes == near(1.5, 0.03)
-    assert (H200.chip.usd_per_hour, TPU.node.gpus, alpha_node(TPU)) == (10, 8960, 850)
-
-
-def test_38_reduction_in_the_network() -> None:
-    ring, added = (2 * max(level_seconds(1e9, H100.levels(1024))), max(level_shares(1e9, H100.levels(1024))))
-    assert ring / added == near(2, 0.05)
-    best = ask("all-reduce", bytes=10e9, gpus=8, in_network=True)["measured_best_s"]
-    assert ask("all-reduce", bytes=10e9, gpus=8)["measured_s"] / best == near(1.3)
-    assert near(1700, 0.01) == NODE / 1.3 and near(1900, 0.01) == BEYOND / 1.3
 
 
 def test_levels_by_hand() -> None:
@@ -273,18 +255,3 @@ def test_measured_times_and_bandwidths_by_size() -> None:
     assert rates == sorted(rates) and max(rates) < W
     gather = ask("all-gather", bytes=10e9, gpus=8)
     assert gather["measured_s"] / gather["least_s"] == near(450 / 370)
-
-
-def test_22_27_35_critical_tokens_of_data_parallelism() -> None:
-    """On X nodes, with k of E experts active, each GPU must have at least alpha * (X - 1) / X * E / k tokens. Alpha is
-    FLOP/s divided by network bytes/s. The minimum is alpha / 2 for a dense model (E = k) on two nodes, and 32 alpha for
-    k = 4 and E = 128 on many nodes."""
-    assert (NODE, BEYOND, alpha_node(H800)) == (2200, 2475, 3300)
-    assert 2048 * alpha_node(H800) == near(6.76e6) and alpha_node(H800) < 4096 * 15360 / 2048
-    small, middle, large = (4096 * sequences / gpus for sequences, gpus in ((192, 192), (384, 768), (1536, 3072)))
-    assert small > BEYOND and middle > BEYOND * 8 / 16 and large > BEYOND * 8 / 64
-
-
-def test_23_limit_of_tensor_parallelism() -> None:
-    ratios = [ask("tensor-parallel", ffn=28672, ways=ways)["arithmetic_over_network"] for ways in (8, 11, 12)]
-    assert ratios[0] == pytest.approx(28672 / 8 / NODE) and ratios[1] > 1 > ratios[2]

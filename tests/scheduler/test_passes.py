@@ -58,8 +58,7 @@ def test_a_norm_of_what_a_layer_adds_follows_the_sum_of_the_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("norm", ["own", "next", "inside"])
+@pytest.mark.parametrize(("norm", "tp"), [("own", 1), ("inside", 2), ("next", 2), ("next", 8), ("inside", 8)])
 def test_norms_over_all_heads(norm: str, tp: int) -> None:
     """Every rank computes q, k and v of all heads, and a residual that no norm follows is rounded by an instruction of
     its own. Programs are proved, also for ranks without heads."""
