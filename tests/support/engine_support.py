@@ -23,6 +23,7 @@ from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation
+from megakernel.serving.text.codec import Transcript
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
@@ -238,6 +239,19 @@ class Letters(TextStream):
 
     def finish(self) -> str:
         return "\ufffd" if self.half else ""
+
+
+def transcribe(engine: Engine, request: Request) -> Transcript:
+    """Run the engine and return the text of a request's only choice, which a stop string in its text stops."""
+    transcript = Transcript(request.params, Letters())
+    shown = ""
+    for step in engine.run():
+        for token in step.tokens:
+            shown += transcript.add(token)
+            if transcript.finish_reason and not token.finish_reason:
+                engine.stop(request, 0)
+    assert shown == transcript.text
+    return transcript
 
 
 @cache

@@ -269,19 +269,27 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
             assert stats.preemptions and stats.prefix_hits and not stats.pages_used
 
 
+WINDOWS = RandomCheckpoint("windows", replace(TINY.config, window=20, full_layers=(), max_context=512))
+THREE = [[i, 5, 9] * 20 for i in (1, 2, 3)]
+LONG = SamplingParams(max_tokens=440, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def one_after_another() -> list[list[int]]:
+    with LLM(WINDOWS, backend="cpu", max_context=512, threads=1, prefix_cache=False) as llm:
+        return [llm.generate([prompt], LONG)[0].token_ids for prompt in THREE]
+
+
 @pytest.mark.parametrize("more", [{}, {"speculate": 8}, {"prefix_cache": False, "step_tokens": 13, "max_seqs": 3}])
-def test_pages_that_all_windows_have_left_are_freed(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+def test_pages_that_all_windows_have_left_are_freed(
+    one_after_another: list[list[int]], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
     """Three sequences of 500 tokens fit into the pages of one, because windows of 20 tokens leave KV blocks of 128."""
-    model = RandomCheckpoint("windows", replace(TINY.config, window=20, full_layers=(), max_context=512))
-    prompts = [[i, 5, 9] * 20 for i in (1, 2, 3)]
-    greedy = SamplingParams(max_tokens=440, temperature=0, ignore_eos=True)
     monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
-    with LLM(model, backend="cpu", max_context=512, threads=1, prefix_cache=False) as llm:
-        expected = [llm.generate([prompt], greedy)[0].token_ids for prompt in prompts]
     monkeypatch.setattr(llm_module, "kv_capacity", lambda *_, **__: (512, 512))
-    with LLM(model, backend="cpu", max_context=512, threads=1, **more) as llm:
+    with LLM(WINDOWS, backend="cpu", max_context=512, threads=1, **more) as llm:
         for _ in range(2):
-            assert [result.token_ids for result in llm.generate(prompts, greedy)] == expected
+            assert [result.token_ids for result in llm.generate(THREE, LONG)] == one_after_another
         stats = llm.engine.stats
         assert not stats.preemptions and not stats.pages_used
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_support import serving
-from engine_support import EOS, EvenTimes, Guesses, Letters, Reader, fake_engine, output_ids, speculation
+from engine_support import EOS, EvenTimes, Guesses, Reader, fake_engine, output_ids, speculation, transcribe
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -18,7 +18,6 @@ from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.speculation import Draft, Lookup, Speculation, StepTimes
 from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Transcript
 from megakernel.serving.text.vllm import Completion, RequestOutput
 
 _SHAPE = {"vocab": 98, "hidden": 32, "ffn": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -122,10 +121,12 @@ def test_results_are_those_of_one_by_one_decoding(
         assert counts.accepted > 0.95 * counts.proposed and counts.tokens_per_step > 2.5
 
 
-def test_results_are_the_same_where_pages_are_few() -> None:
-    how = LIMITS | {"backend": "cpu"}
-    with LLM(TINY, **how) as llm:
-        expected = results(llm)
+ON_THE_CPU = pytest.mark.parametrize("one_by_one", [("cpu", 1)], indirect=True, ids=["cpu"])
+
+
+@ON_THE_CPU
+def test_results_are_the_same_where_pages_are_few(one_by_one: tuple[dict[str, Any], list[RequestOutput]]) -> None:
+    how, expected = one_by_one
     with LLM(TINY, **how, speculate=6) as llm:
         use(llm, speculation(6, lambda _: Lookup()))
         llm.engine._batch._pool.take(llm.engine.stats.pages - 10)
@@ -133,9 +134,11 @@ def test_results_are_the_same_where_pages_are_few() -> None:
         assert llm.engine.stats.preemptions > 0 and llm.engine.stats.counts.accepted > 50
 
 
-def test_a_model_decides_by_itself_what_it_verifies() -> None:
-    with LLM(TINY, **LIMITS, backend="cpu") as plain, LLM(TINY, **LIMITS, backend="cpu", speculate=8) as llm:
-        assert said(results(llm)) == said(results(plain))
+@ON_THE_CPU
+def test_a_model_decides_by_itself_what_it_verifies(one_by_one: tuple[dict[str, Any], list[RequestOutput]]) -> None:
+    how, expected = one_by_one
+    with LLM(TINY, **how, speculate=8) as llm:
+        assert said(results(llm)) == said(expected)
         assert llm.engine.stats.counts.proposed > 0
 
 
@@ -175,17 +178,10 @@ def test_nothing_comes_after_the_end(
 def test_a_stop_string_inside_an_accepted_run_ends_text_and_choice() -> None:
     reply = list(range(1, 30))
     engine, guesses = guessing(reply)
-    params = SamplingParams(stop="DE", max_tokens=20)
-    request = engine.add([1], params)
+    request = engine.add([1], SamplingParams(stop="DE", max_tokens=20))
     guesses.tell(request.choices[0], [1, *reply])
-    transcript = Transcript(params, Letters())
-    shown = []
-    for step in engine.run():
-        for token in step.tokens:
-            shown.append(transcript.add(token))
-            if transcript.finish_reason and not token.finish_reason:
-                engine.stop(request, 0)
-    assert ("".join(shown), transcript.token_ids, transcript.finish_reason) == ("ABC", [1, 2, 3, 4, 5], "stop")
+    transcript = transcribe(engine, request)
+    assert (transcript.text, transcript.token_ids, transcript.finish_reason) == ("ABC", [1, 2, 3, 4, 5], "stop")
     assert engine.idle and engine.stats.pages_used == 0 and request.choices[0].outputs > 5
 
 

@@ -84,12 +84,19 @@ def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple
     return [(choice.token_ids, choice.logprobs, choice.text) for result in results for choice in result.choices]
 
 
+# Requests, one of them with a penalty and some with two choices, and their answers one after another.
+EACH = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[tuple[Any, ...]]:
+    return [entry for prompt, p in zip(PROMPTS, EACH, strict=True) for entry in said(llm, [prompt], [p])]
+
+
 @pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
-def test_answers_depend_on_nothing_else(model: str, llm: LLM, how: str) -> None:
+def test_answers_depend_on_nothing_else(model: str, expected: list[tuple[Any, ...]], how: str) -> None:
     """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache. It is
     also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
-    each = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
-    expected = [entry for prompt, p in zip(PROMPTS, each, strict=True) for entry in said(llm, [prompt], [p])]
     limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
     limits |= {"speculate": 5} if how == "speculating" else {}
     limits |= {"prefix_cache": False} if how == "no prefix cache" else {}
@@ -98,7 +105,7 @@ def test_answers_depend_on_nothing_else(model: str, llm: LLM, how: str) -> None:
         if how == "short of pages":
             pool.take(pool.free - 14)
         free = [SamplingParams(seed=9, max_tokens=60, temperature=1.0)] * 24 if how == "crowded" else []
-        found = said(other, [*PROMPTS, *["free"] * len(free)], each + free)
+        found = said(other, [*PROMPTS, *["free"] * len(free)], EACH + free)
         if how == "short of pages":
             assert other.engine.stats.preemptions > 0
     assert found[: len(expected)] == expected
