@@ -186,7 +186,7 @@ def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     assign to it. `heads` are the tasks that compute q, k and v. Attention waits for these tasks separately for each
     group of KV heads, and a task of `heads` signals every group to which it contributes. Small groups let attention
     begin earlier, but the signals of a task must fit into its encoded instruction. So the groups are the smallest that
-    fit."""
+    fit. They leave one signal, for a phase that overwrites what the task reads, such as the next layer's RoPE table."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:
@@ -194,7 +194,7 @@ def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
         tiles = {name: c[first] for name, c in heads.columns.items()}
         sizes = range(1, d.split.rank_kv_heads + 1)
         groups = (head_groups(heads.phase, tiles, phase, d, n).sum(axis=1).max() for n in sizes)
-        group_heads = next(n for n, most in zip(sizes, groups, strict=True) if most <= SIGNALS)
+        group_heads = next(n for n, most in zip(sizes, groups, strict=True) if most < SIGNALS)
         columns["group_heads"] += group_heads
         columns["groups"] += ceil_div(d.split.rank_kv_heads, group_heads)
     return PhaseTasks(phase, columns, np.zeros_like(slot), d.split.rank)

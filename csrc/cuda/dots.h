@@ -168,7 +168,7 @@ class DotHeads {
   }
 
  private:
-  static constexpr int kUnit = 2 * kPieces, kUnits = kMaxHeadDim / kUnit,
+  static constexpr int kUnit = 2 * kPieces, kUnits = kMaxHeadParts * kHeadPart / kUnit,
                        kOwnRows = P::kLanes == 1 ? kDotRows : 1;
 
   MK_FN static int own(int row) { return P::kLanes == 1 ? row : 0; }

@@ -1,7 +1,7 @@
 // The megakernel: each SM runs one block, which executes its worker's instruction stream from the first to
 // the last instruction. Compile this file, the only one with device code, for sm_90a. -DMK_TRACE=1 makes the
 // kernel record a trace. -DMK_UNITS and -DMK_SMS must equal Dims.units and Dims.sms of the programs to run.
-// For -DMK_EXPERTS see platform.h, and for -DMK_ABLATION ablation.h.
+// For -DMK_EXPERTS and -DMK_WIDE see platform.h, and for -DMK_ABLATION ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif

@@ -22,6 +22,7 @@ constexpr int32_t kNormBytes = 16384;
 constexpr int32_t kMaps = 2;
 constexpr int32_t kConsumerWarps = 8;
 constexpr int32_t kQueryTile = 16;
+constexpr int32_t kHeadPart = 128;
 constexpr int32_t kSharedBytes = 232448;
 constexpr int32_t kMapBytes = 128;
 constexpr int32_t kClockStamps = 4;

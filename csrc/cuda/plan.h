@@ -341,12 +341,27 @@ MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   return {lower_of(higher_of(begin, first), end), end};
 }
 
-// Lists the pages of one attention work item. Its query rows are divided into tiles, and in each pass every
-// consumer warp processes one tile (attention.h). A pass goes through the KV blocks and, in each block,
+// Returns into how many parts heads are divided. A head of more than kHeadPart elements has two parts, each
+// with kHeadPart elements.
+constexpr int kMaxHeadParts = kWide ? 2 : 1;
+MK_FN int32_t head_parts(const Sizes& d) { return kWide && d.head_dim > kHeadPart ? kMaxHeadParts : 1; }
+
+// Returns the number of units that process the query rows of a KV head of an item: one for each tile of
+// kQueryTile query rows and each part of the head.
+MK_FN int32_t head_units(const Sizes& d, const StepView& s, int32_t item) {
+  return ceil_div(s.item_rows[item] * d.group_size(), kQueryTile) * head_parts(d);
+}
+
+// Returns the number of pages for one KV block of a KV head.
+MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4 * head_parts(d); }
+
+// Lists the pages of one attention work item. Its work is divided into units, and in each pass every consumer
+// warp processes one unit (attention.h). A pass goes through the KV blocks and, in each block,
 // through the KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token]
 // are split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is
 // a page. If heads have at most kTileInner elements, one page has both halves of the keys, and one page has
-// all values.
+// all values. If heads have several parts, the pages of keys of the first part come first, and then those of
+// the second part; likewise for the values.
 //
 // An item without KV blocks to read has one empty page, which becomes full once the item's counters are
 // complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.
@@ -357,15 +372,15 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   const bool behind = kSms > 1 && item >= end_item(s, task);
   const KvBlocks own = behind ? KvBlocks{0, 0} : visible_blocks(s, item, d.span(task.where.layer));
   const bool empty = own.begin == own.end;
-  const int32_t tiles = empty ? 1 : ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
-  const int32_t units = empty ? 1 : s.item_kv_heads[item] * tiles;
+  const int32_t of_head = empty ? 1 : head_units(d, s, item);
+  const int32_t units = empty ? 1 : s.item_kv_heads[item] * of_head;
   const bool narrow = d.head_dim <= kTileInner;
-  const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows), halves = narrow ? 1 : 2;
-  const int32_t pages = empty ? 1 : 2 * halves;
+  const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows * head_parts(d));
+  const int32_t halves = narrow ? 1 : 2 * head_parts(d), pages = empty ? 1 : 2 * halves;
   bool opens = !behind;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
-    const int32_t first = s.item_kv_head[item] + pass / tiles;
-    const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / tiles;
+    const int32_t first = s.item_kv_head[item] + pass / of_head;
+    const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / of_head;
     int32_t blocks = behind ? task.empty : empty ? 1 : own.end - own.begin;
     MK_LOOP for (int32_t block = own.begin; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
@@ -384,8 +399,8 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
           opens = false;
           if (i < halves) {
             use.buffer = Buffer::K_CACHE;
-            use.x = i * kTileInner;
-            use.y = matrix * d.head_dim;
+            use.x = (kWide ? i % 2 : i) * kTileInner;
+            use.y = matrix * d.head_dim + (kWide ? i / 2 * kHeadPart : 0);
             use.boxes = empty ? 0 : narrow ? 2 * key_boxes : key_boxes;
             use.per = key_boxes;
           }
@@ -402,13 +417,13 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
 MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item, int32_t span) {
   const KvBlocks own = visible_blocks(s, item, span);
   if (own.begin == own.end) return 1;
-  const int32_t tiles = ceil_div(s.item_rows[item] * d.group_size(), kQueryTile);
+  const int32_t of_head = head_units(d, s, item);
   // `unit` is the first unit of the current KV head. `passes` sums, over the heads, the number of passes that
   // contain units of the head.
   int32_t passes = 0, unit = 0;
-  MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += tiles) passes +=
-      (unit + tiles - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
-  return passes * (own.end - own.begin) * (d.head_dim <= kTileInner ? 2 : 4);
+  MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += of_head) passes +=
+      (unit + of_head - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
+  return passes * (own.end - own.begin) * kv_pages(d);
 }
 
 // Returns how many more pages the attention slot's items use on SM 0 of the worker than on SM 1.

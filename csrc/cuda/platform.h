@@ -118,6 +118,16 @@ constexpr bool kHasExperts = kSms == 1;
 #endif
 static_assert(!kHasExperts || kSms == 1, "workers of two SMs do not compute experts");
 
+// Whether the build has the code for wide norms and heads: norms over all heads of q and of k, rounding
+// without a norm, and heads of more than kHeadPart elements. Few models need this code, and without it the
+// others need fewer registers and less of the instruction cache. -DMK_WIDE=1 must be set exactly if the
+// programs to run need the code (megakernel/runtime/cuda/limits.py).
+#if defined(MK_WIDE)
+constexpr bool kWide = MK_WIDE;
+#else
+constexpr bool kWide = true;
+#endif
+
 // An encoded tensor map, which describes a tensor in global memory to the bulk copy engine (TMA) or, in tests
 // on the CPU, to the code that emulates the engine. The host writes it.
 struct alignas(64) TensorMap {

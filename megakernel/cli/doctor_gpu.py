@@ -109,6 +109,8 @@ def cases() -> list[Case]:
     grouped = ModelConfig(520, 264, 328, 2, 8, 1, 128, 512, tied=True, family="gemma")
     odd = ModelConfig(263, 88, 168, 2, 4, 4, 80, 512)
     normed = ModelConfig(331, 136, 200, 2, 6, 2, 64, 512, family="qwen3", qkv_bias=True)
+    whole = replace(normed, family="olmo2", post_norms=True, whole_norms=True)
+    wide = ModelConfig(331, 136, 200, 2, 4, 1, 256, 512, family="gemma3_text", post_norms=True)
     experts = ModelConfig(331, 256, 72, 2, 6, 2, 64, 512, family="qwen3_moe", experts=7, experts_per_token=2)
     clipped = replace(biased, hidden=256, ffn=72, experts=7, experts_per_token=2, family="gpt_oss", clipped_gates=True)
     return [
@@ -120,6 +122,10 @@ def cases() -> list[Case]:
         Case("heads of 80", odd, 40, "tensor", "next"),
         Case("two ranks", replace(biased, mlp_bias=False), 5, "dots", "inside", tp=2),
         Case("four ranks", grouped, 150, "tensor", tp=4),
+        Case("few rows with norms over all heads", whole, 5, "dots"),
+        Case("many rows with norms over all heads", whole, 150, "tensor", tp=2),
+        Case("few rows with heads of 256", wide, 3, "dots", "inside"),
+        Case("many rows with heads of 256", wide, 40, "tensor"),
         Case("a row's own experts", experts, 3, "dots", "inside"),
         Case("few rows of experts", experts, 5, "dots"),
         Case("many rows of experts", experts, 150, "tensor"),

@@ -113,7 +113,7 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """Return the attention items of one rank, as a dict of step-table columns, and the first item of each slot."""
-    gpu_rows = max(1, pages.UNITS * pages.QUERY_TILE // dims.model.group_size)
+    gpu_rows = max(1, pages.UNITS * pages.QUERY_TILE // (dims.model.group_size * pages.head_parts(dims.model)))
     query_rows = gpu_rows if target_of(dims).pages else QUERY_TILE
     for tile_rows in (query_rows, dims.bucket.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
@@ -174,7 +174,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     slots, a part may nevertheless have PASS_HEADS heads, because fewer would not keep memory busy.
     """
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
-    units = -(-tiles.rows * dims.model.group_size // pages.QUERY_TILE)  # of one head
+    units = pages.head_units(tiles.rows, dims)
     share = heads * int(blocks.sum()) / dims.bucket.attention_slots
     most = np.clip(pages.UNITS // units, 1, max(SLACK * share, min(PASS_HEADS, share / (1 - SLACK)), 1))
     divisors = np.array([n for n in range(1, heads + 1) if heads % n == 0])

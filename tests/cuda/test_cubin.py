@@ -87,9 +87,13 @@ EXPERTS = {
     "combine.h": {"LDG.E.128.STRONG.GPU": "results of experts", "STG.E.128": "their sum"},
     "loaders.h": DOTS["loaders.h"],
 }
+WIDE = {
+    "heads_norm.h": {"LDG.E.128.STRONG.GPU": "q and k of this launch", "BAR.SYNC": "their squares over warps"},
+}
 TABLES = {
     **{"tensor": TENSOR, "dots": DOTS, "pairs": PAIRS},
     **{"experts-tensor": TENSOR | EXPERTS, "experts-dots": DOTS | EXPERTS},
+    **{"wide-tensor": TENSOR | WIDE, "wide-dots": DOTS | WIDE, "wide-pairs": PAIRS | WIDE},
 }
 # The permitted number of instructions that control flow can reach, for each (kind of build, whether it traces). The
 # number is limited because a GPU's instruction caches hold only a part of such long code.
@@ -99,6 +103,7 @@ INSTRUCTIONS = {
     **{("pairs", False): 20_500, ("pairs", True): 21_000},
     **{("experts-tensor", False): 26_400, ("experts-tensor", True): 27_000},
     ("experts-dots", False): 23_200,
+    **{("wide-tensor", True): 21_100, ("wide-dots", False): 19_900, ("wide-pairs", True): 22_300},
 }
 
 
@@ -125,10 +130,10 @@ class Built:
 
 @pytest.fixture(scope="module", params=[f"{kind}{' traced' * traced}" for kind, traced in INSTRUCTIONS])
 def built(request: pytest.FixtureRequest) -> Built:
-    """Return the machine code of one build: for tensor cores, dot products, pairs of SMs, or either of the first two
-    with experts; with or without tracing. Compiling fails if ptxas reports slow code, which is a serialised wgmma or an
-    ignored setmaxnreg. If nvcc is installed, it compiles the builds for tensor cores. NVRTC, which is used at run time,
-    compiles all others."""
+    """Return the machine code of one build: for tensor cores, dot products or pairs of SMs; with the code for experts,
+    with that for wide heads and norms, or with neither; with or without tracing. Compiling fails if ptxas reports slow
+    code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is installed, it compiles the builds for tensor
+    cores. NVRTC, which is used at run time, compiles all others."""
     numerics, *traced = request.param.split()
     return build(numerics, bool(traced))
 
@@ -141,8 +146,8 @@ def build(numerics: str, traced: bool = False) -> Built:
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    units, sms = Units.DOTS if "dots" in numerics else Units.TENSOR, 2 if numerics == "pairs" else 1
-    cubin = cubins.compiled(compiler, Build(traced, units, sms, experts="experts" in numerics))
+    units, sms = Units.DOTS if "dots" in numerics else Units.TENSOR, 2 if "pairs" in numerics else 1
+    cubin = cubins.compiled(compiler, Build(traced, units, sms, experts="experts" in numerics, wide="wide" in numerics))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin.code)
         file.flush()

@@ -384,6 +384,7 @@ def test_refuses_what_it_cannot_run() -> None:
     for changes, complaint in (
         ({"kv_page": 16}, "KV pages of 16 tokens"),
         ({"head_dim": 136}, "heads have 136 elements"),
+        ({"whole_norms": 1, "experts": 2, "experts_per_token": 1}, "it has experts, with heads or norms"),
         ({"dtype": int(Dtype.F32)}, "use --dtype bf16"),
     ):
         with pytest.raises(MegakernelError, match=complaint):

@@ -26,6 +26,8 @@ def make(dims: Dims, seed: int = 0) -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
     if dims.model.post_norms:
         checkpoint.config = replace(checkpoint.config, family="glm4", post_norms=True)
+    if dims.model.whole_norms:
+        checkpoint.config = replace(checkpoint.config, family="olmo2", post_norms=True, whole_norms=True)
     if dims.model.clipped_gates:
         checkpoint.config = replace(checkpoint.config, family="gpt_oss")
     return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
@@ -72,6 +74,19 @@ def test_norms(hidden: int, case: int) -> None:
         twins.compare(record(phase(twins, "final_norm"), 0, 5), LAYER, table, rank=r)
 
 
+@pytest.mark.parametrize("size", [24, 256])
+@pytest.mark.parametrize("case", [0, 1, 2])
+def test_norms_over_all_heads(size: int, case: int) -> None:
+    """Each rank normalises all heads, and stores its own. Rows that no norm follows are only rounded."""
+    dims = ranks(BF16_DIMS.changed(hidden=72, head_dim=size, heads=6, kv_heads=2, post_norms=1, whole_norms=1))[case]
+    twins = make(dims)
+    table = make_table(dims, {0: (30, 12), 1: (100, 30)})
+    for r in range(dims.split.tp):
+        twins.buffer(r, B.X)[47] = twins.buffer(r, B.QKV)[47] = np.nan  # no instruction reads this row
+        for name in ("attn_input", "qk_norm_rope"):
+            twins.compare(record(phase(twins, name), 16 * (dims.split.tp - 1), 14), LAYER, table, rank=r)
+
+
 @pytest.mark.parametrize("post_norms", [0, 1])
 @pytest.mark.parametrize("case", [1, 2])
 def test_reduces(case: int, post_norms: int) -> None:
@@ -83,8 +98,8 @@ def test_reduces(case: int, post_norms: int) -> None:
 
 
 # (head_dim, query heads, KV heads). The cases have head sizes that fill their pages and head sizes that do not, 1 to 8
-# query heads per KV head, and a single KV head.
-HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2)]
+# query heads per KV head, and a single KV head. Heads of 256 elements have two parts.
+HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (256, 4, 1), (256, 6, 2)]
 # Sizes of a model without sinks of attention, and of one with sinks: gpt-oss, which has experts too.
 SINKS: list[dict[str, int]] = [{}, {"experts": 2, "experts_per_token": 1, "clipped_gates": 1}]
 SEQUENCES = {0: (120, 20), 1: (300, 1), 2: (0, 7)}  # by sequence: (first position, rows); rows 28 to 47 are padding
@@ -127,7 +142,7 @@ def test_attention(heads: tuple[int, int, int], window: int, sinks: dict[str, in
     run_items(twins, table, items, {0: [0, 1], 1: [2, 3]})
 
 
-@pytest.mark.parametrize(("heads", "window"), [(HEADS[0], 0), (HEADS[3], 0), (HEADS[2], 150)])
+@pytest.mark.parametrize(("heads", "window"), [(HEADS[0], 0), (HEADS[3], 0), (HEADS[2], 150), (HEADS[6], 0)])
 @pytest.mark.parametrize("sinks", SINKS, ids=["", "sinks"])
 def test_split_attention(heads: tuple[int, int, int], window: int, sinks: dict[str, int]) -> None:
     """If items divide the KV blocks of some rows among them (a split), the item that ends last merges their partial

@@ -149,7 +149,7 @@ def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims
     assert inside.forward.by_name[name].rows is Rows.EVERY
 
 
-HEADS = [*((Units.TENSOR, size) for size in (32, 64, 128)), *((Units.DOTS, size) for size in (16, 80, 128))]
+HEADS = [*((Units.TENSOR, size) for size in (32, 64, 256)), *((Units.DOTS, size) for size in (16, 80, 128, 256))]
 
 
 def _normed_heads(units: Units, head_dim: int, biased: bool = True, **sizes: Any) -> HostTwins:

@@ -138,6 +138,8 @@ def check_attention(boxes: dict[str, NDArray[np.int32]], dims: Dims, table: Step
         ("wide", 1, "dots", "inside"),
         ("wide", 2, "tensor", "next"),
         ("fewer heads than ranks", 4, "dots", "own"),
+        ("heads in two parts", 1, "tensor", "own"),
+        ("heads in two parts", 4, "dots", "own"),
         ("whole pages", 1, "tensor", "own"),
         ("whole pages", 1, "dots", "own"),
     ],

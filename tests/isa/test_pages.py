@@ -95,13 +95,14 @@ def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
 def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
     rng = np.random.default_rng(2)
     for _ in range(60):
-        group, heads, head_dim = int(rng.integers(1, 9)), int(rng.integers(1, 9)), int(rng.choice([64, 80, 128]))
+        group, heads, head_dim = int(rng.integers(1, 9)), int(rng.integers(1, 9)), int(rng.choice([64, 80, 128, 256]))
         d = least_dims(LLAMA_1B, Dtype.BF16).changed(heads=group * heads, kv_heads=heads, head_dim=head_dim)
         rows, blocks = int(rng.integers(1, 200)), int(rng.integers(0, 9))
-        units = [head for head in range(heads) for _ in range(0, rows * group, 16)]
+        parts = 2 if head_dim > 128 else 1
+        units = [head for head in range(heads) for _ in range(0, parts * -(-rows * group // 16))]
         loads = sum(len(set(units[first : first + 8])) for first in range(0, len(units), 8))
         one = (np.array([n], np.int32) for n in (rows, heads, blocks))
-        assert attention_pages(*one, d)[0] == (loads * blocks * (2 if head_dim <= 64 else 4) or 1)
+        assert attention_pages(*one, d)[0] == (loads * blocks * (2 if head_dim <= 64 else 4 * parts) or 1)
 
 
 @pytest.mark.parametrize(("tokens", "tp"), [(1, 1), (4, 1), (7, 1), (300, 1), (1, 8), (40, 8), (600, 4)])

@@ -46,6 +46,16 @@ def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
     check(program, seed=workers, rounds=10)
 
 
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
+def test_tasks_with_all_of_eight_kv_heads_have_a_signal_left(family: str) -> None:
+    """If the RoPE of layers differs, tasks that compute k also signal the phase that overwrites the RoPE table."""
+    config = replace(SMALL, family=family, heads=8, kv_heads=8, head_dim=2, post_norms=True, local_theta=1e4)
+    config = replace(config, window=3, full_layers=(1,), whole_norms=family == "olmo3")
+    program = compiled(config, replace(small_machine(1), tile_cols=256), 4)
+    assert verify(program).violations == []
+    check(program, seed=1)
+
+
 ALL_WAITS = slice(WAIT_WORD, WAIT_WORD + WAITS)
 PHASES = ["attn_norm", "qkv_rope", "attention", "o_proj", "mlp_norm", "gate_up_silu", "down_proj"]
 PHASES += ["final_norm", "lm_head", "sample"]

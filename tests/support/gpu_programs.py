@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fewer heads than ranks": {"heads": 3, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 40, "mlp_bias": True},
     "norms of heads": {"family": "qwen3", "heads": 6, "kv_heads": 2, "head_dim": 64, "attention_bias": True},
     "norms of wide heads": {"family": "qwen3", "heads": 3, "kv_heads": 1, "head_dim": 128, "hidden": 64},
+    "heads in two parts": {"heads": 6, "kv_heads": 2, "head_dim": 256, "hidden": 48, "ffn": 72},
     "whole pages": {"heads": 2, "kv_heads": 1, "head_dim": 128, "hidden": 256, "ffn": 256},
 }
 # The tile sizes of the shape "whole pages". All other shapes use the smaller tiles of the function `h100`, so that

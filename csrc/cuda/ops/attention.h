@@ -3,6 +3,9 @@
 // each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. The keys and
 // values arrive in shared-memory pages (plan.h). A warp skips the pages of KV heads that its tile does not
 // use.
+//
+// A warp has registers for the results of kHeadPart elements of a head. If heads have two parts, two warps
+// process each tile: both compute all scores, and each computes the results of its own part.
 #pragma once
 #include "../plan.h"
 #include "call.h"
@@ -57,28 +60,32 @@ class AttentionItem {
   MK_FN bool no_blocks() const { return blocks().begin == blocks().end; }
   MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
 
-  MK_FN int tiles() const { return ceil_div(s_.item_rows[item_] * d_.group_size(), kQueryTile); }
-  MK_FN int units() const { return s_.item_kv_heads[item_] * tiles(); }
+  MK_FN int parts() const { return head_parts(d_); }
+  // The part of the head whose results this warp computes: successive units, and so successive warps, have
+  // the parts of one tile.
+  MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
+  MK_FN int of_head() const { return head_units(d_, s_, item_); }
+  MK_FN int units() const { return s_.item_kv_heads[item_] * of_head(); }
 
   // For each KV block, a narrow head has one page of keys and one of values; a wider head has two
-  // of each.
+  // of each for each of its parts.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
-  MK_FN int head_pages() const { return narrow() ? 2 : 4; }
+  MK_FN int head_pages() const { return kv_pages(d_); }
 
-  // A unit is a tile of 16 query rows with one KV head. Processes up to eight units of the item at once, one
-  // per warp, from number `begin` on.
+  // A unit is a tile of 16 query rows with one part of one KV head. Processes up to eight units of the item
+  // at once, one per warp, from number `begin` on.
   MK_FN void run_pass(int begin) {
-    const int tiles = this->tiles(), end = lower_of(begin + kConsumerWarps, units()),
+    const int of_head = this->of_head(), end = lower_of(begin + kConsumerWarps, units()),
               unit = begin + call_.warp;
     // The KV head of this warp's unit, counted from the item's first KV head; -1 if no unit is left for the
     // warp.
-    const int own = unit < end ? unit / tiles : -1;
-    const int first = unit % tiles * kQueryTile;
+    const int own = unit < end ? unit / of_head : -1;
+    const int first = unit % of_head / parts() * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = s_.item_split[item_] >= 0;
     // The number of KV heads of all warps' units together, and how many of them come before this warp's KV
     // head.
-    const int heads = (end - 1) / tiles - begin / tiles + 1, before = own - begin / tiles;
+    const int heads = (end - 1) / of_head - begin / of_head + 1, before = own - begin / of_head;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     AttentionTile<P> tile(p_, d_.head_dim);
     bool started = false;
@@ -89,26 +96,32 @@ class AttentionItem {
         continue;
       }
       pages_.skip(before * head_pages());
-      const unsigned char* keys = pages_.take();
-      // The queries must not be read before this point. They are written by another instruction, and the
-      // input loader has filled this page only after it has waited for that instruction's counters.
-      if (!started) start(tile, query_rows(own, first));
-      started = true;
-      tile.template scores<0>(keys);
-      if (!narrow()) {
+      if constexpr (kWide) tile.clear();
+      MK_LOOP for (int of = 0; of < parts(); ++of) {
+        const unsigned char* keys = pages_.take();
+        // The queries must not be read before this point. They are written by another instruction, and the
+        // input loader has filled this page only after it has waited for that instruction's counters. Builds
+        // for wide heads read the queries again for each KV block, because registers are short.
+        if (kWide || !started) start(tile, query_rows(here(own), here(first)), of);
+        started = true;
+        tile.template scores<0>(keys);
+        if (!narrow()) {
+          pages_.release();
+          keys = pages_.take();
+        }
+        tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
         pages_.release();
-        keys = pages_.take();
       }
-      tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
-      pages_.release();
       tile.softmax(scale, block, span());
       if (!split) tile.merge();
+      if constexpr (kWide) pages_.skip(2 * part());
       tile.template values<0>(pages_.take(), split);
       pages_.release();
       if (!narrow()) {
         tile.template values<1>(pages_.take(), split);
         pages_.release();
       }
+      if constexpr (kWide) pages_.skip(2 * (parts() - 1 - part()));
       if (split) store_partials(tile, here(own), first, block);
       pages_.skip((heads - 1 - before) * head_pages());
     }
@@ -120,19 +133,20 @@ class AttentionItem {
     const Ranks ranks = output_ranks();
     MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
       tile.store_results([&](int i) {
-        return q.has(i) ? output(rank, q.first_row + q.row(i), q.first_head + q.head(i)) : nullptr;
+        return q.has(i) ? output(rank, q.first_row + q.row(i), q.first_head + q.head(i)) + part() * kHeadPart
+                        : nullptr;
       });
     }
   }
 
-  MK_FN void start(AttentionTile<P>& tile, const QueryRows& q) {
-    tile.start([&](int i) { return query(q, i); },
+  MK_FN void start(AttentionTile<P>& tile, const QueryRows& q, int part) {
+    tile.start([&](int i) { return q.has(i) ? query(q, i) + part * kHeadPart : nullptr; },
                [&](int i) { return s_.positions[q.first_row + q.row(i)]; });
   }
 
   MK_FN void store_partials(const AttentionTile<P>& tile, int head, int first, int block) {
     const QueryRows q = query_rows(head, first);
-    tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); });
+    tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); }, part());
   }
 
   // Used if several work items divide the KV blocks of the same rows. Called when this item has stored its
@@ -223,7 +237,6 @@ class AttentionItem {
   }
 
   MK_FN const uint16_t* query(const QueryRows& q, int i) const {
-    if (!q.has(i)) return nullptr;
     return call_.at<uint16_t>(call_.phase().inputs) + int64_t{q.first_row + q.row(i)} * d_.q_cols() +
            (q.first_head + q.head(i)) * d_.head_dim;
   }

@@ -1,6 +1,9 @@
 // The host version of attention_mma.h. It does the attention arithmetic of one warp on the same pages as
 // attention_mma.h, but in plain loops.
 #pragma once
+#include <algorithm>
+#include <iterator>
+
 #include "../tensor_core.h"
 #include "memory.h"
 #include "softmax.h"
@@ -10,24 +13,26 @@ namespace mk {
 template <class P>
 class AttentionTile {
  public:
-  AttentionTile(P&, int head_dim) : head_dim_(head_dim) {}
+  AttentionTile(P&, int head_dim) : size_(lower_of(head_dim, kHeadPart)) {}
 
   template <class Row, class Position>
   void start(Row row, Position position) {
     for (rows_ = 0; rows_ < kQueryTile && row(rows_); ++rows_) {
-      for (int e = 0; e < head_dim_; ++e) query_[rows_][e] = from_bf16(row(rows_)[e]);
-      for (float& out : out_[rows_]) out = 0.0f;
+      for (int e = 0; e < size_; ++e) query_[rows_][e] = from_bf16(row(rows_)[e]);
       position_[rows_] = position(rows_);
-      sums_[rows_] = Softmax{};
     }
+  }
+
+  void clear() {
+    for (auto& row : score_) std::fill(std::begin(row), std::end(row), 0.0f);
   }
 
   template <int kHalf>
   void scores(const unsigned char* keys) {
     for (int i = 0; i < rows_; ++i) {
       for (int t = 0; t < 64; ++t) {
-        float sum = 0.0f;
-        for (int e = 0; e < head_dim_; ++e) sum += query_[i][e] * tile_element(keys, e, t);
+        float sum = kWide ? score_[i][64 * kHalf + t] : 0.0f;
+        for (int e = 0; e < size_; ++e) sum += query_[i][e] * tile_element(keys, e, t);
         score_[i][64 * kHalf + t] = sum;
       }
     }
@@ -62,7 +67,7 @@ class AttentionTile {
   void values(const unsigned char* values, bool alone) {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
-      for (int e = 64 * kHalf; e < lower_of(64 * kHalf + 64, head_dim_); ++e) {
+      for (int e = 64 * kHalf; e < lower_of(64 * kHalf + 64, size_); ++e) {
         float o = 0.0f;
         for (int t = 0; t < kKvBlock; ++t) o += score_[i][t] * tile_element(values, t, e % 64);
         out_[i][e] = alone ? o : scale_[i].merged(out_[i][e], o);
@@ -79,12 +84,12 @@ class AttentionTile {
   }
 
   template <class To>
-  void store_block(To to) const {
+  void store_block(To to, int part) const {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
       float* out = to(i);
-      store_pair(out, block_[i]);
-      for (int e = 0; e < head_dim_; ++e) out[2 + e] = out_[i][e];
+      if (part == 0) store_pair(out, block_[i]);
+      for (int e = 0; e < size_; ++e) out[2 + part * kHeadPart + e] = out_[i][e];
     }
   }
 
@@ -92,15 +97,15 @@ class AttentionTile {
   void store_results(To to) const {
     for (int i = 0; i < rows_; ++i) {
       uint16_t* out = to(i);
-      for (int e = 0; e < head_dim_; ++e) out[e] = to_bf16(out_[i][e] * (1.0f / sums_[i].l));
+      for (int e = 0; e < size_; ++e) out[e] = to_bf16(out_[i][e] * (1.0f / sums_[i].l));
     }
   }
 
  private:
-  const int head_dim_;
-  int rows_ = 0;  // number of rows that the tile has
+  const int size_;  // how many elements of the head the tile has
+  int rows_ = 0;    // number of rows that the tile has
   int position_[kQueryTile];
-  float query_[kQueryTile][kMaxHeadDim], out_[kQueryTile][kMaxHeadDim];
+  float query_[kQueryTile][kHeadPart], out_[kQueryTile][kHeadPart] = {};
   Softmax sums_[kQueryTile];
   float score_[kQueryTile][kKvBlock];
   Pair block_[kQueryTile];  // m, l

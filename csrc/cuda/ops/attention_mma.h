@@ -37,14 +37,15 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
 template <class P>
 class AttentionTile {
  public:
-  // `head_dim` is at most kMaxHeadDim and a multiple of 8. The constructor sets every member that start()
-  // sets. This saves registers: the compiler need not keep the members of the previous tile alive.
+  // `head_dim` is a multiple of 8, and the tile has at most kHeadPart elements of it. The constructor sets
+  // every member that start() sets. This saves registers: the compiler need not keep the members of the
+  // previous tile alive.
   __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
-    MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+    MK_UNROLL for (int k = 0; k < kHeadPart / 16; ++k) {
       MK_UNROLL for (int w = 0; w < 4; ++w) query_[k][w] = 0;
     }
-    MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+    MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
       MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
     }
   }
@@ -54,28 +55,37 @@ class AttentionTile {
   // of row i.
   template <class Row, class Position>
   __device__ void start(Row row, Position position) {
-    const int lane = here(lane_), head_dim = head_dim_;
+    const int lane = here(lane_), head_dim = size();
     MK_UNROLL for (int half = 0; half < 2; ++half) {
-      const uint16_t *from = row(fragment_row(lane, half)), *own = here(from + fragment_col(lane));
-      MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+      const uint16_t* from = row(fragment_row(lane, half));
+      if (from) position_[half] = position(fragment_row(lane, half));
+      const uint16_t* own = here(from + fragment_col(lane));
+      MK_UNROLL for (int k = 0; k < kHeadPart / 16; ++k) {
         MK_UNROLL for (int w = half; w < 4; w += 2) {
           const int first = 16 * k + a_k(0, w);
+          if constexpr (kWide) query_[k][w] = 0;  // so that the last part's words need no registers
           if (from && first < head_dim) query_[k][w] = load_word(own + first);
         }
       }
-      if (from) position_[half] = position(fragment_row(lane, half));
     }
+  }
+
+  // Sets all scores to zero. Builds for wide heads call this before the first scores() of a KV block, and
+  // each scores() then adds the products of one part of the head.
+  __device__ void clear() {
+    MK_UNROLL for (int n = 0; n < 16; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) score_[n][e] = 0.0f; }
   }
 
   // Computes the scores of half kHalf (0 or 1) of a KV block's tokens; `keys` is a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
     const uint32_t own = own_matrix_row(keys, here(lane_));
-    const int head_dim = head_dim_;
+    const int head_dim = size();
     MK_UNROLL for (int n = 0; n < 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] = 0.0f;
+      MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] =
+          kWide ? score_[8 * kHalf + n][e] : 0.0f;
     }
-    MK_UNROLL for (int k = 0; k < kMaxHeadDim / 16; ++k) {
+    MK_UNROLL for (int k = 0; k < kHeadPart / 16; ++k) {
       if (16 * k + 16 > head_dim) break;
       MK_UNROLL for (int n = 0; n < 8; n += 2) {
         uint32_t b[4];
@@ -180,21 +190,22 @@ class AttentionTile {
   __device__ void add_sinks(Value value) {
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const float keep = sums_[half].merge(value(fragment_row(here(lane_), half)), 1.0f).keep;
-      MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+      MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
         MK_UNROLL for (int e = 0; e < 2; ++e) out_[n][2 * half + e] *= keep;
       }
     }
   }
 
   // Stores a single KV block's softmax maximum m, sum l and output o at to(i), for each row i that sees it.
+  // Of the warps that compute the parts of a head, the first stores m and l.
   template <class To>
-  __device__ void store_block(To to) const {
-    const int lane = here(lane_), head_dim = head_dim_;
+  __device__ void store_block(To to, int part) const {
+    const int lane = here(lane_), head_dim = size();
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       if (!seen_[half]) continue;
-      float *out = to(fragment_row(lane, half)), *own = here(out + 2 + fragment_col(lane));
-      if (lane % 4 == 0) store_pair(out, block_[half]);
-      MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+      float *out = to(fragment_row(lane, half)), *own = here(out + 2 + part * kHeadPart + fragment_col(lane));
+      if (lane % 4 == 0 && part == 0) store_pair(out, block_[half]);
+      MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
         if (8 * n < head_dim) store_pair(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
       }
     }
@@ -204,12 +215,12 @@ class AttentionTile {
   // rounded to bf16, at to(i); skips the row if to(i) is null.
   template <class To>
   __device__ void store_results(To to) const {
-    const int lane = here(lane_), head_dim = head_dim_;
+    const int lane = here(lane_), head_dim = size();
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       uint16_t *out = to(fragment_row(lane, half)), *own = here(out + fragment_col(lane));
       const float share = 1.0f / sums_[half].l;
       if (!out) continue;
-      MK_UNROLL for (int n = 0; n < kMaxHeadDim / 8; ++n) {
+      MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
         if (8 * n < head_dim)
           store_word(own + 8 * n, pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share));
       }
@@ -217,11 +228,14 @@ class AttentionTile {
   }
 
  private:
+  // Returns how many elements of the head the tile has.
+  __device__ int size() const { return kWide ? lower_of(head_dim_, kHeadPart) : head_dim_; }
+
   const int lane_;
   const int& head_dim_;  // a reference that is loaded where it is needed, which costs no register elsewhere
   int position_[2];
-  uint32_t query_[kMaxHeadDim / 16][4];
-  float out_[kMaxHeadDim / 8][4];
+  uint32_t query_[kHeadPart / 16][4];
+  float out_[kHeadPart / 8][4];
   Softmax sums_[2];
   float score_[16][4];
   uint32_t probability_[8][4];

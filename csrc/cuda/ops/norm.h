@@ -5,6 +5,7 @@
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
+#include "heads_norm.h"
 #include "memory.h"
 
 namespace mk {
@@ -141,15 +142,35 @@ class Norm {
 template <class P>
 MK_FN void prefetch_norm(P& p, const Call& call) {
   const float* weights = call.weights<float>(norm_weights(call.phase()));
+  if (kWide && !weights) return;
   for (int k = 8 * (call.warp * P::kLanes + p.lane()); k < call.phase().inner;
        k += 8 * kConsumerWarps * P::kLanes)
     prefetch(weights + k);
+}
+
+// Rounds the rows of a norm phase without weights, and stores them on every rank that needs them.
+template <class P>
+MK_FN void round_rows(P& p, const Call& call, const Run& op) {
+  const int width = call.phase().inner;
+  const int64_t begin = int64_t{op.row} * width;
+  const float* x = call.at<float>(call.phase().inputs) + begin;
+  const Ranks ranks = norm_ranks(*call.dims);
+  MK_LOOP for (int k = 8 * (call.warp * P::kLanes + p.lane()); k < op.rows * width;
+               k += 8 * kConsumerWarps * P::kLanes) {
+    const Words words = pack_eight(load_eight(x + k));
+    MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank)
+        store_words(call.copy<uint16_t>(call.phase().output, rank) + begin + k, words);
+  }
 }
 
 // Normalises the rows of a norm phase, or the input rows of a matmul with a norm.
 template <class P>
 MK_FN void norm(P& p, const Call& call) {
   const Run& op = operands<Run>(call.task->record);
+  if (kWide && call.task->is(Operation::kNorm)) {
+    if (call.phase().result == Result::kHeads) return norm_heads(p, call, op);
+    if (call.phase().weights == Buffer::kNone) return round_rows(p, call, op);
+  }
   const bool logits = call.task->is(Operation::kNorm) && call.phase().rows == Rows::kLogit;
   Norm<P>(p, call).rows(op.row, op.rows, [&](int i) {
     if (!logits) return i;

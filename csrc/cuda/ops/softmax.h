@@ -6,8 +6,6 @@
 
 namespace mk {
 
-constexpr int kMaxHeadDim = 128;
-
 MK_FN float exp_fast(float x) {
 #if defined(__CUDA_ARCH__)
   float out;

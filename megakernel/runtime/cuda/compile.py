@@ -23,6 +23,7 @@ from typing import Any
 from ...errors import MegakernelError, regular
 from ...isa import Dims, Units
 from ...model.cache import cache_folder
+from .limits import wide
 from .params import Ablation
 
 KERNEL = "megakernel"
@@ -38,18 +39,21 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 @dataclass(frozen=True)
 class Build:
     """A variant of the interpreter: whether it records traces, which units compute matmuls, how many SMs a worker has,
-    which work it leaves out, and whether it has the code for models with experts, which makes others slower."""
+    which work it leaves out, and whether it has the code for models with experts, or for those with wide norms and
+    heads. This code makes other models slower."""
 
     trace: bool
     units: Units
     sms: int = 1
     ablation: Ablation = Ablation.NONE
     experts: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, dims: Dims, *, trace: bool = False, ablation: Ablation = Ablation.NONE) -> Build:
         """Return the variant that runs programs of these sizes."""
-        return cls(trace, Units(dims.worker.units), dims.worker.sms, ablation, dims.model.experts > 0)
+        worker, model = dims.worker, dims.model
+        return cls(trace, Units(worker.units), worker.sms, ablation, model.experts > 0, wide(model))
 
     @property
     def defines(self) -> list[str]:
@@ -133,7 +137,8 @@ def cubin(build: Build) -> bytes:
     terminal = sys.stderr.isatty()
     if terminal:
         few = " for few rows" if build.units is Units.DOTS else " for pairs of SMs" if build.sms > 1 else ""
-        parts = f"{' with experts' if build.experts else ''}{' with tracing' if build.trace else ''}"
+        models = " with experts" if build.experts else " with wide heads" if build.wide else ""
+        parts = f"{models}{' with tracing' if build.trace else ''}"
         what = f"the CUDA interpreter{few}{parts}"
         print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
     code = with_.compile(build).code
@@ -216,6 +221,7 @@ if __name__ == "__main__":
     _builds = [
         *(Build(trace, *worker, ablation) for (trace, ablation), worker in itertools.product(_kinds, _workers)),
         *(Build(trace, units, experts=True) for trace in (False, True) for units in (Units.TENSOR, Units.DOTS)),
+        *(Build(trace, *worker, wide=True) for trace, worker in itertools.product((False, True), _workers)),
     ]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
         _made = [_pool.submit(cubin, build) for build in _builds]

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Operation, Phase, Units
 from ...isa.record import Records
-from .pages import CHUNK, PIECES, dot_rows, norm_fits
+from .pages import CHUNK, HEAD_PART, PIECES, dot_rows, norm_fits
 from .params import PAGES
 
 _TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
+
+
+def wide(model: ModelSizes) -> bool:
+    """Whether the model needs the code for wide norms and heads, which only a build of its own has (`Build.wide`)."""
+    return model.head_dim > HEAD_PART or model.whole_norms > 0
 
 
 def model_refusal(model: ModelSizes) -> str | None:
     """The reason why a model of these sizes cannot run on a GPU, in a few words, or None if it can."""
     if model.dtype != Dtype.BF16:
         return f"it computes in bf16, not in {Dtype(model.dtype).name.lower()}: use --dtype bf16"
-    if model.whole_norms:
-        return "it normalises q and k over all heads, which the interpreter does not: use --backend cpu"
     if model.quantised_kv:
         return "K and V are quantised, but the interpreter takes them in bf16: use --kv-cache-dtype auto"
     if model.q8_activations:
         return "activations are rounded to 8 bits, but the interpreter takes them in bf16: use --activations float"
-    if model.head_dim > 128 or model.head_dim % 8:
-        return f"heads have {model.head_dim} elements, but the interpreter takes multiples of 8 up to 128"
+    if (model.head_dim > HEAD_PART or model.head_dim % 8) and model.head_dim != 2 * HEAD_PART:
+        what = f"multiples of 8 up to {HEAD_PART}, and {2 * HEAD_PART}"
+        return f"heads have {model.head_dim} elements, but the interpreter takes {what}"
+    if model.experts and wide(model):
+        return "it has experts, with heads or norms that the interpreter does not compute beside experts"
     for name in ("hidden", "ffn"):
         if (size := getattr(model, name)) % 8:
             return f"{name} is {size}, but the interpreter takes multiples of 8"

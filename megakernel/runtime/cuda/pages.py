@@ -21,9 +21,10 @@ dots       Matmuls as dot products (`dims.worker.units` is DOTS). Weight columns
            again in the next lap. If the matmul normalises its input rows itself, they take no pages: the consumers keep
            them in NORM_BYTES of shared memory beside the ring.
 attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows are divided into
-           query tiles, called units. A unit has QUERY_TILE (row, head) pairs that use one KV head. The thread block
-           computes UNITS units at a time, in one pass over the KV blocks. For each KV block and KV head of a pass,
-           there are K pages, then V pages, each with up to 64 elements per token. Items that only pad the list of
+           query tiles, called units. A unit has QUERY_TILE (row, head) pairs that use one KV head, or one of two parts
+           of it if heads have more than HEAD_PART elements. The thread block computes UNITS units at a time, in one
+           pass over the KV blocks. For each KV block and KV head of a pass, there are K pages, then V pages, each with
+           up to 64 elements per token. Items that only pad the list of
            items take one empty page.
 """
 
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BUFFERS, Column, Dims, Dtype, Phase, Result, Units, ceil_div
+from ...isa import BUFFERS, Column, Dims, Dtype, ModelSizes, Phase, Result, Units, ceil_div
 from .params import PAGE_BYTES
 
 ROW_BYTES = 128
@@ -60,6 +61,7 @@ DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot produc
 NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself
 UNITS = 8  # query tiles of attention (units) that a thread block computes at the same time
 QUERY_TILE = 16  # (query row, query head) pairs of a query tile
+HEAD_PART = 128  # the maximum number of a head's elements that a unit computes; a wider head has two units
 
 Ints = NDArray[np.int64]
 
@@ -165,14 +167,24 @@ def kv_pages(dims: Dims) -> int:
     return 2 * -(-dims.model.head_dim // K_STEP)
 
 
+def head_units(rows: Column, dims: Dims) -> Ints:
+    """Return how many units process these numbers of query rows of an item, for each KV head."""
+    return ceil_div(rows.astype(np.int64) * dims.model.group_size, QUERY_TILE) * head_parts(dims.model)
+
+
+def head_parts(model: ModelSizes) -> int:
+    """Return into how many parts heads are divided, of each of which a unit computes the results."""
+    return -(-model.head_dim // HEAD_PART)
+
+
 def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
     """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
-    tiles = ceil_div(item_rows.astype(np.int64) * dims.model.group_size, QUERY_TILE)
-    units = tiles * item_kv_heads
-    # A thread block computes UNITS query tiles (units) in one pass over an item's KV blocks. Each pass loads all KV
+    of_head = head_units(item_rows, dims)
+    units = of_head * item_kv_heads
+    # A thread block computes UNITS units in one pass over an item's KV blocks. Each pass loads all KV
     # heads that its units use. If two passes use the same KV head, it is loaded twice.
     heads = [
-        np.where(first < units, (np.minimum(first + UNITS, units) - 1) // tiles - first // tiles + 1, 0)
+        np.where(first < units, (np.minimum(first + UNITS, units) - 1) // of_head - first // of_head + 1, 0)
         for first in range(0, int(units.max(initial=0)), UNITS)
     ]
     taken: Ints = np.sum(heads, axis=0, dtype=np.int64) * item_blocks * kv_pages(dims)

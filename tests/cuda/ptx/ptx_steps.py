@@ -20,6 +20,7 @@ from megakernel.model import RandomCheckpoint
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, Output, SampleRow, build_step
+from megakernel.runtime.cuda.limits import wide
 from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
@@ -51,6 +52,17 @@ _EXPERTS: Sequence[dict[str, Any]] = (
     | {"family": "gpt_oss", "clipped_gates": True, "window": 20, "full_layers": (1,)}
     | {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
 )
+# In programs with wide norms or heads, each of these is added to the shapes of a quarter of the seeds.
+_OLMO = {"family": "olmo2", "post_norms": True, "whole_norms": True}
+_GEMMA3 = {"family": "gemma3_text", "post_norms": True, "attention_multiplier": 0.07, "head_dim": 256}
+_WINDOWS = {"window": 20, "full_layers": (1,), "local_theta": 1e4}
+_WIDE: Sequence[dict[str, Any]] = (
+    _OLMO,
+    {"family": "gemma", "head_dim": 256, "embedding_multiplier": 10.2},
+    _OLMO | _WINDOWS,
+    _GEMMA3 | _WINDOWS,
+)
+_MORES = {"experts": _EXPERTS, "wide": _WIDE}
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     "dots": ({}, {"norm": "inside"}, {"queue": "body"}),
     "tensor": ({}, {"queue": "attention"}, {"norm": "next", "interleave": False}),
@@ -81,8 +93,8 @@ class Step:
 
 
 def _units(kind: str) -> str:
-    """Return the kind without experts."""
-    return kind.removeprefix("experts ")
+    """Return the kind without experts or wide heads."""
+    return kind.split()[-1]
 
 
 def _options(kind: str, chosen: dict[str, Any]) -> Options:
@@ -95,7 +107,7 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     rng = np.random.default_rng(seed)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
-    units, mores = _units(kind), _EXPERTS if kind.startswith("experts") else _MORE
+    units, mores = _units(kind), _MORES.get(kind.split()[0], _MORE)
     more = mores[seed % len(mores)]
     config = replace(config, **more | {"family": more.get("family", config.family)})
     chosen = dict(rng.choice(np.array(_OPTIONS[units])))
@@ -191,7 +203,8 @@ def checked(kind: str) -> list[str]:
     doctor_gpu._TIMEOUT_S = 1e6  # the emulator is too slow for the usual time limit
     emulator, wrong = Emulator(), list[str]()
     for case in doctor_gpu.cases():
-        if _units(kind) == case.matmul and kind.startswith("experts") == (case.config.experts > 0):
+        build = "experts " if case.config.experts else "wide " if wide(case.config.sizes(Dtype.BF16)) else ""
+        if kind == build + case.matmul:
             wrong += doctor_gpu.check(replace(case, config=replace(case.config, layers=1)), seeds=1, repeats=1)
     return wrong + emulator.wrong
 

@@ -21,6 +21,7 @@ from ptx_regions import Regions
 from megakernel.isa import DIM_FIELDS, Units
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
+from megakernel.runtime.cuda.pages import HEAD_PART
 from megakernel.runtime.cuda.params import STRUCTURES
 
 HERE = Path(__file__).parent
@@ -30,6 +31,9 @@ BUILDS = {
     "pairs": Build(False, Units.TENSOR, 2),
     "experts dots": Build(False, Units.DOTS, experts=True),
     "experts tensor": Build(False, Units.TENSOR, experts=True),
+    "wide dots": Build(False, Units.DOTS, wide=True),
+    "wide tensor": Build(False, Units.TENSOR, wide=True),
+    "wide pairs": Build(False, Units.TENSOR, 2, wide=True),
 }
 _compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
@@ -88,7 +92,7 @@ def built(build: Build) -> Path:
     ptx = ptx_of(build)
 
     def translate(target: Path) -> None:
-        faults = next((FAULTS[kind] for kind, other in BUILDS.items() if other == build), [])
+        faults = next((FAULTS.get(kind, []) for kind, other in BUILDS.items() if other == build), [])
         lines = {name.rpartition("/")[2]: text.decode().splitlines() for name, text in cuda.sources().items()}
         translator = Translator(lines, faults)
         target.write_text(translator.translate(ptx))
@@ -156,8 +160,9 @@ class Emulator:
             dims = fake_gpu.view(params.contents.dims, (1,), kinds)[0]
             if sum(grid.contents.ranks for grid, _ in self._grids) == dims["tp"]:
                 try:
-                    build = Build(False, Units(int(dims["units"])), int(dims["sms"]), experts=bool(dims["experts"]))
-                    self._run(build, self._grids)
+                    wide = bool(dims["head_dim"] > HEAD_PART or dims["whole_norms"])
+                    units, experts = Units(int(dims["units"])), bool(dims["experts"])
+                    self._run(Build(False, units, int(dims["sms"]), experts=experts, wide=wide), self._grids)
                 except BaseException as e:
                     self.wrong.append(repr(e))
                 self._grids = []

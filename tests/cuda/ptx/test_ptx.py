@@ -4,6 +4,7 @@ hardware is an error. Faults that are planted in the PTX show that it would be n
 
 PTX_RUNS=N runs N steps, aborts and traced builds of each kind, and all builds and faults."""
 
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from megakernel.runtime.cuda.compile import Build
 from megakernel.runtime.cuda.params import Ablation
 
 RUNS = int(os.environ.get("PTX_RUNS", 0))
-KINDS = list(BUILDS)
+KINDS = list(FAULTS)
 # Quick steps, on one and on two GPUs.
 SEEDS = {
     "dots": (2, 5, 6, 8),
@@ -29,6 +30,9 @@ SEEDS = {
     "pairs": (0, 3, 10),
     "experts dots": (20, 22, 25, 29),
     "experts tensor": (21, 22, 25),
+    "wide dots": (0, 1, 2, 7),
+    "wide tensor": (0, 1, 2, 3),
+    "wide pairs": (0, 3),
 }
 # The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
@@ -68,8 +72,9 @@ def check(name: str, kind: str, *builds: Build) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["steps", "aborts", "doctor"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*itertools.product(("steps", "doctor"), BUILDS), *(("aborts", kind) for kind in KINDS)]
+)
 def test_nothing_is_wrong(name: str, kind: str) -> None:
     assert check(name, kind) == []
 
