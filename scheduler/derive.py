@@ -89,12 +89,12 @@ def derive(tasks: Tasks, stages: Stages | None = None) -> Dependencies:
     """Return the edges between groups of tasks that conflict: both touch the same data, and at least one writes it.
     Edges that other edges imply are left out (the transitive reduction). `stages` keeps what tasks touch."""
     stages = stages or Stages()
-    groups = []
+    groups: list[Group] = []
     for segment, parts in enumerate(tasks.segments):
         for number, (part, ordinal) in enumerate(zip(parts, ordinals(parts), strict=True)):
             d = tasks.rank_dims[part.rank]
-            found = stages.once(("groups", part.content, d), partial(_groups, part, d))
-            groups += [Group(segment, number, ordinal, part.rank, *fields) for fields in found]
+            of_part = stages.once(("groups", part.content, d), partial(_groups, part, d))
+            groups += [Group(segment, number, ordinal, part.rank, *fields) for fields in of_part]
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.model.layers, 2), EPILOGUE]
     nodes = [
         TaskGroup(g, c) for c, copy in enumerate(copies) for g, group in enumerate(groups) if group.segment == copy
