@@ -99,7 +99,7 @@ def built(build: Build) -> Path:
         _run(*compiler(), *_FLAGS, "-w", "-O1", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target))
 
     def compile_runtime(target: Path) -> None:
-        flags = ["-O2", *_processor(), f"-DMK_SMS={build.sms}"]
+        flags = ["-O3", *_processor(), f"-DMK_SMS={build.sms}"]
         _run(*compiler(), *_FLAGS, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(target))
 
     def link(target: Path) -> None:

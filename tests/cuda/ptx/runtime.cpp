@@ -61,9 +61,6 @@ void World::make_threads(Block& block) {
         (w < mk::kConsumerWarp ? roles[w] : "consumer " + std::to_string(w - mk::kConsumerWarp)) + " of " +
         where;
     warp.party = party(block, role);
-    warp.read_party = party(block, role + ", source of its bulk stores");
-    warp.write_party = party(block, role + ", its bulk stores");
-    warp.wgmma_party = party(block, role + ", its wgmma");
     const uint32_t warp_favour = draw(1000);
     for (int lane = 0; lane < kLanes; ++lane) {
       Thread& thread = threads_.emplace_back();

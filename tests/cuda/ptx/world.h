@@ -42,10 +42,11 @@ using Threads = std::vector<Thread*>;
 // An mbarrier. `open` has the accesses that the current phase's arrivals release, by block and by scope
 // (block, cluster); `done` has those of all earlier phases.
 struct Mbarrier {
-  uint32_t expected, pending, party;
+  uint32_t expected, pending, party = 0;  // 0: no copy has used it yet
   int64_t bytes = 0;
   uint32_t phase = 0;
   Seen open[kMaxCluster][2], done[kMaxCluster][2];
+  Known completed;  // copies of earlier phases
   Access init;
   bool fenced = false;  // whether fence.mbarrier_init has followed
   Threads waiting;
@@ -74,11 +75,12 @@ struct Warp {
   Thread* lanes[kLanes];
   Meeting meeting;
   uint32_t registers = kLaunchRegisters;
-  uint32_t party, read_party, write_party, wgmma_party;
+  uint32_t party, read_party, write_party, wgmma_party = 0;  // 0: there is none yet
   Thread* storer = nullptr;
   std::vector<BulkGroup> groups{1};  // the last group is not committed yet
   bool wgmma_fenced = false;
   uint32_t wgmma_groups = 0, wgmma_done = 0;  // committed, waited for
+  Known multiplications;                      // the accesses of the groups that were waited for
   struct Result {
     float value;
     uint32_t group;
@@ -181,6 +183,9 @@ class World {
   uint32_t party(Block& block, const std::string& name) {
     parties_.push_back({&block, name});
     return static_cast<uint32_t>(parties_.size() - 1);
+  }
+  uint32_t party(const Warp& warp, const std::string& part) {
+    return party(*parties_[warp.party].block, parties_[warp.party].name + part);
   }
   int32_t task_of(const mk::Where& where);
   bool is_in(mk::Buffer buffer, uint64_t address) const {
