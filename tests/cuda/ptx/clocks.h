@@ -191,8 +191,10 @@ class Shadow {
   template <class F>
   void for_cells(uint64_t address, uint32_t bytes, F&& f) {
     const uint64_t end = address + bytes;
+    Words* words = nullptr;
     for (uint64_t word = address / 4; word * 4 < end; ++word) {
-      Word& w = at(word);
+      if (!words || word % kWords == 0) words = &page_of(word);
+      Word& w = (*words)[word % kWords];
       const bool whole = word * 4 >= address && word * 4 + 4 <= end;
       if (whole && !w.bytes) {
         f(w.cell);
@@ -220,7 +222,7 @@ class Shadow {
       if (word.cell.more) cell.more = std::make_unique<std::vector<Reader>>(*word.cell.more);
     }
   }
-  Word& at(uint64_t word) {
+  Words& page_of(uint64_t word) {
     const uint64_t page = word / kWords;
     auto& [number, words] = cached_[page % cached_.size()];
     if (!words || number != page) {
@@ -229,7 +231,7 @@ class Shadow {
       number = page;
       words = found.get();
     }
-    return (*words)[word % kWords];
+    return *words;
   }
 
   std::unordered_map<uint64_t, std::unique_ptr<Words>> pages_;

@@ -133,10 +133,11 @@ def _run(*command: str) -> None:
 class Emulator:
     """Runs the launches of this process on the CPU. Each launch has another seed for the order of threads. `wrong`
     collects the errors of all launches, and `switches` is how often the last launch switched between threads. `changes`
-    are fields of `Build` to change."""
+    are fields of `Build` to change. `regions` says whether to compare accesses with what instructions declare."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(seed=1, races=1, limit=30_000_000))
     changes: dict[str, Any] = field(default_factory=dict)
+    regions: bool = True
     wrong: list[str] = field(default_factory=list)
     switches: int = 0
 
@@ -173,7 +174,7 @@ class Emulator:
         blocks = (ctypes.c_int32 * len(grids))(*(n for _, n in grids))
         said = ctypes.create_string_buffer(_SAID)
         self.schedule.seed += 1
-        regions = Regions(fake_gpu.Arguments(grids[0][0].contents)) if self.schedule.races else None
+        regions = Regions(fake_gpu.Arguments(grids[0][0].contents)) if self.regions else None
         self.schedule.regions = ctypes.addressof(regions) if regions else None
         run = kernel(replace(build, **self.changes)).ptx_run
         run.restype = ctypes.c_uint64

@@ -317,7 +317,7 @@ void World::touch(const Access& access, Block& block, uint64_t address, uint32_t
         for (const Reader& reader : *cell.more) check(reader);
       cell.write = own;
       cell.reader = {};
-      cell.more.reset();
+      if (cell.more) cell.more->clear();  // its memory is used again
       return;
     }
     const auto same = [&](const Stamp& s) {
