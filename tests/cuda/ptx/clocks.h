@@ -148,39 +148,22 @@ struct Knowledge {
 // -- the last accesses to memory
 
 struct Access {
-  bool write, async;
-  Scope scope;  // kNone: a weak access. Bulk additions count as strong accesses.
-  uint16_t site, task;
-  uint32_t party, lane, time;
-  bool global;
-};
-
-struct Stamp {
   uint32_t time = 0;  // 0: no access
   uint16_t party = 0, site = 0, task = 0;
-  uint8_t async : 1 = 0, scope : 3 = 0;
   uint8_t lane = 0;
-
-  Stamp() = default;
-  explicit Stamp(const Access& a)
-      : time(a.time),
-        party(static_cast<uint16_t>(a.party)),
-        site(a.site),
-        task(a.task),
-        async(a.async),
-        scope(a.scope),
-        lane(static_cast<uint8_t>(a.lane)) {}
+  bool write : 1 = false, async : 1 = false, global : 1 = false;
+  Scope scope : 4 = kNone;  // kNone: a weak access. Bulk additions count as strong accesses.
 };
 
 // Reads that several lanes of a warp make at the same time. `lanes` is a bit mask.
 struct Reader {
-  Stamp stamp;
+  Access access;
   uint32_t lanes = 0;
 };
 
 // The last write of a byte, and the reads since then, except those that happen before another of the reads.
 struct Cell {
-  Stamp write;
+  Access write;
   Reader reader;
   std::unique_ptr<std::vector<Reader>> more;
 };

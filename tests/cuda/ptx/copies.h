@@ -7,15 +7,16 @@ namespace ptx {
 // Returns an asynchronous access that thread `t` starts. It is complete once `party` reaches `time`.
 inline Access async_access(const Thread& t, bool write, uint32_t party, uint32_t time, bool global,
                            Scope scope = kNone) {
-  return {write, true, scope, static_cast<uint16_t>(t.site), static_cast<uint16_t>(t.task), party,
-          0,     time, global};
+  Access out = access_at(t, write, scope, party, time);
+  out.lane = 0, out.async = true, out.global = global;
+  return out;
 }
 
 // Records an asynchronous access. The only accesses that happen before it are asynchronous ones that have
 // completed, and ordinary ones that a proxy fence separates from it.
 inline void touch_async(const Thread& t, const Access& access, uint64_t address, uint32_t bytes) {
   const Known& fenced = access.global ? t.knows->seen.global : t.knows->seen.shared;
-  world->touch(access, *t.block, address, bytes, [&](const Stamp& earlier, uint32_t lane) {
+  world->touch(access, *t.block, address, bytes, [&](const Access& earlier, uint32_t lane) {
     if (earlier.async) return t.knows->has(earlier.party, 0, earlier.time);
     return fenced && fenced->has(earlier.party, lane, earlier.time);
   });

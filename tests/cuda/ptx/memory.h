@@ -42,16 +42,15 @@ inline bool check_shared(const Thread& t, uint32_t offset, uint32_t bytes) {
 
 // -- loads, stores, atomics
 
+inline Access access_at(const Thread& t, bool write, Scope scope, uint32_t party, uint32_t time) {
+  Access out;
+  out.time = time, out.party = party, out.lane = t.lane;
+  out.site = t.site, out.task = t.task;
+  out.write = write, out.scope = scope;
+  return out;
+}
 inline Access access_by(const Thread& t, bool write, Scope scope) {
-  return {write,
-          false,
-          scope,
-          static_cast<uint16_t>(t.site),
-          static_cast<uint16_t>(t.task),
-          t.knows->party,
-          t.lane,
-          t.knows->now,
-          false};
+  return access_at(t, write, scope, t.knows->party, t.knows->now);
 }
 
 // Whether an address is in `late`, where each warp records the wait that holds it up. The lanes of a warp
@@ -82,7 +81,7 @@ inline char* access(Thread& t, uint64_t address, uint32_t bytes, bool write, Sco
   t.knows->touched = true;
   world->touch(
       access_by(t, write, scope), *t.block, address, bytes,
-      [&t](const Stamp& earlier, uint32_t lane) { return t.knows->has(earlier.party, lane, earlier.time); });
+      [&t](const Access& earlier, uint32_t lane) { return t.knows->has(earlier.party, lane, earlier.time); });
   return at;
 }
 

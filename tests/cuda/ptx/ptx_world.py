@@ -5,7 +5,6 @@ in it."""
 
 import ctypes
 import functools
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpu
-from built_once import ROOT, WARNINGS, built_once, compiler, sources, version
+from built_once import ROOT, WARNINGS, built_once, compiler, run, sources, version
 from ptx_code import Translator
 from ptx_faults import FAULTS
 from ptx_regions import Regions
@@ -96,14 +95,14 @@ def built(build: Build) -> Path:
         assert not unused, f"faults that change nothing: {unused}"
 
     def compile_kernel(target: Path) -> None:
-        _run(*compiler(), *_FLAGS, "-w", "-O1", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target))
+        run([*compiler(), *_FLAGS, "-w", "-O1", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target)])
 
     def compile_runtime(target: Path) -> None:
         flags = ["-O3", *_processor(), f"-DMK_SMS={build.sms}"]
-        _run(*compiler(), *_FLAGS, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(target))
+        run([*compiler(), *_FLAGS, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(target)])
 
     def link(target: Path) -> None:
-        _run(*compiler(), "-shared", str(kernel_object), str(runtime_object), "-o", str(target))
+        run([*compiler(), "-shared", str(kernel_object), str(runtime_object), "-o", str(target)])
 
     translation = b"".join((HERE / name).read_bytes() for name in ("ptx_table.py", "ptx_faults.py", "ptx_code.py"))
     source = built_once("kernel.cpp", f"{build}{ptx}".encode() + translation, translate)
@@ -122,11 +121,6 @@ def _processor() -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(f"-m{name}" for name in ("avx2", "fma") if name in known)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
 
 
 @dataclass
@@ -176,8 +170,8 @@ class Emulator:
         self.schedule.seed += 1
         regions = Regions(fake_gpu.Arguments(grids[0][0].contents)) if self.regions else None
         self.schedule.regions = ctypes.addressof(regions) if regions else None
-        run = kernel(replace(build, **self.changes)).ptx_run
-        run.restype = ctypes.c_uint64
-        self.switches = run(params, blocks, len(grids), ctypes.byref(self.schedule), said, _SAID)
+        launch = kernel(replace(build, **self.changes)).ptx_run
+        launch.restype = ctypes.c_uint64
+        self.switches = launch(params, blocks, len(grids), ctypes.byref(self.schedule), said, _SAID)
         if said.value:
             self.wrong.append(said.value.decode())
