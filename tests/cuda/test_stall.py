@@ -50,7 +50,7 @@ def test_names_the_signal_that_is_missing(queue: str) -> None:
     waits that are only consequences of that wait."""
     backend, program, table = make("grouped", 2, Options(matmul="tensor", o="sharded", residual="dealt", queue=queue))
     whole, _ = program.numbered(1)
-    rng, image = np.random.default_rng(5), LaunchImage(backend, program, table)
+    rng = np.random.default_rng(5)
     loses = signals(whole).any(1)
     # Choose attention instructions that are sure to signal. An instruction without attention items signals nothing.
     # If several instructions share the KV range of some rows, only the one that ends last signals.
@@ -60,7 +60,7 @@ def test_names_the_signal_that_is_missing(queue: str) -> None:
     loses[attention] &= np.isin(whole[attention, OPERAND_WORD], np.intersect1d(*signal))
     for number in np.unique(numbers[loses]):
         row = int(rng.choice(np.flatnonzero((numbers == number) & loses)))
-        image.restore()
+        image = LaunchImage(backend, program, table)
         streams = len(program.body.records)
         base, at = (image.params.records[1], row) if row < streams else (image.params.records[3], row - streams)
         ctypes.memset(base + 4 * (at * WORDS + SIGNAL_WORD), 0, 4 * SIGNALS)

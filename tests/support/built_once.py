@@ -40,7 +40,7 @@ def linked(name: str, source: Path, *flags: str) -> Path:
     """Compile a C++ source to the library or command `name` with `flags`. Skips the test if there is no compiler."""
     command = [*compiler(), "-std=c++20", *flags, str(source)]
     content = " ".join((version(), *flags)).encode() + source.read_bytes() + sources(ROOT)
-    return built_once(name, content, lambda target: _run([*command, "-o", str(target)]))
+    return built_once(name, content, lambda target: run([*command, "-o", str(target)]))
 
 
 def library(source: Path, *flags: str) -> ctypes.CDLL:
@@ -72,6 +72,6 @@ def version() -> str:
     return subprocess.run([*compiler(), "-v"], capture_output=True, text=True, check=True).stderr
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr[:4000]

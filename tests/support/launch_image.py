@@ -3,7 +3,6 @@
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from megakernel.runtime.reference import ReferenceBackend
 ROOT = Path(__file__).parents[2]
 HOST = ROOT / "tests" / "cuda" / "host"
 FLAGS = ["-O1", *WARNINGS, "-U_FORTIFY_SOURCE"]
-_ALIGNMENT = 1024
+_ALIGNMENT = 64
 _MESSAGE = 1024
 MAP = np.dtype(
     [("base", "<i8"), ("strides", "<i8", 5), ("sizes", "<i4", 5), ("box", "<i4", 5)]
@@ -42,106 +41,47 @@ def host_library(sms: int = 1) -> ctypes.CDLL:
     return library
 
 
-class Image:
-    """The layout of a block of memory: arrays at fixed offsets, and pointers from one offset to another."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, Array]] = []
-        self._pointers: list[tuple[int, int]] = []  # place, target
-        self.size = 0
-
-    def add(self, array: Array) -> int:
-        offset = self.size
-        self._parts.append((offset, np.ascontiguousarray(array)))
-        self.size = -(-(offset + max(array.nbytes, 1)) // _ALIGNMENT) * _ALIGNMENT
-        return offset
-
-    def point(self, place: int, target: int) -> None:
-        self._pointers.append((place, target))
-
-    def table(self, targets: Sequence[int]) -> int:
-        """Append an array of pointers to the offsets `targets`, and return its offset. A target of -1 becomes null."""
-        offset = self.add(np.zeros(len(targets), np.int64))
-        for i, target in enumerate(targets):
-            if target >= 0:
-                self.point(offset + 8 * i, target)
-        return offset
-
-    def memory(self) -> NDArray[np.uint8]:
-        """Return a new block of memory with the arrays. Its pointers are addresses in the block itself."""
-        room = np.zeros(self.size + _ALIGNMENT, np.uint8)
-        start = -room.ctypes.data % _ALIGNMENT
-        memory = room[start : start + self.size]
-        self.fill(memory)
-        return memory
-
-    def fill(self, memory: NDArray[np.uint8]) -> None:
-        """Restore the initial contents of `memory`, a block that the method `memory` has returned."""
-        for offset, array in self._parts:
-            memory[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        for place, target in self._pointers:
-            memory[place : place + 8].view(np.int64)[0] = memory.ctypes.data + target
-
-
 class LaunchImage:
     """The memory of a launch: a program, a step table and the buffers of `backend`. It can be launched repeatedly. If
-    `poison` is set, activations and outputs except SPLITS begin as 0xFF bytes, which are NaN if read as floats."""
+    `poison` is set, activations and outputs except SPLITS begin as 0xFF bytes, which are NaN if read as floats.
+    `params` are the kernel's parameters; changes to them apply to the next launch."""
 
     def __init__(self, backend: ReferenceBackend, program: Program, table: StepTable, *, poison: bool = True) -> None:
-        self.program, self.dims, self._pages = program, program.dims, backend.pages
-        self.image = Image()
-        self._buffers: dict[tuple[int, Buffer], int] = {}
-        self._shapes: dict[tuple[int, Buffer], tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self.program, self.dims = program, program.dims
+        self._held: list[Array] = []
+        self._buffers: dict[tuple[int, Buffer], Array] = {}
         for rank in range(program.ranks):
             for buffer in buffers_of(program.forward):
                 spec = BUFFERS[buffer]
                 layers = self.dims.model.layers if spec.layered else 1
-                array = np.stack([backend.buffer(buffer, layer, rank) for layer in range(layers)])
+                array = self._hold(np.stack([backend.buffer(buffer, layer, rank) for layer in range(layers)]))
                 if poison and spec.space in (Space.ACTIVATION, Space.OUTPUT) and buffer is not Buffer.SPLITS:
                     array.view(np.uint8).fill(0xFF)
-                self._buffers[rank, buffer] = self.image.add(array)
-                self._shapes[rank, buffer] = (array.shape, array.dtype)
-        self._params = self._add_params(table)
-        self.memory = self.image.memory()
+                self._buffers[rank, buffer] = array
+        self._set_params(table, backend.pages)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> Array:
         """Return a view of a buffer of one rank, and of one layer if the buffer has layers."""
-        shape, dtype = self._shapes[rank, buffer]
-        start = self._buffers[rank, buffer]
-        size = int(np.prod(shape)) * dtype.itemsize
-        view: Array = self.memory[start : start + size].view(dtype).reshape(shape)[layer]
+        view: Array = self._buffers[rank, buffer][layer]
         return view
 
     def counters(self, rank: int) -> NDArray[np.int32]:
         """Return a view of a rank's counters, with shape [layers + 1, counters]."""
-        start = self._counters[rank]
-        count = self.program.total_counters
-        return self.memory[start : start + 4 * count].view(np.int32).reshape(self.dims.model.layers + 1, -1)
-
-    @property
-    def params(self) -> Any:
-        """Return the kernel parameters in the image. Changes to them apply to the next launch."""
-        return STRUCTURES["Params"].from_buffer(self.memory.data, self._params)
+        return self._counters[rank]
 
     @property
     def waits(self) -> list[stall.Wait]:
         """Return the waits that the watchdogs have recorded. These waits took too long."""
-        size = self._blocks * WARPS * stall.NOTE.itemsize
-        notes: Any = (ctypes.c_uint8 * size).from_address(self.params.diagnoses)
-        return stall.waits_of(self.program, np.frombuffer(notes, stall.NOTE), range(self.program.ranks))
-
-    def restore(self) -> None:
-        """Restore the contents that the memory had before the first launch."""
-        self.image.fill(self.memory)
+        return stall.waits_of(self.program, self._diagnoses, range(self.program.ranks))
 
     def run(self) -> str:
         """Run one launch, and return a description of what went wrong, or an empty string."""
         self.params.launch += 1
-        return self._launch(self.memory.ctypes.data + self._params)
+        return self._launch(self.params)
 
-    def _launch(self, params: int) -> str:
+    def _launch(self, params: Any) -> str:
         message = ctypes.create_string_buffer(_MESSAGE)
-        host_library(self.dims.worker.sms).mk_host_run(params, message, _MESSAGE)
+        host_library(self.dims.worker.sms).mk_host_run(ctypes.addressof(params), message, _MESSAGE)
         return message.value.decode()
 
     def execute(self, words: Records, layer: int, rank: int, table: StepTable) -> None:
@@ -153,63 +93,58 @@ class LaunchImage:
         params.step_words = table.words.ctypes.data
         params.segments, params.first_rank, params.ranks, params.workers = 1 << BODY, rank, 1, 1
         params.layer_begin, params.layer_end = layer, layer + 1
-        if said := self._launch(ctypes.addressof(params)):
+        if said := self._launch(params):
             raise AssertionError(said)
 
-    def _add_params(self, table: StepTable) -> int:
-        program, image, tp = self.program, self.image, self.program.ranks
-        self._blocks = blocks = tp * program.processors
-        lists = [program.prologue, program.body, program.epilogue, program.queues]
-        self._counters = [image.add(np.zeros(program.total_counters, np.int32)) for _ in range(tp)]
-        queues = max(program.rank_queues, 1) * self.dims.model.layers
-        claims = [image.add(np.zeros(queues, np.int32)) for _ in range(tp)]
-        strides = np.zeros((tp, len(BUFFERS)), np.int64)
-        for (rank, buffer), (shape, dtype) in self._shapes.items():
-            if BUFFERS[buffer].layered:
-                strides[rank, buffer] = int(np.prod(shape[1:])) * dtype.itemsize
-        ranks = [program.rank_dims(rank) for rank in range(tp)]
-        pointers = {
-            "dims": image.add(np.stack([dims_words(d) for d in ranks])),
-            "phases": image.add(np.stack([program.forward.words(d) for d in ranks])),
-            "counter_values": image.table(self._counters),
-            "claims": image.table(claims),
-            "buffers": image.table([self._buffers.get((rank, buffer), -1) for rank in range(tp) for buffer in BUFFERS]),
-            "layer_stride": image.add(strides),
-            "maps": self._add_maps(),
-            "step_words": image.add(table.words),
-            "abort": image.add(np.zeros(1, np.int32)),
-            "diagnoses": image.add(np.zeros(blocks * WARPS, stall.NOTE)),
-            "sample_scratch": image.add(np.zeros((blocks, 2, self.dims.model.vocab), np.float32)),
+    def _hold(self, array: Array) -> Array:
+        """Return a copy of an array, which lives as long as the image and is aligned."""
+        room = np.zeros(array.nbytes + _ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        copy: Array = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        self._held.append(copy)
+        return copy
+
+    def _set_params(self, table: StepTable, pages: int) -> None:
+        program, tp, layers = self.program, self.program.ranks, self.dims.model.layers
+        ranks, blocks = [program.rank_dims(rank) for rank in range(tp)], tp * program.processors
+        self._counters = [self._hold(np.zeros((layers + 1, program.counters), np.int32)) for _ in range(tp)]
+        self._diagnoses = self._hold(np.zeros(blocks * WARPS, stall.NOTE))
+        claims = [self._hold(np.zeros(max(program.rank_queues, 1) * layers, np.int32)) for _ in range(tp)]
+        addresses, strides = np.zeros((2, tp, len(BUFFERS)), np.int64)
+        for (rank, buffer), array in self._buffers.items():
+            addresses[rank, buffer] = array.ctypes.data
+            strides[rank, buffer] = array[0].nbytes * BUFFERS[buffer].layered
+        maps = np.zeros((tp, len(BUFFERS), MAPS, MAP_BYTES), np.uint8)
+        for rank, d in enumerate(ranks):
+            for place, layout in map_layouts(program.forward, d, pages).items():
+                maps[rank, *place, : MAP.itemsize] = host_map(layout, address=int(addresses[rank, place[0]]))
+        self.params = params = STRUCTURES["Params"]()
+        arrays = {
+            "dims": np.stack([dims_words(d) for d in ranks]),
+            "phases": np.stack([program.forward.words(d) for d in ranks]),
+            "counter_values": np.array([counters.ctypes.data for counters in self._counters]),
+            "claims": np.array([words.ctypes.data for words in claims]),
+            "buffers": addresses,
+            "layer_stride": strides,
+            "maps": maps,
+            "step_words": table.words,
+            "abort": np.zeros(1, np.int32),
+            "sample_scratch": np.zeros((blocks, 2, self.dims.model.vocab), np.float32),
         }
-        struct = STRUCTURES["Params"]
-        params = struct()
+        for name, array in arrays.items():
+            setattr(params, name, self._hold(array).ctypes.data)
+        params.diagnoses = self._diagnoses.ctypes.data
         params.ranks, params.workers = tp, program.workers
         params.counters, params.queues = program.counters, program.rank_queues
         params.synchronise = params.pipelined = 1
         params.mapped, params.mapped_everywhere = map_bits(program.forward, self.dims)
-        params.segments, params.layer_end = 7, self.dims.model.layers
-        at = image.add(np.frombuffer(bytes(params), np.uint8))
-        for name, target in pointers.items():
-            image.point(at + getattr(struct, name).offset, target)
-        for i, segment in enumerate(lists):
-            image.point(at + struct.records.offset + 8 * i, image.add(segment.records))
-            image.point(at + struct.offsets.offset + 8 * i, image.add(segment.offsets))
+        params.segments, params.layer_end = 7, layers
+        for i, segment in enumerate((program.prologue, program.body, program.epilogue, program.queues)):
+            params.records[i] = self._hold(segment.records).ctypes.data
+            params.offsets[i] = self._hold(segment.offsets).ctypes.data
         for i, totals in enumerate((program.totals_first, program.totals_middle, program.totals_last)):
-            image.point(at + struct.totals.offset + 8 * i, image.add(totals))
-        return at
-
-    def _add_maps(self) -> int:
-        maps = np.zeros((self.program.ranks, len(BUFFERS), MAPS, MAP_BYTES), np.uint8)
-        at = self.image.add(maps)
-        for rank in range(self.program.ranks):
-            d = self.program.rank_dims(rank)
-            for place, layout in map_layouts(self.program.forward, d, self._pages).items():
-                buffer = place[0]
-                maps[rank, *place, : MAP.itemsize] = host_map(layout)
-                self.image.point(
-                    at + np.ravel_multi_index((rank, *place), maps.shape[:3]) * MAP_BYTES, self._buffers[rank, buffer]
-                )
-        return at
+            params.totals[i] = self._hold(totals).ctypes.data
 
 
 def host_map(layout: MapLayout, *, address: int = 0) -> NDArray[np.uint8]:

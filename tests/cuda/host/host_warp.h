@@ -3,18 +3,13 @@
 // happen at once. Interleavings, memory order, fences and misuse of the hardware are checked where the
 // interpreter's PTX is executed (tests/cuda/ptx).
 #pragma once
-#include <setjmp.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-
 #include <deque>
-#include <functional>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 
 #include "../../../csrc/cuda/watchdog.h"
+#include "../fibres.h"
 #include "accumulators.h"
 #include "tensor_map.h"
 
@@ -22,72 +17,35 @@ namespace mk {
 
 class Fibres {
  public:
-  explicit Fibres(size_t most) : size_(kStackBytes * most) {
-    void* memory =
-        mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::runtime_error("cannot allocate memory for the fibres' stacks");
-    stacks_ = static_cast<char*>(memory);
-  }
+  explicit Fibres(size_t most) : size_(kStackBytes * most), stacks_(reserve(size_)) {}
   ~Fibres() { munmap(stacks_, size_); }
 
   void add(std::function<void()> body) {
-    Fibre& fibre = fibres_.emplace_back();
-    fibre.body = std::move(body);
-    getcontext(&fibre.start);
-    fibre.start.uc_stack.ss_sp = stacks_ + (fibres_.size() - 1) * kStackBytes;
-    fibre.start.uc_stack.ss_size = kStackBytes;
-    fibre.start.uc_link = nullptr;
-    const uint64_t self = reinterpret_cast<uint64_t>(this);
-    makecontext(&fibre.start, reinterpret_cast<void (*)()>(enter), 2, static_cast<unsigned>(self >> 32),
-                static_cast<unsigned>(self));
+    fibres_.emplace_back(stacks_ + fibres_.size() * kStackBytes, kStackBytes, std::move(body));
   }
   // Runs until all fibres have ended. Calls `stuck` when every fibre waits.
   void run(const std::function<void()>& stuck) {
+    moved_ = true;
     for (bool any = true; any;) {
+      if (!moved_) stuck();
       any = moved_ = false;
       for (Fibre& fibre : fibres_) {
-        if (fibre.ended) continue;
-        resume(fibre);
-        moved_ |= fibre.ended;
-        any |= !fibre.ended;
+        if (fibre.ended()) continue;
+        fibre.resume();
+        moved_ |= fibre.ended();
+        any |= !fibre.ended();
       }
-      if (any && !moved_) stuck();
     }
-  }
-  // Lets the other fibres run. The running fibre calls it again and again while it waits for something.
-  void pass() {
-    if (_setjmp(current_->here) == 0) _longjmp(home_, 1);
   }
   // Must be called after a change for which other fibres may wait.
   void moved() { moved_ = true; }
 
  private:
   static constexpr size_t kStackBytes = 128 << 10;
-  struct Fibre {
-    jmp_buf here;
-    ucontext_t start;
-    std::function<void()> body;
-    bool begun = false, ended = false;
-  };
-  void resume(Fibre& fibre) {
-    current_ = &fibre;
-    if (_setjmp(home_) != 0) return;
-    if (fibre.begun) _longjmp(fibre.here, 1);
-    fibre.begun = moved_ = true;
-    setcontext(&fibre.start);
-  }
-  static void enter(unsigned high, unsigned low) {
-    auto* self = reinterpret_cast<Fibres*>(uint64_t{high} << 32 | low);
-    self->current_->body();
-    self->current_->ended = true;
-    _longjmp(self->home_, 1);
-  }
 
   const size_t size_;
   char* stacks_;
   std::deque<Fibre> fibres_;
-  Fibre* current_ = nullptr;
-  jmp_buf home_;
   bool moved_ = false;
 };
 
@@ -153,7 +111,7 @@ class HostWarp {
 
   bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
     late_ = {&barrier, parity, where};
-    while (!aborted() && !passed(barrier, parity)) world_.fibres.pass();
+    while (!aborted() && !passed(barrier, parity)) Fibre::pass();
     if (!aborted()) late_ = {};
     return !aborted();
   }
@@ -161,7 +119,7 @@ class HostWarp {
     if (!aborted()) late_ = {&barrier, parity, where};
     while (!passed(barrier, parity)) {
       if (world_.leaving) return false;
-      world_.fibres.pass();
+      Fibre::pass();
     }
     if (!aborted()) late_ = {};
     return true;
@@ -225,7 +183,7 @@ class HostWarp {
       if (wanted.value == nullptr) continue;
       if (!aborted()) late_ = {wanted.value, 0, where};
       while (!aborted() && static_cast<int32_t>(static_cast<uint32_t>(*wanted.value) - wanted.target) < 0)
-        world_.fibres.pass();
+        Fibre::pass();
       if (aborted()) return false;
     }
     late_ = {};
@@ -260,7 +218,7 @@ class HostWarp {
       ++meeting.times;
       world_.fibres.moved();
     }
-    while (meeting.times == time && !world_.leaving) world_.fibres.pass();
+    while (meeting.times == time && !world_.leaving) Fibre::pass();
   }
   void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier, HostBlock& block) {
     const HostMap host = host_map(map);

@@ -10,7 +10,9 @@
 
 #include <algorithm>
 #include <array>
+#include <compare>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -24,70 +26,54 @@ constexpr int kLanes = 32;
 
 class Clock {
  public:
-  uint32_t common(uint32_t party) const { return party < common_.size() ? common_[party] : 0; }
   bool has(uint32_t party, uint32_t lane, uint32_t time) const {
-    if (time <= common(party)) return true;
-    const Lanes* lanes = find(party);
-    return lanes && time <= lanes->time[lane];
+    if (party < common_.size() && time <= common_[party]) return true;
+    const Later wanted{party * kLanes + lane, time};
+    const auto found = std::lower_bound(later_.begin(), later_.end(), wanted);
+    return found != later_.end() && found->thread == wanted.thread;
   }
   bool includes(const Clock& other) const {
-    for (uint32_t p = 0; p < other.common_.size(); ++p)
-      if (common(p) < other.common_[p]) return false;
-    for (const Lanes& o : other.lanes_)
-      for (uint32_t lane = 0; lane < kLanes; ++lane)
-        if (o.time[lane] > o.base && !has(o.party, lane, o.time[lane])) return false;
-    return true;
+    const size_t both = std::min(common_.size(), other.common_.size());
+    // The loops do not end early, so that the compiler makes vector instructions of them.
+    bool misses = false;
+    for (size_t p = 0; p < both; ++p) misses |= common_[p] < other.common_[p];
+    for (size_t p = both; p < other.common_.size(); ++p) misses |= other.common_[p] > 0;
+    return !misses && std::all_of(other.later_.begin(), other.later_.end(), [this](const Later& o) {
+      return has(o.thread / kLanes, o.thread % kLanes, o.time);
+    });
   }
   void include(const Clock& other) {
     if (common_.size() < other.common_.size()) common_.resize(other.common_.size());
-    for (uint32_t p = 0; p < other.common_.size(); ++p) common_[p] = std::max(common_[p], other.common_[p]);
-    for (const Lanes& o : other.lanes_) {
-      Lanes& own = lanes_of(o.party);
-      for (uint32_t lane = 0; lane < kLanes; ++lane) own.time[lane] = std::max(own.time[lane], o.time[lane]);
-    }
-    tidy();
+    for (size_t p = 0; p < other.common_.size(); ++p) common_[p] = std::max(common_[p], other.common_[p]);
+    add(other.later_);
   }
   void include(uint32_t party, uint32_t time) {
     if (common_.size() <= party) common_.resize(party + 1);
     common_[party] = std::max(common_[party], time);
-    tidy();
+    add({});
   }
-  void include_lane(uint32_t party, uint32_t lane, uint32_t time) {
-    lanes_of(party).time[lane] = std::max(lanes_of(party).time[lane], time);
-    tidy();
-  }
+  void include_lane(uint32_t party, uint32_t lane, uint32_t time) { add({{party * kLanes + lane, time}}); }
 
  private:
-  struct Lanes {
-    uint32_t party, base = 0;
-    std::array<uint32_t, kLanes> time{};
+  struct Later {
+    uint32_t thread, time;
+    auto operator<=>(const Later&) const = default;
   };
-  const Lanes* find(uint32_t party) const {
-    for (const Lanes& lanes : lanes_)
-      if (lanes.party == party) return &lanes;
-    return nullptr;
-  }
-  Lanes& lanes_of(uint32_t party) {
-    for (Lanes& lanes : lanes_)
-      if (lanes.party == party) return lanes;
-    lanes_.push_back({party});
-    return lanes_.back();
-  }
-  // Raises each warp's common time to the earliest time of its lanes. Drops lanes' times that add nothing.
-  void tidy() {
-    std::erase_if(lanes_, [this](Lanes& lanes) {
-      const auto [low, high] = std::minmax_element(lanes.time.begin(), lanes.time.end());
-      if (*low > common(lanes.party)) {
-        if (common_.size() <= lanes.party) common_.resize(lanes.party + 1);
-        common_[lanes.party] = *low;
-      }
-      lanes.base = common(lanes.party);
-      return *high <= lanes.base;
-    });
+  // Adds accesses of single lanes. Drops those that are no news.
+  void add(const std::vector<Later>& others) {
+    std::vector<Later> all;
+    all.reserve(later_.size() + others.size());
+    std::merge(later_.begin(), later_.end(), others.begin(), others.end(), std::back_inserter(all));
+    later_.clear();
+    for (size_t i = 0; i < all.size(); ++i) {
+      const uint32_t party = all[i].thread / kLanes;
+      const bool last = i + 1 == all.size() || all[i + 1].thread != all[i].thread;
+      if (last && (party >= common_.size() || all[i].time > common_[party])) later_.push_back(all[i]);
+    }
   }
 
-  std::vector<uint32_t> common_;
-  std::vector<Lanes> lanes_;
+  std::vector<uint32_t> common_;  // by party
+  std::vector<Later> later_;      // in order, one for each lane
 };
 
 // A clock that several threads share, and which therefore never changes. Null: it includes no access.
@@ -131,7 +117,6 @@ struct Seen {
 };
 
 inline Known with(const Known& known, uint32_t party, uint32_t time) {
-  if (known && known->common(party) >= time) return known;
   auto out = known ? std::make_shared<Clock>(*known) : std::make_shared<Clock>();
   out->include(party, time);
   return out;
@@ -142,7 +127,7 @@ struct Knowledge {
   Seen seen;
   uint32_t party, lane;  // of the warp, and of the thread
   uint32_t now = 1;      // time of the thread's accesses
-  uint32_t synced = 0;   // all accesses of the warp up to this time happen before the thread's next one
+  uint32_t synced = 0;   // `seen` includes all accesses of the warp up to this time
   bool touched = false;  // whether the thread has made an access at the time `now`
 
   bool has(uint32_t other, uint32_t other_lane, uint32_t time) const {
@@ -151,9 +136,8 @@ struct Knowledge {
   }
   // Returns a clock of all accesses before this point, also the thread's own, but none of its later ones.
   Known publish() {
-    Known out = with(seen.all, party, synced);
-    if (!touched && now == synced + 1) return out;
-    auto own = std::make_shared<Clock>(*out);
+    if (!touched && now == synced + 1) return seen.all;
+    auto own = seen.all ? std::make_shared<Clock>(*seen.all) : std::make_shared<Clock>();
     own->include_lane(party, lane, touched ? now : now - 1);
     if (touched) ++now;
     touched = false;
@@ -164,39 +148,22 @@ struct Knowledge {
 // -- the last accesses to memory
 
 struct Access {
-  bool write, async;
-  Scope scope;  // kNone: a weak access. Bulk additions count as strong accesses.
-  uint16_t site, task;
-  uint32_t party, lane, time;
-  bool global;
-};
-
-struct Stamp {
   uint32_t time = 0;  // 0: no access
   uint16_t party = 0, site = 0, task = 0;
-  uint8_t async : 1 = 0, scope : 3 = 0;
   uint8_t lane = 0;
-
-  Stamp() = default;
-  explicit Stamp(const Access& a)
-      : time(a.time),
-        party(static_cast<uint16_t>(a.party)),
-        site(a.site),
-        task(a.task),
-        async(a.async),
-        scope(a.scope),
-        lane(static_cast<uint8_t>(a.lane)) {}
+  bool write : 1 = false, async : 1 = false, global : 1 = false;
+  Scope scope : 4 = kNone;  // kNone: a weak access. Bulk additions count as strong accesses.
 };
 
 // Reads that several lanes of a warp make at the same time. `lanes` is a bit mask.
 struct Reader {
-  Stamp stamp;
+  Access access;
   uint32_t lanes = 0;
 };
 
 // The last write of a byte, and the reads since then, except those that happen before another of the reads.
 struct Cell {
-  Stamp write;
+  Access write;
   Reader reader;
   std::unique_ptr<std::vector<Reader>> more;
 };
@@ -207,8 +174,10 @@ class Shadow {
   template <class F>
   void for_cells(uint64_t address, uint32_t bytes, F&& f) {
     const uint64_t end = address + bytes;
+    Words* words = nullptr;
     for (uint64_t word = address / 4; word * 4 < end; ++word) {
-      Word& w = at(word);
+      if (!words || word % kWords == 0) words = &page_of(word);
+      Word& w = (*words)[word % kWords];
       const bool whole = word * 4 >= address && word * 4 + 4 <= end;
       if (whole && !w.bytes) {
         f(w.cell);
@@ -218,10 +187,6 @@ class Shadow {
       for (uint64_t byte = std::max(address, word * 4); byte < std::min(end, word * 4 + 4); ++byte)
         f((*w.bytes)[byte % 4]);
     }
-  }
-  void clear() {
-    pages_.clear();
-    cached_.fill({});
   }
 
  private:
@@ -240,7 +205,7 @@ class Shadow {
       if (word.cell.more) cell.more = std::make_unique<std::vector<Reader>>(*word.cell.more);
     }
   }
-  Word& at(uint64_t word) {
+  Words& page_of(uint64_t word) {
     const uint64_t page = word / kWords;
     auto& [number, words] = cached_[page % cached_.size()];
     if (!words || number != page) {
@@ -249,7 +214,7 @@ class Shadow {
       number = page;
       words = found.get();
     }
-    return (*words)[word % kWords];
+    return *words;
   }
 
   std::unordered_map<uint64_t, std::unique_ptr<Words>> pages_;

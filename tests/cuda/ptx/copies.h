@@ -7,15 +7,16 @@ namespace ptx {
 // Returns an asynchronous access that thread `t` starts. It is complete once `party` reaches `time`.
 inline Access async_access(const Thread& t, bool write, uint32_t party, uint32_t time, bool global,
                            Scope scope = kNone) {
-  return {write, true, scope, static_cast<uint16_t>(t.site), static_cast<uint16_t>(t.task), party,
-          0,     time, global};
+  Access out = access_at(t, write, scope, party, time);
+  out.lane = 0, out.async = true, out.global = global;
+  return out;
 }
 
 // Records an asynchronous access. The only accesses that happen before it are asynchronous ones that have
 // completed, and ordinary ones that a proxy fence separates from it.
 inline void touch_async(const Thread& t, const Access& access, uint64_t address, uint32_t bytes) {
   const Known& fenced = access.global ? t.knows->seen.global : t.knows->seen.shared;
-  world->touch(access, *t.block, address, bytes, [&](const Stamp& earlier, uint32_t lane) {
+  world->touch(access, *t.block, address, bytes, [&](const Access& earlier, uint32_t lane) {
     if (earlier.async) return t.knows->has(earlier.party, 0, earlier.time);
     return fenced && fenced->has(earlier.party, lane, earlier.time);
   });
@@ -78,6 +79,15 @@ inline void check_page(const Thread& t, uint32_t offset, const mk::HostMap& map)
 
 // -- loads
 
+inline std::string name_of(const Block& block, uint32_t barrier) {
+  static const char* const names[] = {"counter", "full",   "ready",   "empty",   "fetched",
+                                      "inputs",  "loaded", "outputs", "retired", "parted"};
+  const mk::BarrierName name = mk::name_of(*reinterpret_cast<const Memory*>(block.memory + kReserved),
+                                           *reinterpret_cast<const DeviceBarrier*>(block.memory + barrier));
+  return std::string("barrier ") + names[static_cast<int>(name.what)] + " " + std::to_string(name.slot) +
+         " of block " + std::to_string(block.index);
+}
+
 // Starts a load into a page of each of `blocks`. Each block's own mbarrier counts the bytes that arrive.
 // sources(f) calls f(address, bytes, offset in the page) for each range to read; fetch(page) copies them.
 template <class Sources, class Fetch>
@@ -87,6 +97,7 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
   for (Block* block : blocks) {
     Mbarrier& b = barrier_at(t, block->rank << 24 | offset_of(barrier), false);
     if (!b.fenced) world->fail(t, "an mbarrier is used for copies whose initialisation no fence follows");
+    if (!b.party) b.party = world->party(*block, "a copy for " + name_of(*block, offset_of(barrier)));
     if (block->live == 0) world->fail(t, "a bulk copy into the memory of a block that has ended");
     const auto overwritten = block->barriers.lower_bound(offset);
     if (overwritten != block->barriers.end() && overwritten->first < offset + bytes)
@@ -163,8 +174,12 @@ void Thread::store_box(uint64_t map, std::initializer_list<int32_t> at, int dime
   if (!check_shared(*this, offset, bytes)) return;
   if (add && box.map.item != 4) world->fail(*this, "an addition to elements that are not float32");
   if (warp->storer && warp->storer != this) world->fail(*this, "two lanes of a warp start bulk stores");
-  warp->storer = this;
   Warp* const w = warp;
+  if (!w->storer) {
+    w->storer = this;
+    w->read_party = world->party(*w, ", source of its bulk stores");
+    w->write_party = world->party(*w, ", its bulk stores");
+  }
   const size_t group = w->groups.size() - 1;
   const uint32_t time = static_cast<uint32_t>(group + 1);
   char* const page = block->memory + offset;
@@ -194,7 +209,7 @@ void Thread::store_box(uint64_t map, std::initializer_list<int32_t> at, int dime
 void Thread::commit_bulk() { warp->groups.emplace_back(); }
 
 void Thread::wait_bulk(uint32_t pending, bool read) {
-  if (warp->storer && warp->storer != this) return;
+  if (warp->storer != this) return;
   const size_t committed = warp->groups.size() - 1, end = committed - std::min<size_t>(pending, committed);
   const auto complete = [&] {
     return std::all_of(warp->groups.begin(), warp->groups.begin() + static_cast<ptrdiff_t>(end),

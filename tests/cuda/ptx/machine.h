@@ -9,6 +9,8 @@
 #include <limits>
 #include <type_traits>
 
+class Fibre;
+
 namespace ptx {
 
 // -- registers: an operand's type may differ from its register's
@@ -181,7 +183,7 @@ class Thread {
   Block* block;
   Warp* warp;
   Knowledge* knows;
-  void* stack = nullptr;   // the thread's Fibre, which keeps its registers while it does not run
+  Fibre* fibre = nullptr;  // keeps its registers while it does not run
   const char* waits = "";  // what it waits for; empty while it can run
   bool ended = false;
   uint32_t favour = 0;  // the scheduler prefers threads with a high value

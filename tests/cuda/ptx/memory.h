@@ -42,16 +42,15 @@ inline bool check_shared(const Thread& t, uint32_t offset, uint32_t bytes) {
 
 // -- loads, stores, atomics
 
+inline Access access_at(const Thread& t, bool write, Scope scope, uint32_t party, uint32_t time) {
+  Access out;
+  out.time = time, out.party = party, out.lane = t.lane;
+  out.site = t.site, out.task = t.task;
+  out.write = write, out.scope = scope;
+  return out;
+}
 inline Access access_by(const Thread& t, bool write, Scope scope) {
-  return {write,
-          false,
-          scope,
-          static_cast<uint16_t>(t.site),
-          static_cast<uint16_t>(t.task),
-          t.knows->party,
-          t.lane,
-          t.knows->now,
-          false};
+  return access_at(t, write, scope, t.knows->party, t.knows->now);
 }
 
 // Whether an address is in `late`, where each warp records the wait that holds it up. The lanes of a warp
@@ -82,7 +81,7 @@ inline char* access(Thread& t, uint64_t address, uint32_t bytes, bool write, Sco
   t.knows->touched = true;
   world->touch(
       access_by(t, write, scope), *t.block, address, bytes,
-      [&t](const Stamp& earlier, uint32_t lane) { return t.knows->has(earlier.party, lane, earlier.time); });
+      [&t](const Access& earlier, uint32_t lane) { return t.knows->has(earlier.party, lane, earlier.time); });
   return at;
 }
 
@@ -177,6 +176,7 @@ inline void settle(Mbarrier& b) {
   if (b.pending > 0 || b.bytes != 0) return;
   ++b.phase;
   b.pending = b.expected;
+  if (b.party) b.completed = with(nullptr, b.party, b.phase);
   for (int rank = 0; rank < kMaxCluster; ++rank) {
     for (int wide = 0; wide < 2; ++wide) {
       b.done[rank][wide].join(b.open[rank][wide]);
@@ -195,14 +195,6 @@ void Thread::init(uint32_t address, uint32_t arrivals) {
   if (block->barriers.contains(offset)) world->fail(*this, "an mbarrier is initialised twice");
   Mbarrier& b = block->barriers[offset] = {};
   b.expected = b.pending = arrivals;
-  const auto* memory = reinterpret_cast<const Memory*>(block->memory + kReserved);
-  const mk::BarrierName name =
-      mk::name_of(*memory, *reinterpret_cast<const DeviceBarrier*>(block->memory + offset));
-  static const char* const names[] = {"counter", "full",   "ready",   "empty",   "fetched",
-                                      "inputs",  "loaded", "outputs", "retired", "parted"};
-  b.party =
-      world->party(*block, std::string("a copy for barrier ") + names[static_cast<int>(name.what)] + " " +
-                               std::to_string(name.slot) + " of block " + std::to_string(block->index));
   knows->touched = true;
   b.init = access_by(*this, true, kNone);
 }
@@ -244,8 +236,7 @@ bool Thread::wait(uint32_t address, uint32_t parity, Scope scope, bool acquires)
     }
     if ((b.phase & 1) == parity) return false;
   }
-  Known completed = with(nullptr, b.party, b.phase);  // loads that have completed
-  if (b.phase > 0) knows->seen.all = join(knows->seen.all, completed);
+  knows->seen.all = join(knows->seen.all, b.completed);
   if (acquires) {
     for (uint32_t rank = 0; rank < static_cast<uint32_t>(kClusterBlocks); ++rank) {
       const bool own = rank == block->rank;

@@ -182,17 +182,18 @@ def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
 
 
 def aborted(kind: str, seeds: Iterable[int]) -> list[str]:
-    """Abort launches of a step, each at another moment. The last launch, which is not aborted, must be right."""
-    step, emulator = random_step(kind, 3), Emulator()
+    """Abort launches of a step, each at another moment. The last launch, which is not aborted, must be right. Only in
+    launches that are not aborted, races are errors."""
+    step, emulator = random_step(kind, 22), Emulator()
     if (said := step.difference()) or emulator.wrong:
         return [said or "", *emulator.wrong]
-    switches = emulator.switches
+    switches, emulator.schedule.races = emulator.switches, 0
     for seed in seeds:
         _schedule(emulator, seed)
         emulator.schedule.abort_at = 1 + int(np.random.default_rng(seed).integers(switches))
         with contextlib.suppress(MegakernelError):
             step.gpu.launch(step.program, step.table)
-    emulator.schedule.abort_at = 0
+    emulator.schedule.abort_at, emulator.schedule.races = 0, 1
     return [text for text in (step.difference(), *emulator.wrong) if text]
 
 
@@ -214,7 +215,7 @@ def varied(kind: str, **changes: Any) -> list[str]:
     emulator = Emulator(changes=changes)
     step = random_step(kind, 5, tp=1)
     step.gpu.ablation = changes.get("ablation", Ablation.NONE)
-    emulator.schedule.races = step.gpu.ablation is Ablation.NONE
+    emulator.schedule.races = emulator.regions = step.gpu.ablation is Ablation.NONE
     out = step.gpu.launch(step.program, step.table, trace="trace" in changes)
     if step.gpu.ablation is Ablation.NONE and (said := step.compare(out)):
         emulator.wrong.append(said)

@@ -5,7 +5,6 @@ in it."""
 
 import ctypes
 import functools
-import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpu
-from built_once import ROOT, WARNINGS, built_once, compiler, sources, version
+from built_once import ROOT, WARNINGS, built_once, compiler, run, sources, version
 from ptx_code import Translator
 from ptx_faults import FAULTS
 from ptx_regions import Regions
@@ -100,14 +99,14 @@ def built(build: Build) -> Path:
         assert not unused, f"faults that change nothing: {unused}"
 
     def compile_kernel(target: Path) -> None:
-        _run(*compiler(), *_FLAGS, "-w", "-O1", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target))
+        run([*compiler(), *_FLAGS, "-w", "-O1", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target)])
 
     def compile_runtime(target: Path) -> None:
-        flags = ["-O2", *_processor(), f"-DMK_SMS={build.sms}"]
-        _run(*compiler(), *_FLAGS, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(target))
+        flags = ["-O3", *_processor(), f"-DMK_SMS={build.sms}"]
+        run([*compiler(), *_FLAGS, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(target)])
 
     def link(target: Path) -> None:
-        _run(*compiler(), "-shared", str(kernel_object), str(runtime_object), "-o", str(target))
+        run([*compiler(), "-shared", str(kernel_object), str(runtime_object), "-o", str(target)])
 
     translation = b"".join((HERE / name).read_bytes() for name in ("ptx_table.py", "ptx_faults.py", "ptx_code.py"))
     source = built_once("kernel.cpp", f"{build}{ptx}".encode() + translation, translate)
@@ -128,19 +127,15 @@ def _processor() -> tuple[str, ...]:
     return tuple(f"-m{name}" for name in ("avx2", "fma") if name in known)
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
-
-
 @dataclass
 class Emulator:
     """Runs the launches of this process on the CPU. Each launch has another seed for the order of threads. `wrong`
     collects the errors of all launches, and `switches` is how often the last launch switched between threads. `changes`
-    are fields of `Build` to change."""
+    are fields of `Build` to change. `regions` says whether to compare accesses with what instructions declare."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(seed=1, races=1, limit=30_000_000))
     changes: dict[str, Any] = field(default_factory=dict)
+    regions: bool = True
     wrong: list[str] = field(default_factory=list)
     switches: int = 0
 
@@ -178,10 +173,10 @@ class Emulator:
         blocks = (ctypes.c_int32 * len(grids))(*(n for _, n in grids))
         said = ctypes.create_string_buffer(_SAID)
         self.schedule.seed += 1
-        regions = Regions(fake_gpu.Arguments(grids[0][0].contents)) if self.schedule.races else None
+        regions = Regions(fake_gpu.Arguments(grids[0][0].contents)) if self.regions else None
         self.schedule.regions = ctypes.addressof(regions) if regions else None
-        run = kernel(replace(build, **self.changes)).ptx_run
-        run.restype = ctypes.c_uint64
-        self.switches = run(params, blocks, len(grids), ctypes.byref(self.schedule), said, _SAID)
+        launch = kernel(replace(build, **self.changes)).ptx_run
+        launch.restype = ctypes.c_uint64
+        self.switches = launch(params, blocks, len(grids), ctypes.byref(self.schedule), said, _SAID)
         if said.value:
             self.wrong.append(said.value.decode())

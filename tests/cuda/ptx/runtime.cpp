@@ -15,12 +15,6 @@ constexpr uint64_t kIdleNs = 1'000'000;           // step of virtual time, which
 constexpr uint64_t kEndless = 1'000'000'000'000;  // a watchdog with a longer time limit counts as off
 constexpr int kIdleSteps = 300;                   // after so many steps, only a watchdog can end the launch
 
-char* reserve(size_t bytes) {
-  void* memory =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::runtime_error("cannot allocate memory for a launch");
-  return static_cast<char*>(memory);
-}
 }  // namespace
 
 // -- set-up
@@ -61,9 +55,6 @@ void World::make_threads(Block& block) {
         (w < mk::kConsumerWarp ? roles[w] : "consumer " + std::to_string(w - mk::kConsumerWarp)) + " of " +
         where;
     warp.party = party(block, role);
-    warp.read_party = party(block, role + ", source of its bulk stores");
-    warp.write_party = party(block, role + ", its bulk stores");
-    warp.wgmma_party = party(block, role + ", its wgmma");
     const uint32_t warp_favour = draw(1000);
     for (int lane = 0; lane < kLanes; ++lane) {
       Thread& thread = threads_.emplace_back();
@@ -76,14 +67,10 @@ void World::make_threads(Block& block) {
       thread.knows->party = warp.party;
       thread.knows->lane = thread.lane;
       thread.favour = schedule.unfair == 2 ? block_favour : warp_favour;
-      Fibre& fibre = fibres_.emplace_back();
-      thread.stack = &fibre;
-      getcontext(&fibre.start);
       // The tops of the stacks differ, so that the stacks do not all compete for the same lines of the cache.
-      fibre.start.uc_stack.ss_sp = stacks_ + (fibres_.size() - 1) * kStackBytes;
-      fibre.start.uc_stack.ss_size = kStackBytes - fibres_.size() % 61 * 64;
-      fibre.start.uc_link = nullptr;
-      makecontext(&fibre.start, enter, 0);
+      const size_t n = fibres_.size();
+      thread.fibre = &fibres_.emplace_back(stacks_ + n * kStackBytes, kStackBytes - (n + 1) % 61 * 64,
+                                           [this, &thread] { run_thread(thread); });
       warp.lanes[lane] = &thread;
       runnable_.push_back(&thread);
       ++live_;
@@ -93,30 +80,12 @@ void World::make_threads(Block& block) {
 
 // -- switches between threads
 
-void World::enter() {
-  Thread& thread = *world->current;
+void World::run_thread(Thread& thread) {
   kernel(thread);
   thread.ended = true;
-  --world->live_;
+  --live_;
   Block& block = *thread.block;
-  if (--block.live == 0 && block.copies > 0)
-    world->fail(thread, "its block ends while bulk copies use its memory");
-  world->leave();
-}
-
-void World::resume(Thread& thread) {
-  current = &thread;
-  ++switches;
-  auto& fibre = *static_cast<Fibre*>(thread.stack);
-  if (_setjmp(home_) != 0) return;
-  if (fibre.begun) _longjmp(fibre.here, 1);
-  fibre.begun = true;
-  setcontext(&fibre.start);
-}
-
-void World::leave() {
-  auto& fibre = *static_cast<Fibre*>(current->stack);
-  if (_setjmp(fibre.here) == 0) _longjmp(home_, 1);
+  if (--block.live == 0 && block.copies > 0) fail(thread, "its block ends while bulk copies use its memory");
 }
 
 // Chooses the next thread to run. Mostly, it is one of the 32 that became ready last: these are often lanes
@@ -198,7 +167,9 @@ std::string World::run() {
     if (schedule.abort_at && switches == schedule.abort_at) {
       for (Grid& grid : grids_) *grid.params->abort = 1;
     }
-    resume(choose());
+    current = &choose();
+    ++switches;
+    current->fibre->resume();
   }
   if (stuck) {
     std::map<std::string, int> where;
@@ -285,23 +256,24 @@ std::string World::name(const Thread& thread) const {
          kSites[thread.site] + " (" + where_name(tasks_[static_cast<size_t>(thread.task)]) + ")";
 }
 
-std::string World::name(const Stamp& stamp, uint32_t lanes) const {
+std::string World::name(const Access& access, uint32_t lanes) const {
   const std::string lane = lanes ? ", lane " + std::to_string(std::countr_zero(lanes)) : "";
-  return parties_[stamp.party].name + lane + ", at " + kSites[stamp.site] + " (" +
-         where_name(tasks_[stamp.task]) + ")";
+  return parties_[access.party].name + lane + ", at " + kSites[access.site] + " (" +
+         where_name(tasks_[access.task]) + ")";
 }
 
-void World::race(const Access& access, const Stamp& earlier, uint32_t lanes, bool wrote, uint64_t address) {
+void World::race(const Access& access, const Access& earlier, uint32_t lanes, uint64_t address) {
   // After an abort, races are no errors: warps run through their instructions without waiting for data.
   for (const Grid& grid : grids_)
     if (*grid.params->abort) return;
-  if (!races_.emplace(access.site, earlier.site, access.write, wrote).second) return;
+  if (!races_.emplace(access.site, earlier.site, access.write, earlier.write).second) return;
   const bool shared = block_at(address) != nullptr;
-  const auto kind = [](bool async) { return async ? " (asynchronous)" : ""; };
-  fail(std::string("race in ") + (shared ? "shared" : "global") +
-       " memory: " + (access.write ? "write" : "read") + kind(access.async) + " by " +
-       name(Stamp(access), 1u << access.lane) + "; earlier " + (wrote ? "write" : "read") +
-       kind(earlier.async) + " by " + name(earlier, earlier.async ? 0 : lanes));
+  const auto kind = [](const Access& a) {
+    return std::string(a.write ? "write" : "read") + (a.async ? " (asynchronous)" : "");
+  };
+  fail(std::string("race in ") + (shared ? "shared" : "global") + " memory: " + kind(access) + " by " +
+       name(access, 1u << access.lane) + "; earlier " + kind(earlier) + " by " +
+       name(earlier, earlier.async ? 0 : lanes));
 }
 
 namespace {

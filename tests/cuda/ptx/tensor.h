@@ -131,6 +131,7 @@ void Thread::wgmma(void* const* d, uint64_t a, uint64_t b, bool accumulate) {
         world->fail(*this, "the lanes of a warp pass different descriptors to wgmma");
     if (!warp->wgmma_fenced) world->fail(*this, "no wgmma.fence precedes the first wgmma of a group");
     compare_warpgroup(*this, a, b);
+    if (!warp->wgmma_party) warp->wgmma_party = world->party(*warp, ", its wgmma");
     static float left[16][16], right[16][128], sums[16][128];
     fetch(*this, operand_of(*this, a, 64), warp->index % 4 * 16, left);
     fetch(*this, operand_of(*this, b, 128), 0, right);
@@ -165,7 +166,10 @@ void Thread::wgmma_commit() {
 
 void Thread::wgmma_wait(uint32_t pending, void* const* registers) {
   meet(*this, "wgmma.wait_group", true, *this, [&](auto) {
-    warp->wgmma_done = std::max(warp->wgmma_done, warp->wgmma_groups - std::min(pending, warp->wgmma_groups));
+    const uint32_t done = warp->wgmma_groups - std::min(pending, warp->wgmma_groups);
+    if (done <= warp->wgmma_done) return;
+    warp->wgmma_done = done;
+    warp->multiplications = with(nullptr, warp->wgmma_party, done);
   });
   auto& results = warp->results[lane];
   for (; *registers; ++registers) {
@@ -178,7 +182,7 @@ void Thread::wgmma_wait(uint32_t pending, void* const* registers) {
     memcpy(*registers, &results[index].value, sizeof bits);
   }
   if (warp->wgmma_done == warp->wgmma_groups) results.clear();
-  if (warp->wgmma_done > 0) knows->seen.all = with(knows->seen.all, warp->wgmma_party, warp->wgmma_done);
+  knows->seen.all = join(knows->seen.all, warp->multiplications);
 }
 
 }  // namespace ptx

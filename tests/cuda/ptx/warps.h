@@ -44,6 +44,7 @@ inline void synchronise(Warp& warp) {
   const bool used = std::any_of(std::begin(warp.lanes), std::end(warp.lanes), [&](const Thread* lane) {
     return lane->knows->touched || lane->knows->now != lane->knows->synced + 1;
   });
+  if (used) seen.all = with(seen.all, warp.party, now);
   for (Thread* lane : warp.lanes) {
     Knowledge& k = *lane->knows;
     k.seen = seen;
@@ -94,9 +95,7 @@ void Thread::barrier(uint32_t index, uint32_t threads) {
     if (b.arrived > 0 && b.threads != threads)
       world->fail(*this, "warps pass different numbers of threads to a barrier");
     b.threads = threads;
-    Seen own = knows->seen;
-    own.all = with(own.all, warp->party, knows->synced);
-    b.seen.join(own);
+    b.seen.join(knows->seen);
     for (int i = 0; i < kLanes; ++i) *all[i] = b.turn;
     if ((b.arrived += kLanes) < threads) return;
     b.done = b.seen;

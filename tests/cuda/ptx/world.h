@@ -2,18 +2,13 @@
 // run. Each GPU thread is a fibre. Only one runs at a time, until it must wait for others; a seed decides
 // which one is next, and when an asynchronous copy happens.
 #pragma once
-#include <setjmp.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-
-#include <functional>
 #include <map>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 
 #include "../../../csrc/cuda/block.h"
+#include "../fibres.h"
 #include "../host/tensor_map.h"
 #include "clocks.h"
 #include "regions.h"
@@ -31,21 +26,16 @@ struct DeviceBarrier {
 };
 using Memory = mk::BlockMemory<DeviceBarrier>;
 
-struct Fibre {
-  jmp_buf here;
-  ucontext_t start;
-  bool begun = false;
-};
-
 using Threads = std::vector<Thread*>;
 
 // An mbarrier. `open` has the accesses that the current phase's arrivals release, by block and by scope
 // (block, cluster); `done` has those of all earlier phases.
 struct Mbarrier {
-  uint32_t expected, pending, party;
+  uint32_t expected, pending, party = 0;  // 0: no copy has used it yet
   int64_t bytes = 0;
   uint32_t phase = 0;
   Seen open[kMaxCluster][2], done[kMaxCluster][2];
+  Known completed;  // copies of earlier phases
   Access init;
   bool fenced = false;  // whether fence.mbarrier_init has followed
   Threads waiting;
@@ -74,11 +64,12 @@ struct Warp {
   Thread* lanes[kLanes];
   Meeting meeting;
   uint32_t registers = kLaunchRegisters;
-  uint32_t party, read_party, write_party, wgmma_party;
+  uint32_t party, read_party, write_party, wgmma_party = 0;  // 0: there is none yet
   Thread* storer = nullptr;
   std::vector<BulkGroup> groups{1};  // the last group is not committed yet
   bool wgmma_fenced = false;
   uint32_t wgmma_groups = 0, wgmma_done = 0;  // committed, waited for
+  Known multiplications;                      // the accesses of the groups that were waited for
   struct Result {
     float value;
     uint32_t group;
@@ -161,11 +152,11 @@ class World {
   // Lets others run until something wakes the thread, which must be in a list of waiting threads.
   void block(const char* what) {
     current->waits = what;
-    leave();
+    Fibre::pass();
   }
   void yield() {
     ready(*current);
-    leave();
+    Fibre::pass();
   }
   void sometimes_yield(uint32_t one_in) {
     if (draw(one_in) == 0) yield();
@@ -176,11 +167,14 @@ class World {
   }
   void fail(const Thread& thread, const std::string& text) { fail(name(thread) + ": " + text); }
   std::string name(const Thread& thread) const;
-  std::string name(const Stamp& stamp, uint32_t lanes) const;
+  std::string name(const Access& access, uint32_t lanes) const;
 
   uint32_t party(Block& block, const std::string& name) {
     parties_.push_back({&block, name});
     return static_cast<uint32_t>(parties_.size() - 1);
+  }
+  uint32_t party(const Warp& warp, const std::string& part) {
+    return party(*parties_[warp.party].block, parties_[warp.party].name + part);
   }
   int32_t task_of(const mk::Where& where);
   bool is_in(mk::Buffer buffer, uint64_t address) const {
@@ -195,7 +189,7 @@ class World {
   template <class F>
   bool for_declared(const Thread& thread, int64_t kinds, uint64_t address, uint32_t bytes, F&& f) const;
   // Records an access, and reports a race if it conflicts with an earlier access that is not known to happen
-  // before it. before(stamp, lane) says whether an earlier access happens before this one.
+  // before it. before(access, lane) says whether an earlier access happens before this one.
   template <class Before>
   void touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before);
   Block* block_at(uint64_t generic) {
@@ -221,12 +215,10 @@ class World {
   std::pair<const Region*, const Region*> declared(const Thread& thread) const;
   void make_blocks();
   void make_threads(Block& block);
-  static void enter();
-  void resume(Thread& thread);
-  void leave();
+  void run_thread(Thread& thread);
   Thread& choose();
   bool pass_time();
-  void race(const Access& access, const Stamp& earlier, uint32_t lanes, bool wrote, uint64_t address);
+  void race(const Access& access, const Access& earlier, uint32_t lanes, uint64_t address);
   void note_ends();
 
   std::vector<Grid>& grids_;
@@ -239,7 +231,6 @@ class World {
   uint64_t random_ = 0;
   Threads runnable_;
   std::vector<std::function<void()>> copies_;
-  jmp_buf home_;
   int live_ = 0, idle_ = 0;
   std::set<std::string> failures_;
   std::set<std::tuple<int, int, bool, bool>> races_;  // races already reported, by their code sites
@@ -288,46 +279,48 @@ inline bool includes(Scope scope, const Block& a, const Block& b) {
 template <class Before>
 void World::touch(const Access& access, Block& block, uint64_t address, uint32_t bytes, Before&& before) {
   if (!schedule.races) return;
-  const Stamp own(access);
-  const auto strong = [&](const Stamp& other) {
+  const auto strong = [&](const Access& other) {
     Block& there = *parties_[other.party].block;
     return access.scope != kNone && other.scope != kNone && includes(access.scope, block, there) &&
-           includes(static_cast<Scope>(other.scope), there, block);
+           includes(other.scope, there, block);
   };
   const auto read_before = [&](const Reader& reader) {
     for (uint32_t left = reader.lanes; left; left &= left - 1)
-      if (!before(reader.stamp, static_cast<uint32_t>(std::countr_zero(left)))) return false;
+      if (!before(reader.access, static_cast<uint32_t>(std::countr_zero(left)))) return false;
     return true;
   };
   shadow_.for_cells(address, bytes, [&](Cell& cell) {
     if (cell.write.time && !before(cell.write, cell.write.lane) && !strong(cell.write))
-      race(access, cell.write, 1u << cell.write.lane, true, address);
+      race(access, cell.write, 1u << cell.write.lane, address);
     if (access.write) {
       const auto check = [&](const Reader& reader) {
-        if (reader.stamp.time && !read_before(reader) && !strong(reader.stamp))
-          race(access, reader.stamp, reader.lanes, false, address);
+        if (reader.access.time && !read_before(reader) && !strong(reader.access))
+          race(access, reader.access, reader.lanes, address);
       };
       check(cell.reader);
       if (cell.more)
         for (const Reader& reader : *cell.more) check(reader);
-      cell.write = own;
+      cell.write = access;
       cell.reader = {};
-      cell.more.reset();
+      if (cell.more) cell.more->clear();  // its memory is used again
       return;
     }
-    const auto same = [&](const Stamp& s) {
-      return s.time == own.time && s.party == own.party && s.async == own.async && s.scope == own.scope;
+    const auto same = [&](const Access& a) {
+      return a.time == access.time && a.party == access.party && a.async == access.async &&
+             a.scope == access.scope;
     };
-    const auto replaceable = [&](const Reader& r) { return r.stamp.async == own.async && read_before(r); };
-    const Reader mine{own, 1u << access.lane};
-    if (same(cell.reader.stamp)) {
+    const auto replaceable = [&](const Reader& r) {
+      return r.access.async == access.async && read_before(r);
+    };
+    const Reader mine{access, 1u << access.lane};
+    if (same(cell.reader.access)) {
       cell.reader.lanes |= mine.lanes;
-    } else if (!cell.reader.stamp.time || replaceable(cell.reader)) {
+    } else if (!cell.reader.access.time || replaceable(cell.reader)) {
       cell.reader = mine;
     } else {
       if (!cell.more) cell.more = std::make_unique<std::vector<Reader>>();
       for (Reader& reader : *cell.more) {
-        if (!same(reader.stamp)) continue;
+        if (!same(reader.access)) continue;
         reader.lanes |= mine.lanes;
         return;
       }
