@@ -1,7 +1,8 @@
 """Builds the native core, the C++ part of the package. All other settings of the build are in pyproject.toml.
 
 The core is a plain shared library with a C interface that ctypes loads, so it needs no Python headers. `kernels.cpp` is
-compiled once per SIMD path, and the path is chosen at run time. The environment variable CXX names another
+compiled once per SIMD path, and the path is chosen at run time. The other files of its folder are compiled as one,
+because most of the time of a small file goes to the headers that they share. The environment variable CXX names another
 compiler, and MEGAKERNEL_WERROR=1 makes warnings errors.
 """
 
@@ -24,6 +25,7 @@ FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall
 # -ffp-contract=fast: the compiler must use fused multiply-adds, because the specified results have one rounding, not
 # two, for each product that is added to a sum.
 KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+KERNELS = Path("csrc/cpu/kernels.cpp").resolve()
 SIMD = {"portable": (4, [])}
 if platform.machine().lower() in ("x86_64", "amd64"):
     SIMD["avx2"] = (8, ["-mavx2", "-mfma", "-mf16c"])
@@ -54,15 +56,16 @@ class BuildNative(build_ext):
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        jobs: list[tuple[str, list[str], Path]] = []
-        for source in ext.sources:
-            if not source.endswith("kernels.cpp"):
-                jobs.append((source, [], objects / f"{Path(source).stem}.o"))
-                continue
-            for name, (lanes, simd_flags) in SIMD.items():
-                defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
-                jobs.append((source, KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
-        jobs.sort(key=lambda job: -len(job[1]))  # compile the kernels first, because they take longest
+        sources = [Path(source).resolve() for source in ext.sources]
+        together = objects / "interpreter.cpp"
+        small = [path for path in sources if path.parent.name == "cpu" and path != KERNELS]
+        together.write_text("".join(f'#include "{path}"\n' for path in small))
+        jobs: list[tuple[Path, list[str], Path]] = []
+        for name, (lanes, simd_flags) in reversed(SIMD.items()):  # first what takes longest
+            defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
+            jobs.append((KERNELS, KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
+        for source in [together, *(path for path in sources if path.parent.name != "cpu")]:
+            jobs.append((source, [], objects / f"{source.stem}.o"))
 
         def run(command: list[str]) -> None:
             result = subprocess.run(command, capture_output=True, text=True)
@@ -71,7 +74,7 @@ class BuildNative(build_ext):
                 raise SystemExit(f"building the native library failed: {' '.join(command)}")
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: run([*cxx, *flags, *job[1], "-c", job[0], "-o", str(job[2])]), jobs))
+            list(pool.map(lambda job: run([*cxx, *flags, *job[1], "-c", str(job[0]), "-o", str(job[2])]), jobs))
         run([*cxx, "-shared", "-pthread", *(str(job[2]) for job in jobs), "-o", str(target)])
 
 

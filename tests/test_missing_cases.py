@@ -29,7 +29,7 @@ def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
 
     def make(target: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            for part in ("csrc", "tests/cuda/host"):
+            for part in ("csrc", "tests/cuda"):
                 shutil.copytree(ROOT / part, Path(folder) / part)
             header = Path(folder) / "csrc" / "common" / "isa.h"
             text = header.read_text()

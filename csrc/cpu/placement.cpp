@@ -9,11 +9,7 @@
 
 namespace mk {
 
-namespace {
-
 enum class Move : int { kNone, kBegun, kDone };
-
-}  // namespace
 
 // What is known of one thread of the pool, and the state of its move to another core.
 struct alignas(64) Placement::Place {

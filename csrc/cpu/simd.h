@@ -6,6 +6,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "kernels.h"
@@ -332,6 +334,14 @@ class ByteSums {
     } else {
       asm("" : "+x"(narrow_));
     }
+#elif defined(__SSE2__)
+    // Without AVX2, the only fast multiplication is of 16-bit integers, so the bytes are widened first: those
+    // at odd places, then those at even places.
+    typedef int16_t I16 __attribute__((vector_size(4 * MK_LANES)));
+    const I16 w = (I16)weights, a = (I16)x;
+    wide_ += (I32)_mm_madd_epi16((__m128i)(w >> 8), (__m128i)(a >> 8));
+    wide_ += (I32)_mm_madd_epi16((__m128i)(w << 8 >> 8), (__m128i)(a << 8 >> 8));
+    (void)j;
 #else
     MK_UNROLL for (int b = 0; b < 4; ++b) {
       const I32 w = kBits == 8 ? (I32)(weights << (24 - 8 * b)) >> 24 : (I32)(weights >> (8 * b) & 0xFF);
