@@ -20,6 +20,7 @@ COMPILED = {
     "cuda": ("tests/cuda/host/host.cpp", ["-std=c++20", *FLAGS]),
     "cpu": ("csrc/cpu/kernels.cpp", [*ast.literal_eval(_BUILD[1]), "-DMK_SIMD=portable", "-DMK_LANES=4"]),
 }
+PARTS = ("csrc", "tests/cuda")  # folders of the repository with all that the sources include
 
 
 def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
@@ -29,7 +30,7 @@ def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
 
     def make(target: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            for part in ("csrc", "tests/cuda"):
+            for part in PARTS:
                 shutil.copytree(ROOT / part, Path(folder) / part)
             header = Path(folder) / "csrc" / "common" / "isa.h"
             text = header.read_text()
@@ -42,7 +43,7 @@ def complaints(interpreter: str, enums: Sequence[str]) -> dict[str, set[str]]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         target.write_text(done.stderr)
 
-    content = " ".join((version(), *enums, source, *flags)).encode() + sources(ROOT)
+    content = " ".join((version(), *PARTS, *enums, source, *flags)).encode() + sources(ROOT)
     errors = built_once("complaints", content, make).read_text()
     found = re.findall(r"(\w+\.\w+):\d+:\d+: error: (.*)", errors)
     assert all("not handled" in error for _, error in found), errors
