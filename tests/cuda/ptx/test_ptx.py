@@ -51,6 +51,7 @@ CHECKS: dict[str, Callable[[str], object]] = {
     "steps": lambda kind: ptx_steps.run(kind, range(RUNS) if RUNS else SEEDS[kind]),
     "aborts": lambda kind: ptx_steps.aborted(kind, range(RUNS or 20)),
     "doctor": ptx_steps.checked,
+    "answer": ptx_steps.answered,
     "faults": lambda kind: ptx_steps.found(kind, () if RUNS else SAMPLE),
     "trace": lambda kind: ptx_steps.varied(kind, trace=True),
     "no copies": lambda kind: ptx_steps.varied(kind, ablation=Ablation.COPIES),
@@ -78,6 +79,12 @@ def check(name: str, kind: str, *builds: Build) -> object:
 )
 def test_nothing_is_wrong(name: str, kind: str) -> None:
     assert check(name, kind) == []
+
+
+@pytest.mark.slow
+def test_the_default_model_answers() -> None:
+    pytest.importorskip("gguf")
+    assert check("answer", "dots") == []
 
 
 @pytest.mark.slow
