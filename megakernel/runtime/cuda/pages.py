@@ -24,8 +24,7 @@ attention  An attention item has query rows of one sequence and a range of its K
            query tiles, called units. A unit has QUERY_TILE (row, head) pairs that use one KV head, or one of two parts
            of it if heads have more than HEAD_PART elements. The thread block computes UNITS units at a time, in one
            pass over the KV blocks. For each KV block and KV head of a pass, there are K pages, then V pages, each with
-           up to 64 elements per token. Items that only pad the list of
-           items take one empty page.
+           up to 64 elements per token. Items that only pad the list of items take one empty page.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
     """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
     of_head = head_units(item_rows, dims)
     units = of_head * item_kv_heads
-    # A thread block computes UNITS units in one pass over an item's KV blocks. Each pass loads all KV
-    # heads that its units use. If two passes use the same KV head, it is loaded twice.
+    # A thread block computes UNITS units in one pass over an item's KV blocks. Each pass loads all KV heads that its
+    # units use. If two passes use the same KV head, it is loaded twice.
     heads = [
         np.where(first < units, (np.minimum(first + UNITS, units) - 1) // of_head - first // of_head + 1, 0)
         for first in range(0, int(units.max(initial=0)), UNITS)

@@ -17,10 +17,9 @@ from ptx_code import Translator
 from ptx_faults import FAULTS
 from ptx_regions import Regions
 
-from megakernel.isa import DIM_FIELDS, Units
+from megakernel.isa import DIM_FIELDS, Dims, Units
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
-from megakernel.runtime.cuda.pages import HEAD_PART
 from megakernel.runtime.cuda.params import STRUCTURES
 
 HERE = Path(__file__).parent
@@ -152,12 +151,11 @@ class Emulator:
         with self._changed:
             self._grids.append((params, blocks))
             kinds = [(name, "<f4" if kind is float else "<i4") for name, kind in DIM_FIELDS]
-            dims = fake_gpu.view(params.contents.dims, (1,), kinds)[0]
-            if sum(grid.contents.ranks for grid, _ in self._grids) == dims["tp"]:
+            sizes = fake_gpu.view(params.contents.dims, (1,), kinds)[0]
+            if sum(grid.contents.ranks for grid, _ in self._grids) == sizes["tp"]:
                 try:
-                    wide = bool(dims["head_dim"] > HEAD_PART or dims["whole_norms"])
-                    units, experts = Units(int(dims["units"])), bool(dims["experts"])
-                    self._run(Build(False, units, int(dims["sms"]), experts=experts, wide=wide), self._grids)
+                    dims = Dims.of(**{name: sizes[name].item() for name, _ in DIM_FIELDS})
+                    self._run(Build.of(dims), self._grids)
                 except BaseException as e:
                     self.wrong.append(repr(e))
                 self._grids = []
