@@ -92,6 +92,14 @@ def test_slow_settings_are_tried_once() -> None:
     assert [settings["a"] for _, settings in peer.asked] == [4, 4, 2, 3.5, 3.5]
 
 
+def test_long_runs_are_tried_once() -> None:
+    peer = Scripted()
+    peer.extra = 18.5  # the combinations take 20.5, 22.5 and 19.5 seconds
+    peer.settings = lambda phase: ({"a": 4, "b": 1}, [{"a": 2}, {"a": 8}])  # type: ignore[method-assign]
+    Contest(peer, Trial(1, 100, 16), ("decode",)).search(lambda *_: None)
+    assert [settings["a"] for _, settings in peer.asked] == [4, 2, 8, 8]
+
+
 def test_medians_spreads_and_ratios() -> None:
     peer = Scripted()
     contest = Contest(peer, Trial(1, 100, 16), ("decode", "prefill"))

@@ -14,9 +14,10 @@ from megakernel.errors import MegakernelError
 Timed = Literal["prefill", "decode", "batch"]
 Settings = dict[str, Any]
 
-# The search runs each combination of settings twice, and the faster run counts. If the first run takes longer than the
-# best combination by this factor, there is no second run.
+# The search runs each combination of settings twice, and the faster run counts. There is no second run if the first one
+# takes so many times as long as the best combination, or so many seconds that short disturbances hardly change it.
 _MUCH_LONGER = 1.3
+_LONG = 20.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ class Contest:
             self._best[phase] = best
 
     def _try(self, phase: Timed, settings: Settings, least: float = math.inf) -> float:
-        """Return the seconds of the faster of two runs, where `least` is the best combination's time."""
+        """Return the seconds of the fastest run, where `least` is the best combination's time."""
         seconds = self.peer.seconds(phase, settings)
-        if seconds < _MUCH_LONGER * least:
+        if seconds < min(_MUCH_LONGER * least, _LONG):
             seconds = min(seconds, self.peer.seconds(phase, settings))
         rate = self._work.tokens(phase) / seconds
         self._search.append({"phase": phase, "settings": settings, "tokens_per_s": rate})
