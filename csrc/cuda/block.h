@@ -102,7 +102,10 @@ struct Page {
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }
 
 // Tells the loaders that `count` consumer warps of the block no longer need the page in slot `slot` of the
-// ring.
+// ring. It arrives `count` times and not once with a count. With two SMs per worker, warps that release the
+// slot's next page may already arrive at the other SM's barrier between this warp's two calls. Then the phase
+// completes before all of this warp's arrivals, and the rest count for the next phase. A single arrival that
+// exceeds its phase would break the barrier.
 template <class P>
 MK_FN void release_page(P& p, Block<P>& block, int slot, int count = 1) {
   p.arrive(block.empty[slot], count);

@@ -144,7 +144,7 @@ class Controller {
           next = choose_rows(p_, Routes(params_, block_.dims), task, done);
         }
       }
-      p_.hand_over_at(sm, slot.fetched);
+      p_.arrive_at(sm, slot.fetched);
     }
     if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
     ++published_;

@@ -91,25 +91,14 @@ class Device {
   }
   MK_DEVICE void arrive(Barrier& b, int count = 1) {
     __syncwarp();
-    if (lane_ == 0)
-      asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(at(b)),
-                   "r"(count)
+    if (lane_ < count)
+      asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared::cta.b64 s, [%0]; }" ::"r"(at(b))
                    : "memory");
   }
   MK_DEVICE void arrive_at(int sm, Barrier& b, int count = 1) {
     if constexpr (kSms == 1) return arrive(b, count);
     __syncwarp();
-    if (lane_ == 0)
-      asm volatile(
-          "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-          " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there], %2; }" ::"r"(at(b)),
-          "r"(sm), "r"(count)
-          : "memory");
-  }
-  MK_DEVICE void hand_over_at(int sm, Barrier& b) {
-    if constexpr (kSms == 1) return arrive(b);
-    __syncwarp();
-    if (lane_ == 0)
+    if (lane_ < count)
       asm volatile(
           "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
           " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(at(b)),

@@ -95,7 +95,7 @@ MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
   const int own = sm_of(block), other = kSms - 1 - own;
   MK_UNROLL for (int sm = 0; sm < kSms; ++sm) {
     if (p.lane() == 0) p.at_sm(sm, block).passed[own][loader] = page;
-    p.hand_over_at(sm, block.parted);
+    p.arrive_at(sm, block.parted);
   }
   if (!p.wait_always(block.parted, 0)) return;
   uint32_t last = page;

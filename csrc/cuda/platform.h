@@ -27,13 +27,11 @@
 //                                            does the same as wait(), but keeps waiting after an abort.
 //                                            Returns false if the phase is still incomplete long after the
 //                                            abort, when it can no longer complete
-//   void arrive(Barrier&, int count = 1)     arrives, and releases the warp's earlier writes at block scope
+//   void arrive(Barrier&, int count = 1)     arrives, and releases the warp's earlier writes at block scope.
+//                                            The first `count` lanes arrive once each
 //   void arrive_at(int sm, Barrier&, int count = 1)
-//                                            arrives at the same barrier in the shared memory of SM `sm` of
-//                                            the worker. After that, SM `sm` may overwrite the data that
-//                                            this warp has read
-//   void hand_over_at(int sm, Barrier&)      arrives like arrive_at, and also releases the warp's earlier
-//                                            writes to both blocks
+//                                            does the same at the copy of the barrier in SM `sm` of the
+//                                            worker, and releases the warp's earlier writes to both blocks
 //   T& at_sm(int sm, T&)                     returns the same object in the shared memory of SM `sm` of the
 //                                            worker
 //   void expect(Barrier&, uint32_t bytes)    arrives once. The phase then completes only after loads have

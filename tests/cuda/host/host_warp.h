@@ -127,10 +127,11 @@ class HostWarp {
   void arrive(Barrier& barrier, int count = 1) { arrive_at(sm_of(block_.memory), barrier, count); }
   void arrive_at(int sm, Barrier& barrier, int count = 1) {
     Barrier& there = at_sm(sm, barrier);
-    there.pending -= count;
-    block_.sms[sm]->settle(there);
+    for (int i = 0; i < count; ++i) {
+      --there.pending;
+      block_.sms[sm]->settle(there);
+    }
   }
-  void hand_over_at(int sm, Barrier& barrier) { arrive_at(sm, barrier); }
   template <class T>
   T& at_sm(int sm, T& here) {
     const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&block_.memory);

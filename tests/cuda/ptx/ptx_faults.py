@@ -34,9 +34,9 @@ tensor
   waits for counters acquire nothing  device.cuh: load_acquire(need.value  ld\.acquire  ld.relaxed
   waits for barriers acquire nothing  device.cuh: bool held = try_wait<kBlocks>(b, parity)  parity\.acquire  parity.relaxed
   arrivals at ready release nothing  pages.h: p_.arrive(block_.ready  arrive\.release  arrive.relaxed
-  the controller's arrivals release nothing  controller.h: p_.hand_over_at(sm, slot.fetched)  arrive\.release  arrive.relaxed
+  the controller's arrivals release nothing  controller.h: p_.arrive_at(sm, slot.fetched)  arrive\.release  arrive.relaxed
   no syncwarp before an output page is ready  pages.h: p_.arrive(block_.ready  bar\.warp\.sync
-  no syncwarp before a task is handed over  controller.h: p_.hand_over_at(sm, slot.fetched)  bar\.warp\.sync
+  no syncwarp before a task is handed over  controller.h: p_.arrive_at(sm, slot.fetched)  bar\.warp\.sync
   no syncwarp after waits for an item's counters  loaders.h: wait_item(p, params, block.dims  bar\.warp\.sync
   no syncwarp after waits for stores  storer.h: if (stored) p.wait_stores()  bar\.warp\.sync
   neither consumers nor loaders of attention fence  attention.h: p_.fence_async()  fence\.proxy\.async
@@ -69,7 +69,7 @@ tensor
   consumers ask for more registers  megakernel.cu: setmaxnreg.inc  224  232
   service warps keep more registers  megakernel.cu: setmaxnreg.dec  56  64
 pairs
-  tasks are handed over at block scope  controller.h: p_.hand_over_at(sm, slot.fetched)  release\.cluster  release.cta
+  tasks are handed over at block scope  controller.h: p_.arrive_at(sm, slot.fetched)  release\.cluster  release.cta
   blocks end apart  megakernel.cu: if constexpr (kSms > 1) p.sync_block()  barrier\.cluster
   weights are loaded for one block only  loaders.h: p.load_tile_for_all(  (cp\S+)\.multicast::cluster (.*), \S+$  \1 \2
   a page is released only in its own block  block.h: p.arrive_at(1 - sm_of(block), block.empty[slot], count)  mbarrier\.arrive
