@@ -89,7 +89,8 @@ inline std::string name_of(const Block& block, uint32_t barrier) {
 }
 
 // Starts a load into a page of each of `blocks`. Each block's own mbarrier counts the bytes that arrive.
-// sources(f) calls f(address, bytes, offset in the page) for each range to read; fetch(page) copies them.
+// sources(f) calls f(address, bytes, offset in the page, whether it may be used) for each range to read;
+// fetch(page) copies them.
 template <class Sources, class Fetch>
 inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, uint32_t bytes,
                  uint32_t barrier, bool swizzled, Sources&& sources, Fetch&& fetch) {
@@ -109,8 +110,9 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
     // and NaN times 0 is NaN.
     std::vector<bool> unused(bytes);
     bool any = false, values = false;
-    sources([&](uint64_t from, uint32_t size, uint32_t place) {
+    sources([&](uint64_t from, uint32_t size, uint32_t place, bool used) {
       std::fill_n(unused.begin() + place, size, true);
+      if (!used) return;
       any |= world->for_declared(t, kReads | kLoads, from, size, [](uint64_t, uint32_t) {});
       world->for_declared(t, kReads, from, size, [&](uint64_t part, uint32_t length) {
         touch_async(t, async_access(t, false, b.party, b.phase + 1, true), part, length);
@@ -134,6 +136,16 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
   }
 }
 
+// Whether a row of a box belongs to the box's KV head. Boxes of keys have whole multiples of 16 rows, one for
+// each element of the head. Below the last element may follow those of another head, or of another KV page,
+// which another attention item may use.
+inline bool in_head(const Thread& t, const Box& box, uint32_t place) {
+  if (!world->is_in(mk::Buffer::K_CACHE, reinterpret_cast<uint64_t>(box.map.base))) return true;
+  const int head = reinterpret_cast<const Memory*>(t.block->memory + kReserved)->dims.head_dim;
+  const int row = static_cast<int>(place) / (box.map.box[0] * box.map.item) % box.map.box[1];
+  return box.corner.at[1] % head + row < head;
+}
+
 void Thread::load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> at, int dimensions,
                       uint32_t barrier, uint16_t mask) {
   const Box box = box_of(*this, map, at, dimensions);
@@ -146,7 +158,11 @@ void Thread::load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> 
   if (mask >> kClusterBlocks) world->fail(*this, "a multicast to blocks outside the cluster");
   load(
       *this, blocks, offset_of(to), box.map.bytes(), barrier, box.map.swizzled,
-      [&](const auto& each) { for_rows(box, each); },
+      [&](const auto& each) {
+        for_rows(box, [&](uint64_t from, uint32_t size, uint32_t place) {
+          each(from, size, place, in_head(*this, box, place));
+        });
+      },
       [box](char* page) { mk::load_box(page, box.map, box.corner); });
 }
 
@@ -155,7 +171,7 @@ void Thread::load_bytes(uint32_t to, uint64_t from, uint32_t bytes, uint32_t bar
     return world->fail(*this, "a misaligned bulk copy");
   load(
       *this, {&block_of(*this, to)}, offset_of(to), bytes, barrier, false,
-      [&](const auto& each) { each(from, bytes, 0); },
+      [&](const auto& each) { each(from, bytes, 0, true); },
       [=](char* page) { memcpy(page, reinterpret_cast<const void*>(from), bytes); });
 }
 

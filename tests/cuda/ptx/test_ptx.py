@@ -28,8 +28,9 @@ _QUICK = (0, 2, 3, 6, 10, 12, 14, 17, 19, 22, 23, 26, 27, 30, 31, 34, 36, 37, 38
 SEEDS = {
     "dots": (0, 1, 2, 3, 5, 6, 8, 10, 11, 12, 14, 15, 16, 17, 18, 19, 22, 31, 37, 43),
     "tensor": _QUICK,
-    # In step 93, the arrivals of a storer at the other SM's barrier `empty` are divided between two phases.
-    "pairs": (*_QUICK[:-1], 93),
+    # In step 93, the arrivals of a storer at the other SM's barrier `empty` are divided between two phases. In step
+    # 102, boxes of keys also have rows of a KV page that another SM's attention item needs.
+    "pairs": (*_QUICK[:-2], 93, 102),
     "experts dots": (20, 22, 25, 29),
     "experts tensor": (21, 22, 25),
     "wide dots": (0, 1, 2, 7),
