@@ -1,10 +1,12 @@
-"""Compares our decode steps of many sequences with those of llama.cpp's `llama-batched-bench`, on the same weights.
+"""Compares our decode steps with those of llama.cpp's benchmarks, on the same weights: `llama-batched-bench` for many
+sequences, `llama-bench` for one.
 
     python benchmarks/speed/batched_decode.py --llama-bench DIR -o FILE
 
 The two sides run in turn. A step of ours counts if it adds one token to every sequence and computes no prompt. Its time
-includes the engine's work between launches. `llama-batched-bench` computes all prompts first and then times the same
-number of steps, with flash attention on or off, whichever is faster. Nothing else should run on the machine meanwhile.
+includes the engine's work between launches. llama.cpp computes all prompts first and then times the same number of
+steps, with flash attention on or off, whichever is faster. With `--kv-cache-dtype q8_0`, both sides have such a cache,
+for which llama.cpp needs flash attention. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "q8_0"), default="auto")
     args = parser.parse_args()
-    work = Trial(args.sequences, args.prompt_tokens, args.steps)
+    work, quantised = Trial(args.sequences, args.prompt_tokens, args.steps), args.kv_cache_dtype == "q8_0"
     runs: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -67,6 +70,7 @@ def main() -> None:
             args.model,
             weights="bf16",
             dtype="bf16",
+            kv_cache_dtype=args.kv_cache_dtype,
             max_seqs=work.sequences,
             max_context=work.prompt_tokens + work.decode_steps + work.sequences + 1,
         ) as llm,
@@ -74,11 +78,11 @@ def main() -> None:
         gguf = Path(folder) / "model.gguf"
         write_gguf(open_checkpoint(args.model), gguf, Dtype.BF16)
         peer = LlamaBench(
-            tool(args.llama_bench, batched=True),
-            Task(args.model, str(gguf), "bf16", "bf16", llm.threads, False, work),
+            tool(args.llama_bench, batched=work.sequences > 1),
+            Task(args.model, str(gguf), "bf16", "bf16", llm.threads, False, work, quantised),
         )
         first = peer.settings("batch")[0]
-        search = [first | {"flash_attention": on} for on in (True, False)]
+        search = [first] if quantised else [first | {"flash_attention": on} for on in (True, False)]
         tried = [(peer.seconds("decode", settings), settings) for settings in search]
         best = min(tried, key=lambda one: one[0])[1]
         our_steps(llm, work, 0)
