@@ -133,5 +133,5 @@ def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
     records = (ModelSizes, Split, Bucket, Worker, Dims)
     own = {name for record in records for name in vars(record) if not name.startswith("_")} - set(dict(DIM_FIELDS))
     alone = {"spans", "query_heads", "owners", "on", "ranks", "model", "flat", "of", "changed", "stack", "qkv_rows"}
-    alone |= {"first_block", "equal_experts"}
+    alone |= {"first_block", "equal_experts", "parts"}
     assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) <= alone

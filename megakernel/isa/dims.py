@@ -244,6 +244,12 @@ class Split:
         """The axis of a layer's weights in front of the axes of one expert: (rank_experts,), or () without experts."""
         return (self.rank_experts,) if self.model.experts else ()
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The sizes of the rank's parts of the model. On ranks with equal parts, instructions with equal operands do
+        the same work, on other data."""
+        return self.rank_heads, self.rank_kv_heads, self.rank_ffn, self.rank_experts, self.rank_vocab
+
     def query_heads(self, kv_head: int) -> tuple[int, int]:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""
         return self.query_head(kv_head), self.query_head_end(kv_head)

@@ -104,13 +104,15 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
-    # Vectorise over all instructions (records) that have the same phase and rank.
-    groups = [
-        (phase, view, np.flatnonzero((numbers == phase.number) & (ranks == view.dims.split.rank)))
-        for view in views
-        for phase in program.forward
-    ]
-    groups = [group for group in groups if len(group[2])]
+    # Vectorise over all instructions (records) of a phase, on all ranks with parts of the same sizes. `alike` has the
+    # first of these ranks. The work of attention differs between ranks.
+    parts = [view.dims.split.parts for view in views]
+    alike = np.array([parts.index(sizes) for sizes in parts])[ranks]
+    groups = []
+    for phase in program.forward:
+        kind = ranks if phase.operation is Operation.ATTENTION else alike
+        found = (np.flatnonzero((numbers == phase.number) & (kind == rank)) for rank in range(program.ranks))
+        groups += [(phase, view, chosen) for view, chosen in zip(views, found, strict=True) if len(chosen)]
     per_record = np.ones(len(records), dtype=np.int64)
     for phase, view, chosen in groups:
         if phase.operation is Operation.ATTENTION:
@@ -129,9 +131,9 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
                 _attention(tasks, keys, phase, mine, items, view, costs)
                 _item_words(tasks, phase, mine, items, view)
         else:
-            _plain(tasks, keys, phase, mine, first, view.dims, costs)
+            _plain(tasks, keys, phase, mine, first, ranks[chosen], view.dims, costs)
         if phase.operation is Operation.NORM and phase.rows is Rows.LOGIT:
-            _logit_waits(tasks, phase, mine, first, view)
+            _logit_waits(tasks, phase, mine, first, ranks[chosen], view)
     drain = numbers == DRAIN.number
     table_of_records = np.zeros(len(records), dtype=RECORD)
     table_of_records["number"], table_of_records["phase"] = number, numbers
@@ -211,23 +213,24 @@ class _Keys:
     def rows(self, buffer: Buffer, row: Int32s) -> Ints:
         return self._blocks + int(buffer) * self._row_blocks + row.astype(np.int64) // self._row_block
 
-    def at_least(self, rank: int, key: Ints, size: NDArray[np.floating]) -> None:
-        np.maximum.at(self.bytes[rank], key, size)
+    def at_least(self, rank: Ints | int, key: Ints, size: NDArray[np.floating]) -> None:
+        np.maximum.at(self.bytes.reshape(-1), rank * self.count + key, size)
 
 
 def _plain(
-    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, dims: Dims, costs: TaskCosts
+    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, rank: Ints, dims: Dims, costs: TaskCosts
 ) -> None:
-    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention) on one rank."""
+    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention). `rank` has the rank
+    of each task. `dims` has the sizes of one of these ranks, which have equal parts of the model."""
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
     weights, read = loaded.weights, loaded.read
     if phase.is_matmul:
         weight_key = keys.weight(phase, columns["col"])
-        keys.at_least(dims.split.rank, weight_key, weights)
+        keys.at_least(rank, weight_key, weights)
         tasks.set(task, weight_key=weight_key)
-    _activations(tasks, keys, phase, columns, task, loaded.regions, dims)
+    _activations(tasks, keys, phase, columns, task, rank, loaded.regions, dims)
     matrix_s = costs.matmul_s(work.matrix_flops, rows)
     if phase.is_matmul and dims.worker.ring_pages:
         matrix_s = _paged(tasks, task, phase, columns, dims, costs)
@@ -253,7 +256,7 @@ def _plain(
 
 
 def _activations(
-    tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, regions: Floats, dims: Dims
+    tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, rank: Ints, regions: Floats, dims: Dims
 ) -> None:
     """Set how many bytes tasks store on each rank, and which cache entries they read and write. These entries are row
     blocks of the first buffer that the phase reads, and of the first buffer that it writes. `regions` has the bytes of
@@ -270,11 +273,11 @@ def _activations(
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
             of_table = access.index is Index.LOGIT_ROW  # the step's inputs select these rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
-            tasks.stores[task] += _targets(access.rank, wide * high * access.share, dims)
+            tasks.stores[task] += _targets(access.rank, wide * high * access.share, rank, dims)
     if reads:
         tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)
         key = keys.rows(reads[0], columns["row"])
-        keys.at_least(dims.split.rank, key, regions * tasks_per_block)
+        keys.at_least(rank, key, regions * tasks_per_block)
         tasks.set(task, read_key=key)
     if writes:
         key = keys.rows(writes[0], columns["row"])
@@ -302,10 +305,10 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     return costs.matmul_s(flops.astype(np.float64), computed_rows(rows, dims).astype(np.float64))
 
 
-def _targets(rank: int | Int32s | None, size: Floats, dims: Dims) -> Floats:
+def _targets(rank: int | Int32s | None, size: Floats, own: Ints | int, dims: Dims) -> Floats:
     """Return the bytes that each task stores on each rank: [tasks, ranks]. `rank` comes from the declaration of an
-    access: a number, one number per task, EVERY or OWN. `size` has the bytes of each task."""
-    to = np.array(dims.split.rank if rank == OWN else rank) if not isinstance(rank, np.ndarray) else rank
+    access: a number, one number per task, EVERY or OWN. `size` has the bytes of each task, and `own` its rank."""
+    to = np.array(own if rank == OWN else rank) if not isinstance(rank, np.ndarray) else rank
     return np.where((to[..., None] == np.arange(dims.split.tp)) | (to[..., None] == EVERY), size[:, None], 0.0)
 
 
@@ -332,7 +335,7 @@ def _attention(
     access = next(a for a in accesses(phase, phase.columns(records[:1]), dims) if a.kind is Kind.WRITE)
     owner = access.rank if access.rank is not None else dims.owner(row).astype(np.int32)
     out_key = keys.rows(access.buffer, view.item_row[item])
-    for to, part in enumerate(_targets(owner, size, dims).T):
+    for to, part in enumerate(_targets(owner, size, dims.split.rank, dims).T):
         np.add.at(tasks.stores[:, to], task, part)
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
@@ -423,15 +426,15 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, vi
     tasks.signal(task[some], to[some], counter[some], (signal & rec.NEXT != 0)[some], arrivals[some])
 
 
-def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, view: StepTable) -> None:
-    """Add the waits of the norm before the logits, for the row blocks of all rows that this rank normalises."""
+def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, rank: Ints, view: StepTable) -> None:
+    """Add the waits of the norm before the logits, for the row blocks of all rows that a record's rank normalises."""
     dims = view.dims
     columns = phase.columns(records)
     record, nth = ragged(columns["rows"])
     row = view.logit_rows[columns["row"][record] + nth]
     own = row >= 0
     if not dims.split.replicated_residual:
-        own &= dims.owner(row) == dims.split.rank
+        own &= dims.owner(row) == rank[record]
     blocks = dims.bucket.row_blocks
     record, block = np.divmod(np.unique(record[own] * blocks + row[own] // dims.bucket.row_block), blocks)
     words = rec.waits(records)[record]
