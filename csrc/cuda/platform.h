@@ -28,7 +28,8 @@
 //                                            Returns false if the phase is still incomplete long after the
 //                                            abort, when it can no longer complete
 //   void arrive(Barrier&, int count = 1)     arrives, and releases the warp's earlier writes at block scope.
-//                                            The first `count` lanes arrive once each
+//                                            The first `count` lanes arrive once each; on the host, the one
+//                                            lane arrives `count` times
 //   void arrive_at(int sm, Barrier&, int count = 1)
 //                                            does the same at the copy of the barrier in SM `sm` of the
 //                                            worker, and releases the warp's earlier writes to both blocks

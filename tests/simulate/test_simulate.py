@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from megakernel import machine as machines
 from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, Operation, slot_work
+from megakernel.isa import Dtype, Operation, Split, slot_work
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.roofline import step_work
 from megakernel.scheduler import Options, compile_program, describe
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
+from megakernel.scheduler.simulate.native import Work
 from megakernel.scheduler.simulate.work import make_work
 from megakernel.scheduler.tune.predict import predicted_seconds, usual_step
 from megakernel.trace import IntervalKind, Intervals
@@ -274,6 +275,24 @@ def test_no_consumer_begins_before_its_producers_have_stored(programs: Callable[
             done = simulate(program, machine_of(program), table, costs=costs, trace=True)
             assert done.trace is not None
             assert unmet_waits(program, tasks, done.trace) == [], name
+
+
+@pytest.mark.parametrize("machine", [machines.MACHINES["h100"], machines.host(2)], ids=["h100", "host"])
+@pytest.mark.parametrize("o", ["sharded", "replicated"])
+@pytest.mark.parametrize("residual", ["dealt", "replicated"])
+def test_ranks_with_equal_parts_are_prepared_as_each_alone(
+    machine: machines.Machine, o: str, residual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks divide three KV heads, and neither the FFN nor the vocabulary into equal parts."""
+    small = {"layers": 2, "hidden": 96, "ffn": 160, "heads": 6, "kv_heads": 3, "head_dim": 32, "vocab": 491}
+    config = replace(load_config("random:llama-3.2-1b"), **small)
+    sizes: dict[str, Any] = {"tokens": 40, "logit_rows": 6, "max_seqs": 6, "max_context": 256, "dtype": Dtype.BF16}
+    program = compile_program(config, machine, tp=4, options=Options(o=o, residual=residual), **sizes)
+    together = make_work(program, step_of(program), costs_of(machine))
+    monkeypatch.setattr(Split, "parts", property(lambda split: (split.rank,)))
+    alone = make_work(program, step_of(program), costs_of(machine))
+    for field in fields(Work):
+        assert np.array_equal(getattr(together, field.name), getattr(alone, field.name)), field.name
 
 
 def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longer() -> None:

@@ -136,9 +136,9 @@ inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, 
   }
 }
 
-// Whether a row of a box belongs to the box's KV head. Boxes of keys have whole multiples of 16 rows, one for
-// each element of the head. Below the last element may follow those of another head, or of another KV page,
-// which another attention item may use.
+// Whether a row of a box may be used. Each row of keys is an element of a KV head, and boxes are as high as a
+// multiple of kBoxRows. So the last box of a head may also have rows of another head or another KV page. The
+// instruction may declare these too, but for another attention item.
 inline bool in_head(const Thread& t, const Box& box, uint32_t place) {
   if (!world->is_in(mk::Buffer::K_CACHE, reinterpret_cast<uint64_t>(box.map.base))) return true;
   const int head = reinterpret_cast<const Memory*>(t.block->memory + kReserved)->dims.head_dim;
