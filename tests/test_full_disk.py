@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,13 +40,18 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 @contextmanager
 def no_file_beyond(size: int) -> Iterator[None]:
-    """Limit files to `size` bytes within the block. A write beyond that fails, as it does on a full disk."""
+    """Limit files to `size` bytes within the block. A write beyond that fails, as it does on a full disk. Modules that
+    are imported within the block are not cached: Python would cut their bytecode off without an error, and each later
+    import of them would fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cached = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = cached
 
 
 @pytest.mark.parametrize("what", WRITERS)
