@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <queue>
 #include <vector>
@@ -123,14 +124,20 @@ class Links {
   }
   void add(double now, int from, int to, double bytes, int32_t who) {
     Pair& pair = pairs_[from * ranks_ + to];
-    if (pair.flows.empty()) used_.push_back(&pair);
+    if (pair.flows.empty()) {
+      used_.push_back(&pair);
+      to_[from] |= 1u << to;
+    }
     pair.flows.add(now, bytes, who);
     changed(now, pair, 1);
     carried += bytes;
   }
   int32_t pop(double now) {
     const int32_t who = next_pair_->flows.pop(now);
-    if (next_pair_->flows.empty()) used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
+    if (next_pair_->flows.empty()) {
+      used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
+      to_[next_pair_->out] &= ~(1u << (next_pair_->in - ranks_));
+    }
     changed(now, *next_pair_, -1);
     return who;
   }
@@ -154,33 +161,37 @@ class Links {
   // full, the flows through it keep their speed, and the others rise further, up to the cap.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
+    uint32_t rising[kMostRanks];  // the ranks to which flows from each rank still rise
     std::fill_n(room, switch_, port_);
     room[switch_] = total_;
     std::copy_n(passing_, switch_ + 1, flows);
-    rising_ = used_;
+    std::copy_n(to_, ranks_, rising);
     double speed = 0.0;
-    while (!rising_.empty()) {
+    while (flows[switch_] > 0) {
       const double to_cap = cap_ - speed;
       double step = to_cap, steps[kMostPlaces];
       for (int i = 0; i <= switch_; ++i) {
         steps[i] = flows[i] > 0 ? room[i] / flows[i] : kNever;
         step = std::min(step, steps[i]);
       }
-      const bool capped = step == to_cap;
-      speed = capped ? cap_ : speed + step;
-      bool full[kMostPlaces];
+      speed = step == to_cap ? cap_ : speed + step;
+      uint64_t full = 0;  // set of places
       for (int i = 0; i <= switch_; ++i) {
-        full[i] = steps[i] <= step * (1 + 1e-9);
+        full |= static_cast<uint64_t>(steps[i] <= step * (1 + 1e-9)) << i;
         room[i] -= step * flows[i];
       }
-      const bool all = capped || full[switch_];
-      std::erase_if(rising_, [&](Pair* pair) {
-        if (!all && !full[pair->out] && !full[pair->in]) return false;
-        const double n = static_cast<double>(pair->flows.count());
-        for (int place : {pair->out, pair->in, switch_}) flows[place] -= n;
-        if (pair->flows.speed() != speed) pair->flows.set_speed(now_, speed);
-        return true;
-      });
+      const bool all = speed == cap_ || full >> switch_ & 1;
+      for (int from = 0; from < ranks_; ++from) {
+        const bool sends = all || full >> from & 1;
+        uint32_t ended = rising[from] & (sends ? ~0u : static_cast<uint32_t>(full >> ranks_));
+        rising[from] &= ~ended;
+        for (; ended; ended &= ended - 1) {
+          Pair& pair = pairs_[from * ranks_ + std::countr_zero(ended)];
+          const double n = static_cast<double>(pair.flows.count());
+          for (int place : {pair.out, pair.in, switch_}) flows[place] -= n;
+          if (pair.flows.speed() != speed) pair.flows.set_speed(now_, speed);
+        }
+      }
     }
   }
 
@@ -194,7 +205,8 @@ class Links {
   bool stale_ = false;
   double passing_[kMostPlaces] = {};  // flows through each place
   std::vector<Pair> pairs_;           // [from][to]
-  std::vector<Pair*> used_, rising_;  // pairs that have flows; those whose speed share() still raises
+  std::vector<Pair*> used_;           // pairs that have flows
+  uint32_t to_[kMostRanks] = {};      // the same as sets: the ranks to which each rank sends
 };
 
 }  // namespace mk::simulate
