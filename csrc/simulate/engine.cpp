@@ -19,11 +19,12 @@ namespace {
 class Engine {
  public:
   // `intervals` receives up to `most` entries of a trace; if it is null, no trace is written.
-  Engine(const Program& program, const Costs& costs, const Stall& stall, double most_s, Interval* intervals,
-         int64_t most)
+  Engine(const Program& program, const Costs& costs, const Stall& stall, int32_t further_layers,
+         double most_s, Interval* intervals, int64_t most)
       : p_(program),
         c_(costs),
         stall_(stall),
+        further_layers_(further_layers),
         most_s_(most_s),
         intervals_(intervals),
         most_(most),
@@ -31,6 +32,7 @@ class Engine {
         links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s) {
     for (int32_t s = 0; s < program.ranks * program.workers; ++s) workers_.emplace_back(program, s);
     for (int64_t r = 0; r < program.ranks; ++r) devices_.emplace_back(program, costs, r);
+    left_[0] = left_[1] = tasks_per_layer(program);
   }
 
   Result run() {
@@ -57,8 +59,8 @@ class Engine {
         events_.pop();
         (this->*e.then)(*e.worker);
       }
-      result_.step_s = now_;
-      if (now_ >= most_s_) {
+      result_.step_s = now_ + further_s();
+      if (result_.step_s >= most_s_) {
         result_.step_s = kNever;
         return result_;
       }
@@ -405,6 +407,7 @@ class Engine {
     // array `runs`.
     const Run run = w.run(w.stored);
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
+    if (run.segment == kBody && run.layer < 2 && --left_[run.layer] == 0) ended_[run.layer] = now_;
     w.storing = false;
     ++w.stored;
     if (devices_[w.rank].completes(*run.task)) signal(run, w.rank);
@@ -441,6 +444,12 @@ class Engine {
   // Returns the block in which a task waits for counters. It signals counters of this block or the next.
   int32_t block(const Run& run) const { return run.by_segment(0, run.layer, p_.layers); }
 
+  // Returns how long the layers take that are not simulated. Each takes as long as the second layer. While
+  // that layer runs, the result is the least that they can take.
+  double further_s() const {
+    return left_[0] > 0 ? 0.0 : further_layers_ * ((left_[1] > 0 ? now_ : ended_[1]) - ended_[0]);
+  }
+
   // -- writing the trace
 
   void record(const Worker& w, const Run& run, Role role, IntervalKind kind, double begin, double end,
@@ -455,12 +464,15 @@ class Engine {
   const Program& p_;
   const Costs& c_;
   const Stall stall_;
+  const int32_t further_layers_;
   const double most_s_;
   Interval* const intervals_;
   const int64_t most_;
   Result result_{};
   double now_ = c_.launch_s;
   int64_t scheduled_ = 0;
+  int64_t left_[2];    // tasks of the first two layers that have not been stored
+  double ended_[2]{};  // when the last of these was stored
   std::priority_queue<Event> events_;
   std::vector<Worker> workers_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]
@@ -471,15 +483,17 @@ class Engine {
 }  // namespace
 }  // namespace mk::simulate
 
-// Simulates a program and stores the predicted time and traffic in `result`. If `intervals` is not null, also
-// writes a trace there, at most `most` entries. A step of `most_s` seconds or more is not simulated to its
-// end. Returns 0 on success, -1 if memory runs out, and -2 if an index in the program is out of bounds.
+// Simulates a program and stores the predicted time and traffic in `result`. The time includes
+// `further_layers` more layers, each of which takes as long as the program's second layer. If `intervals` is
+// not null, also writes a trace there, at most `most` entries. A step of `most_s` seconds or more is not
+// simulated to its end. Returns 0 on success, -1 if memory runs out, and -2 if an index in the program is out
+// of bounds.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
-                           const mk::simulate::Stall* stall, double most_s, mk::Interval* intervals,
-                           int64_t most, mk::simulate::Result* result) {
+                           const mk::simulate::Stall* stall, int32_t further_layers, double most_s,
+                           mk::Interval* intervals, int64_t most, mk::simulate::Result* result) {
   if (!mk::simulate::is_sound(*program)) return -2;
   try {
-    *result = mk::simulate::Engine(*program, *costs, *stall, most_s, intervals, most).run();
+    *result = mk::simulate::Engine(*program, *costs, *stall, further_layers, most_s, intervals, most).run();
     return 0;
   } catch (const std::bad_alloc&) {
     return -1;

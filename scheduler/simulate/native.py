@@ -108,7 +108,7 @@ def _library() -> ctypes.CDLL:
     lib = load()
     lib.mk_simulate.restype = _I32
     lib.mk_simulate.argtypes = [
-        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _F64, _POINTER, _I64,
+        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _I32, _F64, _POINTER, _I64,
         ctypes.POINTER(SimulationResult),
     ]  # fmt: skip
     return lib
@@ -120,10 +120,12 @@ def run(
     stall: tuple[int, int, int, float],
     most: int,
     most_s: float = inf,
+    further_layers: int = 0,
 ) -> tuple[SimulationResult, Intervals]:
     """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
-    seconds). The result's `step_s` is infinity if a step takes `most_s` seconds or more. Returns the result and up to
-    `most` intervals of the trace, in the order in which they ended."""
+    seconds). The result's `step_s` includes `further_layers` more layers, each of which takes as long as the second
+    one. It is infinity if a step takes `most_s` seconds or more. Returns the result and up to `most` intervals of the
+    trace, in the order in which they ended."""
     values = {f.name: getattr(work, f.name) for f in fields(Work)}
     counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
     program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
@@ -133,7 +135,7 @@ def run(
     intervals = np.empty(most, dtype=DTYPE)
     result = SimulationResult()
     to = intervals.ctypes.data if most else None
-    status = _library().mk_simulate(program, native, _Stall(*stall), most_s, to, most, result)
+    status = _library().mk_simulate(program, native, _Stall(*stall), further_layers, most_s, to, most, result)
     if status == -2:
         raise MegakernelError(
             "a record of the program names a counter, a task or a queue that does not exist: verify the program"

@@ -23,7 +23,8 @@ _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 _NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
-_FEW, _MORE = 1, 3  # the numbers of layers from whose times `extrapolated_seconds` extrapolates
+# `extrapolated_seconds` measures the second of these layers, because the first and the last overlap with other work.
+_SIMULATED_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -93,23 +94,17 @@ def simulate(
 
 
 def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, most_s: float = inf) -> float:
-    """Return the seconds of a step of `program`, extrapolated from simulations of few layers, because all layers are
-    alike. If they are `most_s` or more, the result may be infinity, which takes less time to find out.
+    """Return the seconds of a step of `program`, of which only few layers are simulated, because all layers are alike.
+    If they are `most_s` or more, the result may be infinity, which takes less time to find out.
 
     Raises MegakernelError as `simulate` does.
     """
     work, costs = _prepared(program, machine, table, costs_of(machine))
-
-    def seconds(layers: int, at_most: float = inf) -> float:
-        result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, at_most)
-        if result.step_s < inf:
-            _check(program, work, result)
-        return float(result.step_s)
-
-    if work.layers <= _MORE:
-        return seconds(work.layers, most_s)
-    few_s, times = seconds(_FEW), (work.layers - _FEW) / (_MORE - _FEW)
-    return few_s + times * (seconds(_MORE, few_s + (most_s - few_s) / times) - few_s)
+    layers = min(work.layers, _SIMULATED_LAYERS)
+    result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, most_s, work.layers - layers)
+    if result.step_s < inf:
+        _check(program, work, result)
+    return float(result.step_s)
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
