@@ -231,20 +231,17 @@ class _Builder:
         """Let each group of tasks signal counters for which its successors wait. Return, for each group that waits for
         the previous layer, the counters that the previous layer signals for it."""
         for producer, group in enumerate(self.groups):
-            words = self.signals[group.segment][group.tasks]
-            for rank, successors in self.within.get(producer, ()):
-                counter = self._counter(f"within {group.segment}", rank, successors)
-                _append(words, group.members, counter.signal())
-            for rank, successors in self.onward.get(producer, ()):
-                counter = self._counter("onward", rank, successors)
-                _append(words, group.members, counter.signal(next_layer=True))
-        onward: dict[int, set[Counter]] = defaultdict(set)
+            within = [self._counter(f"within {group.segment}", *to) for to in self.within.get(producer, ())]
+            onward = [self._counter("onward", *to) for to in self.onward.get(producer, ())]
+            signals = [c.signal() for c in within] + [c.signal(next_layer=True) for c in onward]
+            _append(self.signals[group.segment][group.tasks], group.members, *signals)
+        entered: dict[int, set[Counter]] = defaultdict(set)
         for (run, _, successors), counter in self.shared.items():
             for consumer in successors:
                 self.waited[consumer].add(counter.number)
                 if run == "onward":
-                    onward[consumer].add(counter)
-        return dict(onward)
+                    entered[consumer].add(counter)
+        return dict(entered)
 
     def _counter(self, run: str, rank: int, successors: frozenset[int]) -> Counter:
         key = run, rank, successors
@@ -317,8 +314,7 @@ class _Builder:
                 signal = np.array([joined.signal()], np.int32)
                 self.joins.append(Join(group.segment, group.tasks, group.members, np.array(head, np.int32), signal))
                 wanted.append(rec.counter_word(joined.number))
-            for word in wanted:
-                _append(words, group.members, word)
+            _append(words, group.members, *wanted)
 
     def sync(self) -> Sync:
         tp = self.tasks.dims.split.tp
@@ -387,10 +383,10 @@ def _successors(edges: set[tuple[int, int]]) -> dict[int, list[int]]:
     return dict(out)
 
 
-def _append(words: Words, tasks: NDArray[np.int64], word: int) -> None:
-    """Write `word` into the first free column of `words` for each of `tasks`. Raises AssertionError if there is
-    none."""
+def _append(words: Words, tasks: NDArray[np.int64], *new: int) -> None:
+    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if there are too
+    few."""
     column = np.add.reduce(words[tasks] != 0, axis=1)
-    if column.max(initial=-1) >= words.shape[1]:
+    if column.max(initial=0) + len(new) > words.shape[1]:
         raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")
-    words[tasks, column] = word
+    words[tasks[:, None], column[:, None] + np.arange(len(new))] = new
