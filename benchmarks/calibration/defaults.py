@@ -26,6 +26,7 @@ from megakernel.model import load_config
 from megakernel.scheduler import Options
 from megakernel.scheduler.options import CHOICES
 from megakernel.scheduler.tune import Fastest
+from megakernel.scheduler.tune.fastest import Predictions
 
 MODELS = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _CONTEXT = 128
@@ -50,7 +51,7 @@ def point(model: str, machine: str, tp: int, rows: int) -> dict[str, Any]:
     fastest = Fastest(config, machines.load(machine), tp=tp, options=Options(), dtype=Dtype.BF16, **sizes)
     begin = process_time()
     chosen = fastest.options(rows)
-    spent, known = process_time() - begin, dict[Options | str, float]()
+    spent, known = process_time() - begin, Predictions()
     default = fastest.seconds(chosen, rows, known)
     static = fastest.seconds(replace(Options(), queue="none"), rows, known)
     best, best_s = min(((o, fastest.seconds(o, rows, known)) for o in variants(tp, rows)), key=lambda pair: pair[1])

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "device.h"
 #include "fluid.h"
+#include "pace.h"
 #include "simulate.h"
 #include "worker.h"
 
@@ -24,15 +25,14 @@ class Engine {
       : p_(program),
         c_(costs),
         stall_(stall),
-        further_layers_(further_layers),
         most_s_(most_s),
         intervals_(intervals),
         most_(most),
+        pace_(program, further_layers),
         claims_(static_cast<size_t>(program.layers) * program.ranks * program.queues),
         links_(program.ranks, costs.egress_bytes_per_s, costs.switch_bytes_per_s, costs.worker_bytes_per_s) {
     for (int32_t s = 0; s < program.ranks * program.workers; ++s) workers_.emplace_back(program, s);
     for (int64_t r = 0; r < program.ranks; ++r) devices_.emplace_back(program, costs, r);
-    left_[0] = left_[1] = tasks_per_layer(program);
   }
 
   Result run() {
@@ -59,7 +59,7 @@ class Engine {
         events_.pop();
         (this->*e.then)(*e.worker);
       }
-      result_.step_s = now_ + further_s();
+      result_.step_s = now_ + pace_.further_s(now_);
       if (result_.step_s >= most_s_) {
         result_.step_s = kNever;
         return result_;
@@ -407,7 +407,7 @@ class Engine {
     // array `runs`.
     const Run run = w.run(w.stored);
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
-    if (run.segment == kBody && run.layer < 2 && --left_[run.layer] == 0) ended_[run.layer] = now_;
+    if (run.segment == kBody) pace_.stored(run.layer, now_);
     w.storing = false;
     ++w.stored;
     if (devices_[w.rank].completes(*run.task)) signal(run, w.rank);
@@ -444,12 +444,6 @@ class Engine {
   // Returns the block in which a task waits for counters. It signals counters of this block or the next.
   int32_t block(const Run& run) const { return run.by_segment(0, run.layer, p_.layers); }
 
-  // Returns how long the layers take that are not simulated. Each takes as long as the second layer. While
-  // that layer runs, the result is the least that they can take.
-  double further_s() const {
-    return left_[0] > 0 ? 0.0 : further_layers_ * ((left_[1] > 0 ? now_ : ended_[1]) - ended_[0]);
-  }
-
   // -- writing the trace
 
   void record(const Worker& w, const Run& run, Role role, IntervalKind kind, double begin, double end,
@@ -464,15 +458,13 @@ class Engine {
   const Program& p_;
   const Costs& c_;
   const Stall stall_;
-  const int32_t further_layers_;
   const double most_s_;
   Interval* const intervals_;
   const int64_t most_;
   Result result_{};
   double now_ = c_.launch_s;
   int64_t scheduled_ = 0;
-  int64_t left_[2];    // tasks of the first two layers that have not been stored
-  double ended_[2]{};  // when the last of these was stored
+  Pace pace_;
   std::priority_queue<Event> events_;
   std::vector<Worker> workers_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]

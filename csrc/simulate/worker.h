@@ -80,18 +80,6 @@ struct Worker {
   Run& run(int64_t n) { return runs[n % kDepth]; }
 };
 
-// Returns how many tasks all workers together execute in each layer.
-inline int64_t tasks_per_layer(const Program& p) {
-  int64_t tasks = 0;
-  const auto add = [&](int list, int32_t count) {
-    for (int32_t r = p.offsets[list][0]; r < p.offsets[list][count]; ++r)
-      tasks += p.records[r].end_task - p.records[r].first_task;
-  };
-  add(kBody, p.ranks * p.workers);
-  add(kQueues, p.ranks * p.queues);
-  return tasks;
-}
-
 // If the worker has no task left in its record (an instruction), moves to the next record of its stream.
 // Returns false if the stream has ended.
 inline bool seek(const Program& p, Worker& w) {
