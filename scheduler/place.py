@@ -145,8 +145,9 @@ def _workers(
     for _, i, members in sorted(chunks, key=lambda chunk: chunk[:2]):
         if not pipelined:
             load[:] = 0.0
-        out[i][members] = worker = _first_free(len(members), float(costs[i][members].mean()), load)
-        load += np.bincount(worker, weights=costs[i][members], minlength=machine.workers)
+        cost = costs[i][members]
+        out[i][members] = worker = _first_free(len(members), float(cost.sum()) / len(members), load)
+        load += np.bincount(worker, weights=cost, minlength=machine.workers)
     return out
 
 
