@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +179,8 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each of `words` twice: with a leading space and without. Both are forbidden."""
+        """Return the token ids of each of `words`, with a leading space and without, as they begin a text and as they
+        stand within one. All of them are forbidden."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -186,6 +188,7 @@ class Grammars:
             for text in (word.lstrip(), f" {word.lstrip()}"):
                 assert self._tokenizer is not None
                 found[tuple(self._tokenizer.encode(text, add_special=False))] = None
+                found[tuple(self._vocabulary(text))] = None
         return [list(run) for run in found if run]
 
     def _kept(self, key: tuple[str, str]) -> Grammar | None:
@@ -230,7 +233,7 @@ class Grammars:
         or exceeds the limits on time and memory."""
         with self._lock:
             if self._checker is None:
-                vocabulary = self._vocabulary()
+                vocabulary = self._vocabulary
                 tokens = [base64.b64encode(token).decode() for token in vocabulary.tokens]
                 begin = {"tokens": tokens, "special": vocabulary.special_token_ids, "eos": self._eos_ids}
                 self._checker = LimitedProcess(_WORKER, begin, MOST_GRAMMAR_SECONDS, MOST_GRAMMAR_BYTES)
@@ -246,10 +249,11 @@ class Grammars:
     def _tokens(self) -> LLTokenizer:
         with self._lock:
             if self._library is None:
-                wrapper = TokenizerWrapper(self._vocabulary())
+                wrapper = TokenizerWrapper(self._vocabulary)
                 self._library = LLTokenizer(wrapper, eos_token=self._eos_ids)
             return self._library
 
+    @cached_property
     def _vocabulary(self) -> _Vocabulary:
         assert self._tokenizer is not None
         return _Vocabulary(self._tokenizer, self._vocab, self._eos_ids)
@@ -264,11 +268,38 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: list[int]) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab)]
         self.special_token_ids, self.eos_token_id = sorted({*tokenizer.special_ids(), *eos_ids}), eos_ids[0]
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special = tokenizer, frozenset(self.special_token_ids)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        decoded = text.decode() if isinstance(text, bytes) else text
-        return self._tokenizer.encode(decoded, add_special=False)
+        """Return token ids whose texts, one after another, are exactly `text`. The grammar library asks for them where
+        `text` is the only possible continuation. If the vocabulary cannot express all of it, the end is left out.
+
+        The model's own tokens are preferred. But its tokenizer may begin a text with a space, normalise characters, or
+        take a part of `text` for a special token. Then it tokenises `text` behind a line break, and if that does not
+        help either, each token is the longest that fits."""
+        wanted = text if isinstance(text, bytes) else text.encode()
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + wanted.decode(), add_special=False)
+            ids = ids[len(self._tokenizer.encode(before, add_special=False)) if before else 0 :]
+            if b"".join(self.tokens[i] for i in ids) == wanted and self._special.isdisjoint(ids):
+                return ids
+        ids, at = [], 0
+        while at < len(wanted):
+            sizes = range(min(self._longest, len(wanted) - at), 0, -1)
+            size = next((size for size in sizes if wanted[at : at + size] in self._by_text), None)
+            if size is None:
+                break
+            ids.append(self._by_text[wanted[at : at + size]])
+            at += size
+        return ids
+
+    @cached_property
+    def _by_text(self) -> dict[bytes, int]:
+        return {text: i for i, text in reversed([*enumerate(self.tokens)]) if text and i not in self._special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._by_text), default=0)
 
 
 def _refused(why: str) -> MegakernelError:
