@@ -238,8 +238,15 @@ class _Schema:
 
 
 def _given(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without keywords that are null, which some programs write for absent ones."""
-    return {key: value for key, value in schema.items() if value is not None or key in ("const", "default")}
+    """Return a schema without keywords that are null, which some programs write for absent ones. Properties that say
+    `required: true`, as in the third draft of JSON Schema, are listed in the `required` of the schema around them."""
+    given = {key: value for key, value in schema.items() if value is not None or key in ("const", "default")}
+    if isinstance(given.get("required"), bool):
+        del given["required"]
+    properties = given.get("properties")
+    each = properties.items() if isinstance(properties, dict) else ()
+    wanted = [name for name, one in each if isinstance(one, dict) and one.get("required") is True]
+    return {**given, "required": [*dict.fromkeys((*given.get("required", ()), *wanted))]} if wanted else given
 
 
 # -- compilation

@@ -109,7 +109,8 @@ def calls_grammar(
     errors."""
     rules = []
     for number, (name, parameters) in enumerate(functions.items()):
-        arguments = {"type": "object", **(parameters or {}), "x-root": True}
+        # A function without parameters takes none.
+        arguments = {"type": "object", **(parameters or {"properties": {}}), "x-root": True}
         members = {"name": {"const": name}, form.arguments: arguments}
         schema = {"type": "object", "properties": members, "required": list(members)}
         schema = (arguments if form.final else schema) | {"title": f"the tool {name}"}
@@ -136,8 +137,8 @@ def calls_grammar(
 
 
 def _text(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text in Lark's notation. If the text is a special token of the model, or has special tokens such as
-    <|message|>, the result names these tokens."""
-    parts = [text] if tokenizer.special_id(text) is not None else re.split(r"(<\|\w+\|>)", text)
+    """Return a text in Lark's notation. If marks in the text, such as <|message|>, <tool_call> or [TOOL_CALLS], are
+    special tokens of the model, the result names these tokens."""
+    parts = [text] if tokenizer.special_id(text) is not None else re.split(r"(<[^<>\s]+>|\[\w+\])", text)
     tokens = [(part, tokenizer.special_id(part)) for part in parts if part]
     return " ".join(json.dumps(part) if token is None else f"<[{token}]>" for part, token in tokens)

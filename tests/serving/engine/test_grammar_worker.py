@@ -91,6 +91,11 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({**A, "required": None, "description": None, "items": None, "$ref": None, "allOf": None}, ["{}"], ['{"b": 1}'],
      []),
     ({"const": None}, ["null"], ["1"], []),
+    # Hand-written schemas often say of a property that it is required, as the third draft of JSON Schema does.
+    ({"type": "object", "properties": {"a": {"const": 1, "required": True}, "b": {"const": 2, "required": False}}},
+     ['{"a": 1}', '{"a": 1, "b": 2}'], ["{}", '{"a": 1, "c": 1}'], []),
+    ({"properties": {"required": {"const": 1, "required": True}}, "required": ["required"]}, ['{"required": 1}'],
+     ["{}"], []),
     ({**A, "x-guidance": {"whitespace_flexible": True, "lenient": True}}, ['{"a": 1}'], ['{"a" : 1}'], []),
     ({"const": {"$ref": "#/x", "uniqueItems": True}}, ['{"$ref": "#/x", "uniqueItems": true}'], [], []),
 ]  # fmt: skip
