@@ -35,6 +35,12 @@ def rest_of_call(pieces: list[CallDelta]) -> int:
     return next((at for at, piece in enumerate(pieces) if piece.name is not None), len(pieces))
 
 
+def pieces(text: str) -> list[str]:
+    """Divide a whole answer into pieces for a reader. A piece never has the end of a call and content after it, so that
+    content and calls can be kept in their order, as in a stream."""
+    return re.findall(r"[^}\]>]*[}\]>]|[^}\]>]+", text)
+
+
 _SEPARATORS = " \n\r\t,;[]}"  # characters that models write around calls, besides the marks `begin` and `end`
 _BARE = re.compile(r"\s*(\[\s*)?(?=\{)")  # before a call without `begin`
 _BARE_BEGINNING = re.compile(r"\s*(\[\s*)?")

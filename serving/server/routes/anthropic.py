@@ -19,7 +19,7 @@ from megakernel.serving.server.routes import requests
 from megakernel.serving.server.routes.chat import Tools
 from megakernel.serving.server.routes.fields import IGNORED, OF_MESSAGES, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta, rest_of_call
+from megakernel.serving.text.tool_calls import CallDelta, pieces, rest_of_call
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
 
@@ -275,7 +275,9 @@ class _Message(AnswerFormat):
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
-        self._add(choice)
+        for piece in pieces(choice.text):
+            self._add(piece, None)
+        self._add("", choice.finish_reason)
         for block in self._content:
             if block["type"] == "tool_use":
                 block["input"] = _object(block["input"])
@@ -286,18 +288,18 @@ class _Message(AnswerFormat):
         if not self._begun:
             self._begun = True
             events += _tell("message_start", message=self._answer([], None).model_dump()) + _tell("ping")
-        events += self._add(delta)
+        events += self._add(delta.text, delta.finish_reason)
         if delta.finish_reason is not None:
             end = self._answer([], delta).model_dump()
             stop = {name: end[name] for name in ("stop_reason", "stop_sequence")}
             events += self._close() + _tell("message_delta", delta=stop, usage=end["usage"]) + _tell("message_stop")
         return events
 
-    def _add(self, delta: Delta) -> bytes:
+    def _add(self, text: str, reason: str | None) -> bytes:
         """Append the new text and tool calls to the content blocks. Returns the stream events that report them."""
-        text, calls = delta.text, list[CallDelta]()
+        calls = list[CallDelta]()
         if self._reader is not None:
-            text, calls, _ = self._reader.add(delta.text, delta.finish_reason)
+            text, calls, _ = self._reader.add(text, reason)
         before = rest_of_call(calls)
         events = b"".join(map(self._call, calls[:before]))
         if text:

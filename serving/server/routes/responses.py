@@ -18,7 +18,7 @@ from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta, rest_of_call
+from megakernel.serving.text.tool_calls import CallDelta, pieces, rest_of_call
 
 # -- the request
 
@@ -397,7 +397,12 @@ class _Turn(AnswerFormat):
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
-        self._add(choice)
+        if self._reader is None:
+            self._add(choice)
+        else:
+            for piece in pieces(choice.text):
+                self._read(piece, None)
+            self._read("", choice.finish_reason)
         self._close(choice.finish_reason)
         return self._response(choice.finish_reason).model_dump_json(by_alias=True).encode()
 
@@ -420,8 +425,12 @@ class _Turn(AnswerFormat):
     def _add(self, delta: Delta) -> bytes:
         if self._reader is None:
             return self._items.add(delta.text, logprobs=self._logprobs(delta))
-        text, calls, _ = self._reader.add(delta.text, delta.finish_reason)
-        return self._items.add(text, calls)
+        return self._read(delta.text, delta.finish_reason)
+
+    def _read(self, text: str, reason: str | None) -> bytes:
+        assert self._reader is not None
+        content, calls, _ = self._reader.add(text, reason)
+        return self._items.add(content, calls)
 
     def _close(self, reason: bodies.FinishReason | None) -> bytes:
         """Close the last output item. If the answer has no items, add an empty message first."""

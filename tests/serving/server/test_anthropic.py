@@ -1,9 +1,10 @@
 """Anthropic's Messages API: conversations, blocks, streams, tools, counts and errors."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from api_support import Live, alternating
@@ -11,8 +12,10 @@ from api_support import Live, alternating
 from megakernel import LLM
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.routes import anthropic
+from megakernel.serving.server.routes import anthropic, responses
+from megakernel.serving.server.routes.responses import Items
 from megakernel.serving.text.tool_calls import CallDelta, Parts, ToolReader
+from megakernel.serving.text.tool_formats import FORMATS
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CONTEXT = 1024
@@ -188,7 +191,7 @@ def test_pieces_of_a_call_text_and_another_call_may_come_together() -> None:
     ]
     answer = object.__new__(anthropic._Message)
     answer._content, answer._reader = [], Mock(add=Mock(side_effect=parts))
-    events = events_of(b"".join(answer._add(Delta(0, 0)) for _ in parts))
+    events = events_of(b"".join(answer._add("", None) for _ in parts))
     told = [
         (event["index"], event["delta"].get("text") or event["delta"]["partial_json"])
         for event in events
@@ -196,6 +199,32 @@ def test_pieces_of_a_call_text_and_another_call_may_come_together() -> None:
     ]
     assert told == [(0, "a"), (1, '{"zone":'), (1, ' "UTC"}'), (2, "b"), (3, "{}")]
     assert [event["content_block"]["type"] for event in events if "content_block" in event] == ["text", "tool_use"] * 2
+
+
+# An answer that was cut off, after a call and in the text behind it.
+CUT = 'First.<tool_call>{"name": "time", "arguments": {"zone": "UTC"}}</tool_call>Then {"ti'
+
+
+@pytest.mark.parametrize("cut", [CUT, CUT[: CUT.index("Then")]])
+def test_a_whole_answer_keeps_the_order_of_text_and_calls(cut: str) -> None:
+    """Both APIs list text and calls in the order in which the model wrote them, as their streams do."""
+    choice = Delta(0, 0, cut, finish_reason="length")
+    expected = ["First.", '{"zone": "UTC"}', *([cut.partition("</tool_call>")[2]] if cut == CUT else [])]
+
+    def written(kind: type[Any], **given: Any) -> Any:
+        answer = object.__new__(kind)
+        answer._reader = ToolReader(FORMATS["hermes"], ["time"])
+        answer._answers = Mock(collect=AsyncMock(return_value=[choice]))
+        vars(answer).update(given)
+        asyncio.run(answer.whole())
+        return answer
+
+    message = written(anthropic._Message, _content=[], _answer=Mock())
+    assert [block.get("text") or json.dumps(block["input"]) for block in message._content] == expected
+    turn = written(responses._Turn, _items=Items(scored=False), _response=Mock())
+    found = [item.arguments if item.type == "function_call" else item.content[0].text for item in turn._items.all]
+    assert found == expected
+    assert [item.status for item in turn._items.all] == ["completed"] * (len(expected) - 1) + ["incomplete"]
 
 
 def test_an_answer_may_have_to_match_a_schema(live: Live) -> None:
