@@ -57,8 +57,8 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        root_path=root_path,
     )
+    app.root_path = root_path  # FastAPI warns of the parameter, which users of `serve` cannot avoid
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, *TOO_DEEP, Exception):
         app.add_exception_handler(kind, answer_error)
 

@@ -458,7 +458,7 @@ class TokenizeMessages(Conversation, Body):
 
 
 def _which(given: Any) -> str:
-    return "(messages)" if isinstance(given, dict) and "messages" in given else "(text)"
+    return "(messages)" if isinstance(given, dict) and given.get("messages") is not None else "(text)"
 
 
 # The tags are in parentheses, so that errors.py can recognise them and leave them out of the path of an invalid field.

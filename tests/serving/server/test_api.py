@@ -180,7 +180,7 @@ def test_conversations_go_through_the_template(live: Live) -> None:
     ]
     got = live.post("/tokenize", {"messages": messages})
     assert live.post("/detokenize", {"tokens": got["tokens"]}) == {"prompt": "<system>be brief<user>ab<assistant>"}
-    for special in ({}, {"add_special_tokens": False}):
+    for special in ({}, {"add_special_tokens": False}, {"messages": None}):
         ab = live.post("/tokenize", {"prompt": "ab", **special})
         assert (ab["count"], ab["max_model_len"]) == (2, CONTEXT)
         assert live.post("/detokenize", {"tokens": ab["tokens"]}) == {"prompt": "ab"}

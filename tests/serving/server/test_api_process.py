@@ -155,7 +155,7 @@ def test_https_under_a_path(model: str, tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=str(certificate))
     context.check_hostname = False
     files = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
-    with process("--model", model, *files, "--root-path", "llm/", "--max-body-bytes", "100") as (_, facts, live):
+    with process("--model", model, *files, "--root-path", "llm/", "--max-body-bytes", "100") as (running, facts, live):
         assert facts["url"] == f"https://127.0.0.1:{live.port}"
         assert b"HTTP/1.1 200 OK" in ask(("127.0.0.1", live.port), context)
         for path in ("/version", "/llm/version"):
@@ -166,6 +166,8 @@ def test_https_under_a_path(model: str, tmp_path: Path) -> None:
             head = "POST /llm/tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\nConnection: close\r\n\r\n"
             line_.sendall(head.encode())
             assert line_.recv(100).startswith(b"HTTP/1.1 413 ")
+        running.terminate()
+        assert "Warning" not in running.communicate(timeout=60)[1]
 
 
 def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
