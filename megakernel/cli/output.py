@@ -132,4 +132,4 @@ def bytes_text(count: float) -> str:
 
 def ms_text(seconds: float) -> str:
     """Return a time with its unit: milliseconds, such as 12.35 ms, or seconds if it is at least 10 s."""
-    return f"{seconds:,.2f} s" if seconds >= 10 else f"{seconds * 1e3:,.4g} ms"
+    return f"{seconds:,.2f} s" if float(f"{seconds:.4g}") >= 10 else f"{seconds * 1e3:,.4g} ms"

@@ -90,7 +90,7 @@ def _unit(roof: str) -> str:
 
 def _si(value: float, unit: str) -> str:
     for scale, prefix in _PREFIXES:
-        if value >= scale:
+        if float(f"{value:.3g}") >= scale:
             return f"{value / scale:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
 

@@ -79,7 +79,7 @@ def _times(ratio: float | None) -> str:
 def seconds(value: float) -> str:
     """Return a time as text, in a unit that leaves 1 to 3 digits before the decimal point."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
+        if float(f"{value:.3g}") >= scale:
             return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
     return f"{value / 1e-9:.3g} ns"
 
@@ -206,7 +206,7 @@ def _resources(s: Summary, width: int) -> Table:
 def scaled(value: float) -> str:
     """Return a number with three significant digits and a decimal prefix, such as M."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
+        if float(f"{value:.3g}") >= size:
             return f"{value / size:.3g} {prefix}"
     return f"{value:.3g} "
 
