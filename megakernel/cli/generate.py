@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import MegakernelError
 from . import output
 from .options import AddVerb, add_model_run, add_setting, open_llm, token_ids
 
@@ -90,6 +91,8 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> 
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args, {})  # checks the flags before a model is loaded, so that a wrong flag fails at once
+    if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):
+        raise MegakernelError("--logprobs and --prompt-logprobs report numbers that only --json shows: add --json")
     with open_llm(args, max_seqs=params.n) as llm:
         params = sampling_params(args, llm.sampling)
         prompt = args.prompt_ids if args.prompt is None else args.prompt

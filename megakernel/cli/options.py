@@ -211,17 +211,21 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
     """Return the requests of a benchmark, as chosen by the flags that `add_workload` adds. `vocab` is the number of
-    token ids, and `encode` turns a text into ids."""
+    token ids, and `encode` turns a text into ids. Raises MegakernelError for flags of another workload."""
     from megakernel.serving.bench import workload as made
 
+    lengths = [name for name in ("input_len", "output_len", "range_ratio") if getattr(args, f"random_{name}")]
     for name, value in args.unless.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if lengths and args.dataset != "random":
+        flag = f"--random-{lengths[0].replace('_', '-')}"
+        raise MegakernelError(f"{flag} does not change the requests of {args.dataset}: add --dataset random")
     if args.dataset == _SHAREGPT:
         return made.sharegpt_lengths(args.num_prompts, vocab, args.seed)
     if args.dataset == "random":
-        lengths = args.random_input_len, args.random_output_len, args.random_range_ratio
-        return made.uniform(*lengths, args.num_prompts, vocab, args.seed)
+        sizes = args.random_input_len, args.random_output_len, args.random_range_ratio
+        return made.uniform(*sizes, args.num_prompts, vocab, args.seed)
     path = Path(args.dataset)
     if path.suffix == ".csv":
         return made.length_pairs(path, args.num_prompts, vocab, args.seed)

@@ -72,6 +72,13 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         ("generate --prompt x", ["--logit-bias", "1=nan"], "logit_bias=nan"),
         ("generate --prompt x", ["--backend", "tpu"], "unknown backend 'tpu'"),
         ("generate --prompt x", ["--speculate", "64"], "speculate=64 must be from 0 (off) to 63"),
+        ("generate --prompt x", ["--prompt-logprobs", "0"], "report numbers that only --json shows: add --json"),
+        (
+            "bench throughput",
+            ["--random-input-len", "8"],
+            "--random-input-len does not change the requests of sharegpt",
+        ),
+        ("bench throughput", ["--random-range-ratio", "0.5", "--dataset", "a.csv"], "the requests of a.csv: add"),
         ("compile", ["--machine", "h900"], "unknown machine 'h900'"),
         ("compile", ["--context", "300"], "context 300 exceeds the model's limit of 256"),
         ("compile", ["--tokens", "4", "--logit-rows", "5"], "--logit-rows 5 exceeds the 4 token rows"),

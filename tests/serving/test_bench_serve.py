@@ -347,7 +347,8 @@ def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path
         known = [*FLAGS, "--base-url", fake.url, "--model", tiny_shape]
         assert "'somebody/else', whose sizes are unknown" in fails(capsys, *FLAGS, "--base-url", fake.url)
         assert "unknown machine 'x'" in fails(capsys, *known, "--machine", "x")
-        assert "no tokenizer" in fails(capsys, *known, "--dataset", str(file))
+        read = ["bench", "serve", "--dataset", str(file), "--base-url", fake.url, "--model", tiny_shape]
+        assert "no tokenizer" in fails(capsys, *read)
     with running(FakeServer(faults={8: 500})) as fake:
         status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url)
         assert status == 1 and "6 failed" in out
