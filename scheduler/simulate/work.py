@@ -239,7 +239,8 @@ def _plain(
             tasks.set(task, ask_s=roles.loaders)
             matrix_s = np.maximum(matrix_s, roles.consumers)
     elif dims.worker.ring_pages:
-        weights, read = np.zeros(len(task)), read + weights  # the warps that compute load all data themselves
+        # Each of these weights counts as loaded by one instruction only, so it needs no cache entry. None is loaded
+        # ahead, because the warps that compute load all data themselves.
         matrix_s = work.matrix_flops / costs.vector_flops  # of routers and experts, which are dot products
         if costs.issue and phase.operation is Operation.SAMPLE:
             # Each warp loads the next group of logits while it processes the last, so the slower of the two counts.

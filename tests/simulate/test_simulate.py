@@ -440,6 +440,22 @@ def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, 
     assert 0.85 <= needed / machine.memory_bytes_per_s / step_s <= 1.0
 
 
+@pytest.mark.parametrize("machine", [machines.MACHINES["h100"], machines.host(2)], ids=["h100", "host"])
+@pytest.mark.parametrize("tokens", [1, 32])
+@pytest.mark.parametrize(("tp", "parallel"), [(1, False), (2, False), (2, True)])
+def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: int, tp: int, parallel: bool) -> None:
+    """A step moves the bytes that it cannot avoid, and little more. With 32 rows, all experts of a layer are read."""
+    config = replace(load_config("random:qwen3-30b-a3b"), layers=2)
+    sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": tokens, "max_seqs": tokens, "max_context": 128}
+    options = Options(expert_parallel=parallel)
+    program = compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=options, **sizes)
+    ranks = (program.rank_dims(rank).split for rank in range(tp))
+    each = [step_work(program.forward, split, [1] * tokens, [128] * tokens, tokens) for split in ranks]
+    done = simulate(program, machine, decode_step(program.dims, tokens, 128))
+    assert 1.0 <= done.memory_bytes / sum(work.bytes for work in each) < 1.05
+    assert done.step_s > max(work.bytes for work in each) / machine.memory_bytes_per_s
+
+
 ARGUMENTS = ["simulate", "--model", "random:llama-3.2-1b", "--machine", "h100"]
 
 
