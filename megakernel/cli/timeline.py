@@ -120,6 +120,12 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
     from megakernel.serving.bench.ceilings import share_of
 
     with open_llm(args, max_seqs=1) as llm:
+        context, needed = llm.engine.dims.bucket.max_context, args.prompt_tokens + 1 + args.launches
+        if args.phase == "decode" and needed > context:
+            raise MegakernelError(
+                f"a prompt of {args.prompt_tokens} tokens and {args.launches} decode steps need a context of {needed},"
+                f" not {context}: raise --context, or lower --prompt-tokens or --launches"
+            )
         machine = share_of(measured_ceilings(llm), llm.machine, llm.engine.dims.split.tp)
         with output.busy(f"tracing a {args.phase} step"):
             prefill, decode = llm.trace_steps(prompt_ids(llm, args.prompt_tokens), decode_steps=args.launches)

@@ -267,6 +267,10 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert prefill["intervals"] > 0
     two = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--launches", "2")["recorded"]
     assert len(two["step_s"]) == 2 and {d["name"] for d in two["differences"]} > {"dispatch and gaps"}
+    fits = ["timeline", "--model", model, "--context", "26", "--prompt-tokens", "20", "--launches"]
+    assert len(run_json(capsys, *fits, "5")["recorded"]["step_s"]) == 5
+    assert "need a context of 27, not 26" in fails(capsys, *fits, "6")
+    assert run_json(capsys, *fits, "6", "--phase", "prefill")["intervals"] > 0
     assert "also needs a trace file" in fails(capsys, "timeline", saved[0])
     assert "not a trace file" in fails(capsys, "timeline", saved[0], saved[0])
     assert "cannot read trace" in fails(capsys, "timeline", saved[0], str(tmp_path / "none"))
