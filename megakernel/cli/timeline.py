@@ -50,7 +50,14 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name the files which `write_files` writes."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write an HTML page that works offline")
     parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--save", type=Path, metavar="STEM", help="save the step as STEM.program and STEM.trace")
+    parser.add_argument("--save", type=_stem, metavar="STEM", help="save the step as STEM.program and STEM.trace")
+
+
+def _stem(text: str) -> Path:
+    """Parse the beginning of files' paths. A folder alone would leave their names empty."""
+    if text.rpartition("/")[2] in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in a name for the files")
+    return Path(text)
 
 
 def write_files(

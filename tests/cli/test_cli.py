@@ -276,6 +276,13 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert "cannot read trace" in fails(capsys, "timeline", saved[0], str(tmp_path / "none"))
 
 
+@pytest.mark.parametrize("stem", ["", ".", "..", "/", "folder/", "folder/.."])
+@pytest.mark.parametrize("verb", ["simulate", "timeline"])
+def test_a_folder_is_no_name_to_save_a_step_under(capsys: pytest.CaptureFixture[str], verb: str, stem: str) -> None:
+    status, _, err = run(capsys, verb, "--model", "random:smollm2-135m", "--save", stem)
+    assert status == 2 and err.splitlines()[-1].endswith(f"{stem!r} does not end in a name for the files")
+
+
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
     page = tmp_path / "demo.html"
     flags = ["demo", "--model", model, "--prompt", "[bold]hello", "-o", str(page)]
