@@ -56,6 +56,11 @@ def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
     sampled = [SampleRow(0, prompt_length=context)]
     many = min(tokens, dims.bucket.max_seqs)
     rows = [tokens // many + (n < tokens % many) for n in range(many)]
+    if rows[0] > context:
+        raise MegakernelError(
+            f"{tokens} tokens of {many} sequences are up to {rows[0]} tokens each, more than the context of {context}:"
+            " raise --context or lower --tokens"
+        )
     return build_step(
         dims,
         [

@@ -516,10 +516,13 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: py
     sizes = {"tokens": 256, "logit_rows": 1, "max_seqs": 1, "max_context": 512}
     program = compile_program(config, machine, dtype=Dtype.BF16, **sizes)
     program.save(tmp_path / "prompt.mkp")
-    assert main(["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100", "--json"]) == 0
+    arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100", "--json"]
+    assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     expected = simulate(program, machine, decode_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
+    assert main([*arguments, "--context", "255"]) == 1
+    assert "up to 256 tokens each, more than the context of 255" in capsys.readouterr().err
 
 
 def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
