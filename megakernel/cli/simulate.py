@@ -32,6 +32,7 @@ def register(add: AddVerb) -> None:
     )
     add_source(parser)
     add_machine(parser)
+    parser.set_defaults(machine=None)  # the machine that FILE was compiled for, or the setting's default
     add_count(
         parser,
         "--tokens",
@@ -133,11 +134,14 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
                     "--model instead of FILE"
                 )
         program, tied = load_program(args.file), True
-        workers = args.workers or program.processors
-        _check_size(args.machine, workers, program.ranks)
-        machine = machines.load(args.machine, workers)
+        workers, name = args.workers or program.processors, args.machine or program.machine
+        if not args.machine and name not in {HOST, *machines.MACHINES}:
+            raise MegakernelError(f"{args.file} was compiled for {name}, whose rates are unknown: give --machine")
+        _check_size(name, workers, program.ranks, f"choose a --machine that {args.file} fits")
+        machine = machines.load(name, workers)
     else:
-        _check_size(args.machine, args.workers or 1, args.tp)
+        args.machine = args.machine or SETTINGS["machine"].value()
+        _check_size(args.machine, args.workers or 1, args.tp, "lower --workers or --tp")
         tokens = args.tokens or 1
         args.context = args.context or _CONTEXT
         with output.busy("compiling"):
@@ -146,13 +150,14 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     return program, host_machine(program) if machine.name == HOST else machine, tied
 
 
-def _check_size(name: str, workers: int, ranks: int) -> None:
-    """Raise MegakernelError if the machine has fewer workers or devices than the program needs."""
+def _check_size(name: str, workers: int, ranks: int, advice: str) -> None:
+    """Raise MegakernelError, which ends in `advice`, if the machine has fewer workers or devices than the program
+    needs."""
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
-        raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: lower --workers")
+        raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: {advice}")
     if ranks > hardware.node.gpus:
-        raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: lower --tp")
+        raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: {advice}")
 
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:

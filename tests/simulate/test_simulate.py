@@ -525,6 +525,23 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: py
     assert "up to 256 tokens each, more than the context of 255" in capsys.readouterr().err
 
 
+def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "step.program")
+    for processors in (2, 132):
+        config, machine = load_config("random:smollm2-135m"), machines.load("h100", processors)
+        sizes = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 256}
+        program = compile_program(config, machine, dtype=Dtype.BF16, **sizes)
+        program.save(Path(file))
+        assert main(["simulate", file, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["machine"] == "h100"
+    assert main(["simulate", file, "--machine", "host"]) == 1
+    assert f"not 132: choose a --machine that {file} fits" in capsys.readouterr().err
+    replace(program, machine="mine").save(Path(file))
+    assert main(["simulate", file]) == 1
+    assert "was compiled for mine, whose rates are unknown: give --machine" in capsys.readouterr().err
+    assert main(["simulate", file, "--machine", "h100"]) == 0
+
+
 def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
