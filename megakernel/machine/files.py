@@ -79,6 +79,8 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
     base = table.pop("base", None)
     if base is None:
         return table
+    if base == HOST:
+        _check_rates(table, path)
     below = _base(base, path, (*above, path))
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
@@ -86,6 +88,17 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
         else:
             below[key] = value
     return below
+
+
+def _check_rates(table: Table, path: Path) -> None:
+    """Raise MegakernelError if a file based on `host` lacks a rate, because the base has only an assumed one."""
+    for section, key in (("chip", "hbm_bytes_per_s"), ("flops_per_s", "bf16"), ("flops_per_s", "fp32")):
+        given = table.get(section)
+        if not (isinstance(given, dict) and key in given):
+            raise MegakernelError(
+                f"machine file {path}: {section}.{key} is missing, and its base 'host' only assumes it: add it, or let"
+                " megakernel doctor --calibrate write a file, which may be a base"
+            )
 
 
 def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
@@ -98,7 +111,7 @@ def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
     else:
         below = KNOWN_FOLDER / f"{base}.toml"
         if not below.exists():
-            raise MegakernelError(f"machine file {path}: unknown base {base!r}: choose from host, {', '.join(names())}")
+            raise MegakernelError(f"machine file {path}: unknown base {base!r}: choose from {', '.join(names())}")
     if below.resolve() in {p.resolve() for p in above}:
         raise MegakernelError(f"machine file {path}: its base {base!r} refers back to this file")
     return _merged(below, above)
