@@ -279,6 +279,23 @@ def test_a_small_screen_shows_everything(driver: Browser, files: dict[str, Path]
     assert small.run("const a = document.querySelector('aside'); return a.scrollWidth <= a.clientWidth")
 
 
+def test_no_label_of_a_row_is_cut_at_the_top(driver: Browser, tmp_path: Path) -> None:
+    """Rows of many workers are lower than letters."""
+    r = resolve(*synthetic.node(1, 60, layers=1))
+    write_html(tmp_path / "many.html", (r, summarise(r)))
+    for width, height in ((1600, 900), (390, 844)):
+        driver.resize(width, height)
+        driver.open_timeline(tmp_path / "many.html")
+        texts = driver.run(
+            "const texts = [], own = CanvasRenderingContext2D.prototype;"
+            " const drawn = own.fillText; own.fillText = (...said) => { texts.push(said); };"
+            " timeline.frameMs(); own.fillText = drawn; return texts"
+        )
+        top = driver.run("return timeline.rows()")[0]["y"]
+        labels = [(text, y) for text, _, y in texts if text.startswith("worker")]
+        assert labels[0][0] == "worker 0" and min(y for _, y in labels) >= top + 6
+
+
 def test_the_header_of_a_rank_stays_while_its_workers_scroll(node: Browser) -> None:
     node.keys("E]]]]]]")
     rows = node.run("return timeline.rows()")

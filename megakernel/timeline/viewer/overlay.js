@@ -121,15 +121,15 @@ function drawRowLabels(shown) {
   ctx.textBaseline = "middle";
   let free = -Infinity; // bottom of the last label: rows may be lower than letters, and labels must not overlap
   for (const row of shown) {
-    const y = rowY(row) + row.h / 2, x = (8 + row.depth * 9) * k, point = 12 * k;
+    const bar = row.h >= 34 * k && row.role < 0, lift = bar ? 6 * k : 0, x = (8 + row.depth * 9) * k, point = 12 * k;
+    const y = Math.max(rowY(row) + row.h / 2, rowsTop() + lift + point * 0.6); // the label of the first row is not cut
     if (row.n === cursor) { ctx.fillStyle = colours.accent; ctx.fillRect(0, rowY(row), 3 * k, row.h); }
     if (y - point / 2 < free) continue;
     free = row === stuck ? rowY(row) + row.h : y + point * 0.7;
     if (row.openable && row.h >= 10 * k) triangle(x, y, row.isOpen);
-    const bar = row.h >= 34 * k && row.role < 0;
     setFont(row.role < 0 ? point : 11 * k, row.type === "rank" ? "600 " : "");
     ctx.fillStyle = row.role < 0 ? colours.text : colours.dim;
-    ctx.fillText(row.text, x + 12 * k, y - (bar ? 6 * k : 0));
+    ctx.fillText(row.text, x + 12 * k, y - lift);
     if (bar) busyBar(row, x + 12 * k, y + 6 * k, 72 * k);
   }
   unclip();
