@@ -70,7 +70,7 @@ def rows(*pairs: tuple[str, str | Text]) -> None:
     stdout.print(table)
 
 
-_TEXT = ("phase", "family", "layout", "why", "bound by")
+_TEXT = ("phase", "layout", "why", "bound by")
 
 
 def table(*names: str) -> Table:

@@ -178,15 +178,20 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
             f" {memory['activation_bytes'] / gb:,.2f}; at most {memory['sequences_at_most']:,} such sequences",
         ),
     )
-    columns = ["phase", "family", "GFLOP", "MB read", "MB sent", "math", "memory", "link"]
-    table = output.table(*columns, *(["measured"] if measured else []), "bound by")
+    columns = ["phase", "GFLOP", "MB\nread", "MB\nsent", "math\nus", "memory\nus", "link\nus"]
+    table = output.table(*columns, *(["measured\nus"] if measured else []), "bound by")
     for c in step.instructions:
         work = (c.matrix_flops + c.vector_flops) / 1e9, c.memory_bytes / 1e6, c.sent_bytes / 1e6
         times = [max(c.math_s, c.vector_s), c.memory_s, c.comms_s]
         times += [c.comms_measured_s or 0.0] if measured else []
-        cells = [f"{w:,.2f}" if w else "" for w in work] + [f"{t * 1e6:,.1f} us" if t else "" for t in times]
-        table.add_row(c.instruction, c.family.name.lower(), *cells, c.bound if any(times) else "")
+        cells = [_figure(w, 2) for w in work] + [_figure(t * 1e6, 1) for t in times]
+        table.add_row(c.instruction, *cells, c.bound if any(times) else "")
     output.stdout.print(table)
+
+
+def _figure(value: float, decimals: int) -> str:
+    """Return a number so short that a row of the table fits into the 80 columns of a terminal."""
+    return f"{value:,.{0 if value >= 100 else decimals}f}" if value else ""
 
 
 def _rows(count: int) -> str:

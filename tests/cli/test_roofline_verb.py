@@ -11,6 +11,7 @@ import pytest
 from commands import fails, run, run_json
 from sizes import least_dims
 
+from megakernel.cli import output
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, OperationFamily
 from megakernel.machine import hardware
@@ -48,6 +49,19 @@ def test_one_rank_agrees_with_the_necessary_work(capsys: pytest.CaptureFixture[s
     assert figures["step_without_overlap_s"] == pytest.approx(total)
     assert figures["tokens_per_s"] == pytest.approx(7 / figures["step_s"])
     assert figures["memory"]["kv_bytes"] == 7 * 1000 * 2 * 16 * 8 * 64 * 2 and figures["memory"]["fits"]
+
+
+@pytest.mark.parametrize("tokens", ["16", "8192"])
+def test_the_table_fits_into_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
+    """Each phase has one line, so no name and no number is broken."""
+    monkeypatch.setattr(output.stdout, "width", 80)
+    command = ["roofline", "--model", MODEL_70B, "--machine", "h100x8", "--tp", "8", "--tokens", tokens]
+    phases = [c["instruction"] for c in run_json(capsys, *command)["instructions"]]
+    status, text, _ = run(capsys, *command)
+    table = text.splitlines()[-len(phases) :]
+    assert status == 0 and [line.split()[0] for line in table] == phases and max(map(len, table)) <= 80
 
 
 @pytest.mark.parametrize("o, residual", [("sharded", "dealt"), ("replicated", "dealt"), ("sharded", "replicated")])
@@ -108,7 +122,7 @@ def test_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100", "--tokens", "4")
     assert status == 0
-    assert "bound by memory" in out and "does not fit" in out and re.search(r"gate_up_silu +matmul", out)
+    assert "bound by memory" in out and "does not fit" in out and re.search(r"down_proj +[0-9.,]+", out)
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
