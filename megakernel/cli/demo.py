@@ -10,7 +10,7 @@ from pathlib import Path
 from . import bench, output
 from .generate import as_json, show_token
 from .host import measured_ceilings
-from .options import AddVerb, add_model_run, open_llm, prompt_ids
+from .options import AddVerb, add_model_run, file_to_write, open_llm, prompt_ids
 
 _PROMPT = "Name the capital of France."
 # These numbers give stable medians, and take a few seconds on two cores.
@@ -30,7 +30,7 @@ def register(add: AddVerb) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=file_to_write,
         default=Path("timeline.html"),
         metavar="FILE.html",
         help="where to write the timeline (default: timeline.html)",

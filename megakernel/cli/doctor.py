@@ -20,7 +20,7 @@ from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
 from .host import host_ceilings
-from .options import AddVerb
+from .options import AddVerb, file_to_write
 
 _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
@@ -34,7 +34,7 @@ def register(add: AddVerb) -> None:
     parser = add("doctor", "report versions, settings, cores, ceilings and GPUs", "megakernel doctor --json")
     parser.add_argument(
         "--calibrate",
-        type=Path,
+        type=file_to_write,
         metavar="FILE.toml",
         help="measure this machine for the simulator (a minute), and write the file for --machine FILE.toml",
     )

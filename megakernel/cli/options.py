@@ -88,6 +88,17 @@ def add_count(
     parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
 
 
+def file_to_write(text: str) -> Path:
+    """Parse the path of a file that a verb writes when its work is done. Raises MegakernelError for a path where no
+    file can be, so that the work is not done in vain."""
+    path = Path(text)
+    if text.rpartition("/")[2] in ("", ".", "..") or path.is_dir():
+        raise MegakernelError(f"cannot write {text!r}: it is not the name of a file")
+    if not path.parent.is_dir():
+        raise MegakernelError(f"cannot write {path}: {path.parent} is not a folder")
+    return path
+
+
 def token_ids(text: str) -> list[int]:
     """Parse `1,2,3` for argparse."""
     try:

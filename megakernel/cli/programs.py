@@ -14,7 +14,7 @@ from ..machine import Machine
 from ..model import ModelConfig
 from ..program import Program, load_program
 from . import output
-from .options import STORED, AddVerb, add_count, add_lowering, add_setting, lowering, paper_model
+from .options import STORED, AddVerb, add_count, add_lowering, add_setting, file_to_write, lowering, paper_model
 
 # By default, programs compute logits for at most this many rows, as many as an engine runs sequences.
 _SEQUENCES = 64
@@ -28,7 +28,7 @@ def register(add: AddVerb) -> None:
     )
     add_setting(compile, "model")
     _add_bucket(compile)
-    compile.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write the program")
+    compile.add_argument("-o", "--output", type=file_to_write, metavar="FILE", help="where to write the program")
     compile.set_defaults(run=run_compile)
 
     disasm = add("disasm", "print a program as text", "megakernel disasm llama.mkp")

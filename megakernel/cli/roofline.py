@@ -16,7 +16,7 @@ from ..roofline.plot import Mark, Point, write_plot
 from ..roofline.program_step import rate_of
 from . import output, roofline_ask
 from .host import hardware_of
-from .options import STORED, AddVerb, add_count, add_setting, paper_model
+from .options import STORED, AddVerb, add_count, add_setting, file_to_write, paper_model
 
 _CONTEXT = 128
 
@@ -32,7 +32,7 @@ def register(add: AddVerb) -> None:
         add_setting(parser, name)
     add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
     add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence", "C")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline plot as .svg or .html")
+    parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="write the roofline plot as .svg or .html")
     parser.add_argument(
         "--achieved",
         type=Path,

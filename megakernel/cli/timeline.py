@@ -13,7 +13,7 @@ from ..program import Program, load_program
 from ..trace import Trace
 from . import output
 from .host import host_machine, measured_ceilings
-from .options import AddVerb, add_count, add_model_run, open_llm, prompt_ids
+from .options import AddVerb, add_count, add_model_run, file_to_write, open_llm, prompt_ids
 
 if TYPE_CHECKING:
     from ..timeline.compare import Comparison
@@ -48,16 +48,15 @@ def register(add: AddVerb) -> None:
 
 def add_files(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name the files which `write_files` writes."""
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="write an HTML page that works offline")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--save", type=_stem, metavar="STEM", help="save the step as STEM.program and STEM.trace")
-
-
-def _stem(text: str) -> Path:
-    """Parse the beginning of files' paths. A folder alone would leave their names empty."""
-    if text.rpartition("/")[2] in ("", ".", ".."):
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in a name for the files")
-    return Path(text)
+    parser.add_argument(
+        "-o", "--output", type=file_to_write, metavar="FILE.html", help="write an HTML page that works offline"
+    )
+    parser.add_argument(
+        "--perfetto", type=file_to_write, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev"
+    )
+    parser.add_argument(
+        "--save", type=file_to_write, metavar="STEM", help="save the step as STEM.program and STEM.trace"
+    )
 
 
 def write_files(

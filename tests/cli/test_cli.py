@@ -176,7 +176,7 @@ def test_damaged_programs_are_one_line(capsys: pytest.CaptureFixture[str], tmp_p
             assert message in fails(capsys, verb, str(file))
     nowhere = str(tmp_path / "missing" / "a.mkp")
     assert "cannot read program" in fails(capsys, "verify", nowhere)
-    assert "cannot write program" in fails(capsys, "compile", "--model", tiny_shape, "-o", nowhere)
+    assert "cannot write" in fails(capsys, "compile", "--model", tiny_shape, "-o", nowhere)
 
 
 def test_a_violation_exits_with_1(
@@ -276,11 +276,21 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert "cannot read trace" in fails(capsys, "timeline", saved[0], str(tmp_path / "none"))
 
 
-@pytest.mark.parametrize("stem", ["", ".", "..", "/", "folder/", "folder/.."])
-@pytest.mark.parametrize("verb", ["simulate", "timeline"])
-def test_a_folder_is_no_name_to_save_a_step_under(capsys: pytest.CaptureFixture[str], verb: str, stem: str) -> None:
-    status, _, err = run(capsys, verb, "--model", "random:smollm2-135m", "--save", stem)
-    assert status == 2 and err.splitlines()[-1].endswith(f"{stem!r} does not end in a name for the files")
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (name, f"{name!r}: it is not the name of a file")
+        for name in ("", ".", "..", "/", "/folder/", "/folder/..", "/tmp")
+    ]
+    + [("/folder/file.html", "/folder/file.html: /folder is not a folder")],
+)
+@pytest.mark.parametrize(
+    "verb", ["simulate --save", "simulate -o", "timeline --perfetto", "compile -o", "demo -o", "doctor --calibrate"]
+)
+def test_a_file_that_cannot_be_written_is_an_error_at_once(
+    capsys: pytest.CaptureFixture[str], verb: str, path: str, why: str
+) -> None:
+    assert fails(capsys, *verb.split(), path).endswith(f"cannot write {why}\n")
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
