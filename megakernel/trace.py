@@ -64,7 +64,7 @@ class TraceHeader:
     """Facts about a whole trace. `program` is the hash of the traced program. `source` says what wrote the trace:
     reference, cpu, cuda, protocol or simulator. Reading the clock takes `read_s` seconds. `clock_error_s` is the
     largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts the intervals that had
-    no room."""
+    no room. `machine` is the machine that a simulator assumed, or "" for the program's."""
 
     program: str
     source: str
@@ -72,12 +72,14 @@ class TraceHeader:
     read_s: float
     clock_error_s: float
     dropped: int
+    machine: str = ""
 
 
 def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
     """Raise ValueError if the header or the attention array has values that no executor writes."""
-    if not all(isinstance(text, str) and text.isprintable() for text in (header.program, header.source)):
-        raise ValueError("the header's program or source is not printable text")
+    texts = header.program, header.source, header.machine
+    if not all(isinstance(text, str) and text.isprintable() for text in texts):
+        raise ValueError("the header's program, source or machine is not printable text")
     for name, least in (("tick_s", _LEAST_TICK_S), ("read_s", 0.0), ("clock_error_s", 0.0)):
         value = getattr(header, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST_S:

@@ -78,7 +78,16 @@ def write_files(
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..timeline import compare, compare_launches, render, render_comparison, render_launches, resolve, summarise
+    from ..timeline import (
+        compare,
+        compare_launches,
+        machine_name,
+        render,
+        render_comparison,
+        render_launches,
+        resolve,
+        summarise,
+    )
 
     machine = None
     if args.program is None:
@@ -89,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         program, traces = load_program(args.program), [Trace.load(args.trace)]
-        if program.machine not in MACHINES:
+        if machine_name(program, traces[0]) not in MACHINES:
             machine = host_machine(program)
     resolved = [resolve(program, trace, machine) for trace in traces]
     summaries = [summarise(each) for each in resolved]
@@ -101,10 +110,12 @@ def run(args: argparse.Namespace) -> int:
         if len(own) > 1:
             raise MegakernelError(f"--compare takes TRACE, or PROGRAM TRACE, not {len(args.compare)} files")
         other = load_program(own[0]) if own else program
-        second = resolve(other, Trace.load(second), machine if other.machine == program.machine else None)
-        comparison = compare(step, second)
+        trace = Trace.load(second)
+        alike = machine_name(other, trace) == machine_name(program, traces[0])
+        compared = resolve(other, trace, machine if alike else None)
+        comparison = compare(step, compared)
         if args.output:
-            shown.append((second, summarise(second)))
+            shown.append((compared, summarise(compared)))
     write_files(args, *shown, comparison=comparison)
     if args.json:
         more = {"comparison": comparison, "recorded": launches if args.program is None else None}

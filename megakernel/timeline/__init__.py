@@ -3,13 +3,14 @@
 from .compare import compare, compare_launches
 from .html import page, write_html
 from .perfetto import write_perfetto
-from .resolve import resolve
+from .resolve import machine_name, resolve
 from .summary import summarise
 from .text import render, render_comparison, render_figures, render_launches
 
 __all__ = [
     "compare",
     "compare_launches",
+    "machine_name",
     "page",
     "render",
     "render_comparison",

@@ -231,8 +231,15 @@ def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Co
         start += len(program.numbered(segment)[0])
 
 
+def machine_name(program: Program, trace: Trace) -> str:
+    """Return the name of the machine that a trace is from, or else of the one that its program was compiled for."""
+    name = trace.header.machine
+    return name if name == machines.HOST or name in MACHINES else program.machine
+
+
 def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> Resolved:
-    """Join a program and its trace. `machine` gives the peak rates; the default is the program's machine, or this one.
+    """Join a program and its trace. `machine` gives the peak rates; the default is the machine that `machine_name`
+    names, or this one.
 
     Raises MegakernelError if the trace is empty, damaged, or of another program.
     """
@@ -267,7 +274,7 @@ def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> R
     return Resolved(
         program=program,
         trace=trace,
-        machine=machine or MACHINES.get(program.machine) or machines.host(),
+        machine=machine or MACHINES.get(machine_name(program, trace)) or machines.host(),
         rows=rows,
         begin=(rows["begin"] - origin).astype(np.int64),
         end=(rows["end"] - origin).astype(np.int64),

@@ -119,7 +119,7 @@ def summarise(resolved: Resolved) -> Summary:
         dropped=header.dropped,
         clock_error_s=header.clock_error_s,
         source=header.source,
-        machine=program.machine,
+        machine=resolved.machine.name,
         busy=mean,
         computing=float(found.per_lane(resolved.lanes, State.COMPUTE).sum())
         / (max(resolved.steps, 1) * resolved.lanes),

@@ -78,7 +78,7 @@ def simulate(
     kept = None
     if trace:
         order = np.lexsort((intervals["begin"], intervals["worker"], intervals["rank"]))
-        header = TraceHeader(program.hash, "simulator", _TICK_S, read_s=0.0, clock_error_s=0.0, dropped=0)
+        header = TraceHeader(program.hash, "simulator", _TICK_S, 0.0, 0.0, dropped=0, machine=machine.name)
         kept = Trace(header, intervals[order], slot_work(table)[None])
     rows = int((table.row_seq >= 0).sum())
     return Simulation(

@@ -497,6 +497,20 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     )
 
 
+def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stem = str(tmp_path / "saved")
+    flags = ["--model", "random:smollm2-135m", "--machine", "h100"]
+    assert main(["compile", *flags, "--context", "256", "-o", f"{stem}.program"]) == 0
+    for name in ("h200", "h100"):
+        capsys.readouterr()
+        assert main(["simulate", f"{stem}.program", "--machine", name, "--save", stem, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["timeline"]
+        assert main(["timeline", f"{stem}.program", f"{stem}.trace", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == found and found["machine"] == name
+
+
 def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4"]
     assert main([*model, "--json"]) == 0
