@@ -27,7 +27,7 @@ _CONTEXT = 128
 def register(add: AddVerb) -> None:
     parser = add(
         "simulate",
-        "predict the time of a step by simulating the program on a machine",
+        "predict a step's time on a machine, by default the one that FILE was compiled for",
         "megakernel simulate --model random:llama-3.1-70b --machine h100 --tp 8 --tokens 8192 --queue attention",
     )
     add_source(parser)
