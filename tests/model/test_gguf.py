@@ -243,6 +243,14 @@ def test_a_window_is_applied_or_limits_the_context(path: Path, architecture: str
     assert (config.max_context, config.window) == (context, window)
 
 
+@pytest.mark.parametrize(("more", "theta"), [({}, 1e6), ({"rope__freq_base_swa": 5e5}, 5e5)])
+def test_layers_with_windows_have_the_rope_base_of_the_file(path: Path, more: dict[str, float], theta: float) -> None:
+    values = {"attention__sliding_window": 96, "rope__freq_base": 1e6, **more}
+    tiny_gguf(path, "olmo2", **{f"olmo2__{key}": value for key, value in values.items()})
+    config = load_config(str(path))
+    assert (config.rope.theta, config.local_theta) == (1e6, theta)
+
+
 @pytest.mark.parametrize(
     ("named", "metadata"),
     [

@@ -60,7 +60,8 @@ def read_gguf(config: Keys) -> dict[str, Any]:
     window = config.count("attention.sliding_window", 0)
     if window < 1:
         return _NORMS
-    full, theta = tuple(_full(config.count("block_count"))), config.number("rope.freq_base", 1e4)
+    full = tuple(_full(config.count("block_count")))
+    theta = config.number("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
     return _NORMS | {"window": window, "full_layers": full, "local_theta": theta}
 
 
@@ -79,7 +80,7 @@ OLMO2 = Family(
     interleaved=False,
     defaults={"rms_norm_eps": 1e-5},
     read_gguf=read_gguf,
-    gguf_keys=frozenset({"attention.sliding_window_pattern"}),
+    gguf_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
 )
 
 OLMO3 = replace(
