@@ -346,8 +346,11 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
             f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported, only none, linear, yarn and "
             "longrope"
         )
-    for key in ("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"):
-        keys.only(key, 1)
+    keys.only("rope.scaling.yarn_ext_factor", 1)
+    full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0)) if kind == "yarn" else 1.0
+    # A file may repeat YaRN's factor, because its config.json does. Other programs compute it and ignore another one.
+    if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
+        keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
     tables = {name: _factors(file, name) for name in (ROPE_FREQS, _LONG, _SHORT) if name in file.shapes}
     if tables or kind != "yarn":
@@ -366,7 +369,6 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
-        full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0))
         # Some files have the whole factor, and others what it is multiplied by.
         attention = full if math.isclose(attention, full, rel_tol=1e-6) else attention * full
         ends = keys.number("attention.temperature_scale", 0.0) != 0

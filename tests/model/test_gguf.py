@@ -126,6 +126,8 @@ def test_rope_scaling(path: Path) -> None:
             512,
         ),
         ({"factor": 4.0, "yarn_log_multiplier": 0.5}, {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}, 512),
+        ({"factor": 8.0, "yarn_attn_factor": 1.2079441541679836}, {"factor": 8.0}, 1024),
+        ({"factor": 8.0, "yarn_attn_factor": 1.0}, {"factor": 8.0}, 1024),
     ],
 )
 def test_yarn_is_that_of_config_json(
@@ -256,6 +258,12 @@ def test_layers_with_windows_have_the_rope_base_of_the_file(path: Path, more: di
     [
         ("rope.scaling.type 'ntk'", {"llama__rope__scaling__type": "ntk"}),
         ("yarn_ext_factor", {"llama__rope__scaling__yarn_ext_factor": 0.5}),
+        ("yarn_attn_factor = 1.5 .* only 1.0$", {"llama__rope__scaling__yarn_attn_factor": 1.5}),
+        (
+            "yarn_attn_factor = 1.5 .* only 1.0 or 1.138",
+            {"llama__rope__scaling__type": "yarn"}
+            | {f"llama__rope__scaling__{key}": n for key, n in {"factor": 4.0, "yarn_attn_factor": 1.5}.items()},
+        ),
         ("rope.scaling.alpha", {"llama__rope__scaling__alpha": 1.5}),
         ("beta_slow", {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_beta_slow": 50.0}),
         ("rope.dimension_count", {"llama__rope__dimension_count": 32}),
