@@ -99,6 +99,10 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
             getattr(writer, f"add_{name}")(value)
     if config.window:
         writer.add_sliding_window(config.window)
+        if "attention.sliding_window_pattern" in FAMILIES[config.family].gguf_keys:
+            writer.add_sliding_window_pattern([layer not in config.full_layers for layer in range(config.layers)])
+    if config.local_theta:
+        writer.add_rope_freq_base_swa(config.local_theta)
     if config.attention_multiplier is not None:
         if "attention.scale" in FAMILIES[config.family].gguf_keys:
             writer.add_attention_scale(config.attention_multiplier)

@@ -22,6 +22,8 @@ from megakernel.isa import Buffer, Dtype, Split, from_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, RopeKind, gguf_checkpoint, load_config, load_sampling, open_checkpoint
 from megakernel.model.checkpoint import Storage, StoredRows, rows_of
+from megakernel.model.config import Keys
+from megakernel.model.families import FAMILIES
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.gguf_checkpoint import GgufFile, gguf_naming
 from megakernel.model.hf_config import parse_hf_config
@@ -254,8 +256,49 @@ def test_layers_with_windows_have_the_rope_base_of_the_file(path: Path, more: di
 
 
 @pytest.mark.parametrize(
+    ("pattern", "full"),
+    [
+        (None, {"gemma3": (5,), "gpt-oss": (1, 3, 5), "olmo2": (3,)}),
+        (3, (2, 5)),
+        (0, ()),
+        ([True, False] * 3, (1, 3, 5)),
+        ([0, 1, 1, 0, 1, 1], (0, 3)),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt-oss", "olmo2"])
+def test_layers_without_windows_are_those_of_llama_cpp(architecture: str, pattern: Any, full: Any) -> None:
+    values = {"attention.sliding_window": 96, "block_count": 6, "embedding_length": 64, "attention.head_count": 4}
+    values |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+    values |= {} if pattern is None else {"attention.sliding_window_pattern": pattern}
+    family = next(family for family in FAMILIES.values() if architecture in family.gguf)
+    found = family.read_gguf(Keys(values, "m.gguf"))
+    assert (found["window"], found["full_layers"]) == (96, full[architecture] if pattern is None else full)
+    for no_window in ({"attention.sliding_window": 0}, {"attention.sliding_window_pattern": 1}):
+        found = family.read_gguf(Keys(values | no_window, "m.gguf"))
+        assert found["window"] == 0 and not found.keys() & {"full_layers", "local_theta"}
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.gguf_keys])
+def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
+    """A key that is accepted and not used would make results wrong without a word."""
+    asked = set()
+
+    class Metadata(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+    values = {"attention.sliding_window": 96, "block_count": 6, "embedding_length": 64, "attention.head_count": 4}
+    values |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+    FAMILIES[family].read_gguf(Keys(Metadata(values), "m.gguf"))
+    assert FAMILIES[family].gguf_keys <= asked
+
+
+@pytest.mark.parametrize(
     ("named", "metadata"),
     [
+        ("rope.freq_base_swa = 20000.0 is not supported, only 10000", {"gpt-oss__rope__freq_base_swa": 2e4}),
+        ("does not say which of 1 layers", {"olmo2__attention__sliding_window_pattern": ["L"]}),
         ("rope.scaling.type 'ntk'", {"llama__rope__scaling__type": "ntk"}),
         ("yarn_ext_factor", {"llama__rope__scaling__yarn_ext_factor": 0.5}),
         ("yarn_attn_factor = 1.5 .* only 1.0$", {"llama__rope__scaling__yarn_attn_factor": 1.5}),

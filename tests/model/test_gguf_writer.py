@@ -47,6 +47,16 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
     assert list(tmp_path.glob("*.part")) == []
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3"])
+def test_layers_with_windows_come_back(tmp_path: Path, family: str) -> None:
+    own: dict[str, Any] = {"query_pre_attn_scalar": 16} if family == "gemma3_text" else {}
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    _, checkpoint = make_llama(5, family, layers=3, sliding_window=9, layer_types=types, rms_eps=2**-17, **own)
+    write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
+    back, config = load_config(str(tmp_path / "m.gguf")), checkpoint.config
+    assert (back.window, back.full_layers, back.local_theta) == (9, (0,), config.local_theta)
+
+
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
     _, checkpoint = make_llama(5, "glm")
     with pytest.raises(MegakernelError, match=r"m\.gguf: GGUF has no architecture for models of the family glm"):

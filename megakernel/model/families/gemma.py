@@ -10,11 +10,10 @@ from typing import Any
 
 from ...errors import MegakernelError
 from ...isa import Buffer, Forward, Result
-from ...isa.record import MOST_LAYERS
 from ..config import Keys, ModelConfig
 from . import glm4, llama, qwen3
 from .family import Family, Weight
-from .windows import windows_with_rope
+from .windows import every_nth, read_gguf_windows, windows_with_rope
 
 B = Buffer
 _GELU = "gelu_pytorch_tanh"
@@ -60,11 +59,6 @@ def read(config: Keys) -> dict[str, Any]:
     return _embeddings(config.count("hidden_size"))
 
 
-def _full(layers: int, every: int) -> range:
-    """The last of each `every` layers."""
-    return range(every - 1, min(layers, MOST_LAYERS), every)
-
-
 def read3(config: Keys) -> dict[str, Any]:
     """Read which layers have windows, their RoPE base, and what multiplies attention scores."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -75,26 +69,20 @@ def read3(config: Keys) -> dict[str, Any]:
     scalar = config.number("query_pre_attn_scalar", 256)
     if scalar <= 0:
         raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
-    full, theta = _full(config.count("num_hidden_layers"), every), config.number("rope_local_base_freq", 1e4)
+    full, theta = every_nth(config.count("num_hidden_layers"), every), config.number("rope_local_base_freq", 1e4)
     windowed = windows_with_rope(config, full, theta)
     return read(config) | windowed | {"post_norms": True, "attention_multiplier": scalar**-0.5}
 
 
 def read_gguf3(config: Keys) -> dict[str, Any]:
-    """Read the sizes of windows. llama.cpp assumes most of the other numbers."""
+    """Read the windows and their RoPE base. llama.cpp assumes most of the other numbers."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
-    every = config.count("attention.sliding_window_pattern", 6)
-    if every < 2:
-        raise MegakernelError(
-            f"{config.source}: {config.prefix}attention.sliding_window_pattern is {every}, not above 1"
-        )
     # The 27B model, with 62 layers, divides scores by the root of another size than that of its heads.
     size = hidden / max(heads, 1) if layers == 62 else config.count("attention.key_length", 256)
     return (
         _embeddings(hidden)
-        | {"window": config.count("attention.sliding_window"), "full_layers": tuple(_full(layers, every))}
+        | read_gguf_windows(config, 6, 1e4)
         | {"post_norms": True, "attention_multiplier": size**-0.5}
-        | {"local_theta": config.number("rope.freq_base_swa", 1e4)}
     )
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from ...isa import Buffer, Forward, Operation
 from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
-from ...isa.record import MOST_LAYERS
 from ..config import Keys, ModelConfig
 from . import llama, mixtral, seed_oss
 from .family import Family, Weight
-from .windows import windows
+from .windows import every_nth, read_gguf_windows, windows
 
 B = Buffer
 
@@ -26,11 +25,6 @@ def forward(c: ModelConfig) -> Forward:
 _SAME = {"normalised_routes": True, "clipped_gates": True}
 
 
-def _full(layers: int) -> range:
-    """The last of each two layers."""
-    return range(1, min(layers, MOST_LAYERS), 2)
-
-
 def read(config: Keys) -> dict[str, Any]:
     """Read the biases of attention, the windows and the experts, whose gates have fixed limits."""
     config.only("swiglu_alpha", GATE_SLOPE)
@@ -42,16 +36,18 @@ def read(config: Keys) -> dict[str, Any]:
     attention = config.flag("attention_bias", True)
     return (
         {"qkv_bias": attention, "o_bias": attention, "mlp_bias": True}
-        | windows(config, _full(config.count("num_hidden_layers")), 128)
+        | windows(config, every_nth(config.count("num_hidden_layers"), 2), 128)
         | mixtral.counts(config, mixtral.EXPERTS, "num_experts_per_tok")
         | _SAME
     )
 
 
 def read_gguf(config: Keys) -> dict[str, Any]:
-    """Read the size of windows and the experts. llama.cpp assumes which layers have windows."""
+    """Read the windows, which no file lacks, and the experts. All layers have the same RoPE."""
+    config.only("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
+    config.count("attention.sliding_window")
     return (
-        {"window": config.count("attention.sliding_window"), "full_layers": tuple(_full(config.count("block_count")))}
+        read_gguf_windows(config, 2)
         | {"ffn": config.count("expert_feed_forward_length")}
         | mixtral.read_gguf(config)
         | _SAME
@@ -97,5 +93,6 @@ GPT_OSS = Family(
         },
     },
     read_gguf=read_gguf,
-    gguf_keys=mixtral.GGUF_KEYS | {"expert_feed_forward_length"},
+    gguf_keys=mixtral.GGUF_KEYS
+    | {"attention.sliding_window_pattern", "expert_feed_forward_length", "rope.freq_base_swa"},
 )

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...isa import Buffer, Forward, Operation, Phase, Result
-from ...isa.record import MOST_LAYERS
 from ..config import Keys, ModelConfig
 from . import glm4, llama, qwen3
 from .family import Family
 from .verbs import heads_norm, raw_qkv, rounded
-from .windows import windows_with_rope
+from .windows import every_nth, read_gguf_windows, windows_with_rope
 
 B = Buffer
 
@@ -44,25 +43,15 @@ def read(config: Keys) -> dict[str, Any]:
     return {"qkv_bias": attention, "o_bias": attention} | _NORMS
 
 
-def _full(layers: int) -> range:
-    """The last of each four layers."""
-    return range(3, min(layers, MOST_LAYERS), 4)
-
-
 def read3(config: Keys) -> dict[str, Any]:
     """Read also which layers have windows, and their RoPE base."""
-    full, theta = _full(config.count("num_hidden_layers")), config.number("rope_theta", 5e5)
+    full, theta = every_nth(config.count("num_hidden_layers"), 4), config.number("rope_theta", 5e5)
     return read(config) | windows_with_rope(config, full, theta)
 
 
 def read_gguf(config: Keys) -> dict[str, Any]:
-    """Read the size of windows, which only files of OLMo 3 have. llama.cpp assumes which layers have them."""
-    window = config.count("attention.sliding_window", 0)
-    if window < 1:
-        return _NORMS
-    full = tuple(_full(config.count("block_count")))
-    theta = config.number("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
-    return _NORMS | {"window": window, "full_layers": full, "local_theta": theta}
+    """Read the windows, which only files of OLMo 3 have, and their RoPE base."""
+    return _NORMS | read_gguf_windows(config, 4, config.number("rope.freq_base", 1e4))
 
 
 OLMO2 = Family(

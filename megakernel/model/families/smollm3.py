@@ -11,6 +11,7 @@ from ...isa.record import MOST_LAYERS
 from ..config import Keys, ModelConfig
 from . import llama
 from .family import Family
+from .windows import every_nth
 
 
 def forward(c: ModelConfig) -> Forward:
@@ -18,11 +19,6 @@ def forward(c: ModelConfig) -> Forward:
     f = llama.forward(c)
     _, rope = f.prologue
     return Forward.of(f.prologue, [*f.body, replace(rope, name="next_rope", ahead=1)], f.epilogue)
-
-
-def _nope(layers: int, interval: int) -> tuple[int, ...]:
-    """The last of each `interval` layers."""
-    return tuple(range(interval - 1, min(layers, MOST_LAYERS), interval))
 
 
 def read(config: Keys) -> dict[str, Any]:
@@ -35,13 +31,13 @@ def read(config: Keys) -> dict[str, Any]:
         )
     config.only("use_sliding_window", False)
     config.only("layer_types", ["full_attention"] * min(layers, MOST_LAYERS))
-    nope = _nope(layers, interval) if rotated is None else tuple(i for i in range(layers) if not rotated[i])
+    nope = tuple(every_nth(layers, interval)) if rotated is None else tuple(i for i in range(layers) if not rotated[i])
     return {**llama.biases(config), "nope_layers": nope}
 
 
 def read_gguf(config: Keys) -> dict[str, Any]:
     """llama.cpp assumes that every fourth layer has no RoPE."""
-    return {"nope_layers": _nope(config.count("block_count"), 4)}
+    return {"nope_layers": tuple(every_nth(config.count("block_count"), 4))}
 
 
 SMOLLM3 = Family(

@@ -28,10 +28,36 @@ def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict
     return {"window": window, "full_layers": full}
 
 
+def every_nth(layers: int, every: int) -> range:
+    """The last of each `every` layers."""
+    return range(every - 1, min(layers, MOST_LAYERS), every)
+
+
 def read_gguf_window(config: Keys) -> dict[str, Any]:
     """Read the window of GGUF files in which all layers have it."""
     window = config.count("attention.sliding_window", 0)
     return {"window": window} if window > 0 else {}
+
+
+def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
+    """Read the windows of GGUF files in which some layers have them. The pattern is a list with true for these layers,
+    or a number n if only every n-th layer has no window (0: all have one). If it is absent, n is `every`. If `theta` is
+    not 0, layers with windows have a RoPE of their own, whose base is `theta` unless the file gives one."""
+    layers, pattern = min(config.count("block_count"), MOST_LAYERS), config.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) < layers or not all(isinstance(windowed, int) for windowed in pattern):
+            raise MegakernelError(
+                f"{config.source}: {config.prefix}attention.sliding_window_pattern = {short(pattern)} does not say "
+                f"which of {layers} layers have windows"
+            )
+        full = tuple(layer for layer in range(layers) if not pattern[layer])
+    else:
+        every = config.count("attention.sliding_window_pattern", every)
+        full = tuple(every_nth(layers, every)) if every > 0 else ()
+    if (window := config.count("attention.sliding_window", 0)) < 1 or len(full) >= layers:
+        return {"window": 0}
+    local = {"local_theta": config.number("rope.freq_base_swa", theta)} if theta else {}
+    return {"window": window, "full_layers": full, **local}
 
 
 def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[str, Any]:
