@@ -28,7 +28,7 @@ from .split_experts import split_experts
 _FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
 _DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # bytes have quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
-_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD, _EMBED, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 # Prefixes of tensor names in other models, each with the usual prefix in its place. Embedding models, which have no LM
 # head, have no prefix. Models that also see images have one of two, from older or newer software.
 _PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
@@ -154,10 +154,12 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
     config = read_hf_config(folder)
     tensors = SafetensorsFiles(folder)
     for old, new in _PREFIXES:
-        if old + _EMBED.removeprefix(new) in tensors.shapes:
+        if old + _NORM.removeprefix(new) in tensors.shapes:
             tensors.rename(old, new)
             config = replace(config, tied=config.tied or _HEAD not in tensors.shapes)
             break
+    if config.tied and _EMBED not in tensors.shapes:
+        tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
     _check_tied(config, tensors)
     return FileCheckpoint(name or folder.name, config, split_experts(tensors), safetensors_naming(config))
 

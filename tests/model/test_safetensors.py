@@ -14,7 +14,7 @@ import pytest
 import torch
 from model_helpers import tiny_llama
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from stored_checkpoints import logits
 from tiny_llama import TinyCheckpoint, make_llama
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -196,6 +196,24 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, dtype: 
             continue
         with pytest.raises(MegakernelError, match=rf"tensor {name} in .*\.safetensors contains a NaN or an infinity"):
             loaded(checkpoint, Buffer.W_DOWN, 1, checkpoint.dtype)
+
+
+@pytest.mark.parametrize("prefixes", [("", ""), ("language_model.", "language_model."), ("model.language_", "")])
+def test_a_tied_matrix_may_have_the_name_of_the_lm_head(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    """The package safetensors writes one name of a shared matrix, the first in alphabetical order."""
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    save_model(model, str(tmp_path / "b" / "model.safetensors"))
+    state = load_file(tmp_path / "b" / "model.safetensors")
+    assert "lm_head.weight" in state and "model.embed_tokens.weight" not in state
+    inner, outer = prefixes
+    named = {(inner if name.startswith("model.") else outer) + name: value for name, value in state.items()}
+    save_file(named, tmp_path / "b" / "model.safetensors")
+    want, got = (open_checkpoint(str(tmp_path / name)) for name in "ab")
+    assert got.config == want.config
+    for buffer in weights(want.config):
+        np.testing.assert_array_equal(loaded(got, buffer), loaded(want, buffer))
 
 
 @pytest.mark.parametrize("tied", [False, True])
