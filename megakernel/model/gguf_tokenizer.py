@@ -29,6 +29,9 @@ _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}),
 # The names of special tokens in chat templates, and in GGUF's metadata keys.
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls"}
 _NAMED |= {"mask": "mask"}
+# The special tokens of Phi-3 that leave white space on their right in the text. The others remove it, which GGUF files
+# do not say.
+_PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
 _SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # used if a file names no other ids
 
 
@@ -46,14 +49,15 @@ def ggml_tokenizer(
     *,
     eos_ids: Iterable[int],
     special: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, bool]] | None = None,
     **more: Any,
 ) -> Tokenizer | None:
     """Build a tokenizer from GGUF metadata. There are two kinds: SentencePiece's BPE ("llama"), and byte-level BPE
     ("gpt2"), which first splits a text by the rule that `tokenizer.ggml.pre` names. Return None if the file has no
     tokenizer.
 
-    `special` maps names of special tokens to texts, which replace those in the metadata. `more` is passed to
-    `Tokenizer`. Raises UnknownTokenizer for another kind or another rule, and MegakernelError for damaged data.
+    `special` maps names of special tokens to texts, which replace those in the metadata. `options` has, for each text of
+    an added token, options of `AddedToken`. `more` is passed to `Tokenizer`. Raises UnknownTokenizer for another kind or another rule, and MegakernelError for damaged data.
     """
     keys = Keys(dict(metadata), source, "tokenizer.ggml.")
     model, pre = keys.get("model"), keys.get("pre") or "default"
@@ -83,9 +87,15 @@ def ggml_tokenizer(
     ends -= {text for text, sets in _NO_ENDS.items() if any(others <= ids.keys() for others in sets)}
     hidden = [t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, CONTROL) or t in ends]
     shown = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and t not in ends]
+    if model == "llama" and metadata.get("general.architecture") == "phi3":
+        options = {token: {"rstrip": True} for token in {*hidden, *shown} - _PHI3_KEEPS}
+
+    def added(token: str, **kind: bool) -> AddedToken:
+        return AddedToken(token, normalized=False, **kind, **(options or {}).get(token, {}))
+
     with backend_errors(f"cannot use the tokens of {source}"):
-        backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in hidden])
-        backend.add_tokens([AddedToken(token, normalized=False) for token in shown])
+        backend.add_special_tokens([added(token, special=True) for token in hidden])
+        backend.add_tokens([added(token) for token in shown])
 
     def around(name: str, default: bool) -> list[int]:
         wanted = default if keys.get(f"add_{name}_token") is None else keys.flag(f"add_{name}_token")

@@ -106,7 +106,9 @@ def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer
     with backend_errors(f"cannot read {path} and the tokens that other files add to it"):
         opened = vocab.SentencePieceVocab(path.parent)
         tokens = {i: (text.decode(), score, int(kind)) for i, (text, score, kind) in enumerate(opened.all_tokens())}
+        options = {}
         for number, added in (config.get("added_tokens_decoder") or {}).items():
+            options[added["content"]] = {name: bool(added.get(name)) for name in ("lstrip", "rstrip", "single_word")}
             kind = CONTROL if added["special"] else USER_DEFINED
             tokens[int(number)] = (added["content"], 0.0, tokens.get(int(number), (0, 0, kind))[2])
         texts, scores, types = map(list, zip(*(tokens[i] for i in range(len(tokens))), strict=True))
@@ -120,7 +122,7 @@ def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer
     facts = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
     facts |= {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
     facts |= {"add_bos_token": config.get("add_bos_token") is not False}
-    made = _ggml(path, facts, **more)
+    made = _ggml(path, facts, options=options, **more)
     if made and any(made.encode(text, add_special=False) != original.encode(text) for text in _SAMPLES):
         raise UnknownTokenizer(f"{path} splits text by rules that are not supported: {remedy}")
     return made

@@ -15,6 +15,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
+from megakernel.model.gguf_tokenizer import open_gguf_tokenizer
 from megakernel.model.splits import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
 from megakernel.model.tokenizer import UnknownTokenizer
 
@@ -139,6 +140,20 @@ def test_sentencepiece(tmp_path: Path) -> None:
     # `<unk>` is a special token: it is one token in a text, and has no text in an answer.
     assert [tokens[i] for i in tokenizer.encode("a<unk>b", add_special=False)] == ["▁", "a", "<unk>", "▁", "b"]
     assert tokenizer.decode([0, *tokenizer.encode("ab")]) == "ab" and 0 in tokenizer.special_ids()
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_special_tokens_of_phi3_remove_white_space_on_their_right(architecture: str) -> None:
+    """As in llama.cpp and in the model's tokenizer.json. GGUF files do not say so."""
+    keys = spm_keys("▁", "a", special=("<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>"))
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    tokenizer = open_gguf_tokenizer(metadata | {"general.architecture": architecture}, "m.gguf", ())
+    assert tokenizer is not None
+    tokens = [keys["tokens"][i] for i in tokenizer.encode("<|user|> \na</s> <s> a<|endoftext|> ", add_special=False)]
+    if architecture == "phi3":
+        assert tokens == ["<|user|>", "▁", "a", "</s>", "<s>", "▁", "▁", "a", "<|endoftext|>", "▁", "▁"]
+    else:
+        assert tokens[:4] == ["<|user|>", "▁", "▁", "<0x0A>"]
 
 
 @pytest.mark.parametrize("unk", ["<unk>", "[UNK]"])
