@@ -27,12 +27,12 @@ _ENDS = {
 # These texts do not end a turn in a vocabulary that also has all tokens of one of the sets.
 _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
 # The names of special tokens in chat templates, and in GGUF's metadata keys.
-_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "cls": "cls"}
-_NAMED |= {"mask": "mask"}
+NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator"}
+NAMED_TOKENS |= {"pad_token": "padding", "cls_token": "cls", "mask_token": "mask"}
 # The special tokens of Phi-3 that leave white space on their right in the text. The others remove it, which GGUF files
 # do not say.
 _PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
-_SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}  # used if a file names no other ids
+_SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # used if a file names no other ids
 
 
 def open_gguf_tokenizer(metadata: Mapping[str, Any], source: str, eos_ids: Iterable[int]) -> Tokenizer | None:
@@ -56,8 +56,9 @@ def ggml_tokenizer(
     ("gpt2"), which first splits a text by the rule that `tokenizer.ggml.pre` names. Return None if the file has no
     tokenizer.
 
-    `special` maps names of special tokens to texts, which replace those in the metadata. `options` has, for each text of
-    an added token, options of `AddedToken`. `more` is passed to `Tokenizer`. Raises UnknownTokenizer for another kind or another rule, and MegakernelError for damaged data.
+    `special` maps names of special tokens to texts, which replace those in the metadata. `options` has, for texts of
+    added tokens, options of `AddedToken`. `more` is passed to `Tokenizer`. Raises UnknownTokenizer for another kind or
+    another rule, and MegakernelError for damaged data.
     """
     keys = Keys(dict(metadata), source, "tokenizer.ggml.")
     model, pre = keys.get("model"), keys.get("pre") or "default"
@@ -71,9 +72,7 @@ def ggml_tokenizer(
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise MegakernelError(f"{source}: the vocabulary has the token {short(twice)} twice")
     defaults = _SENTENCEPIECE_IDS if model == "llama" else {}
-    named = {
-        f"{name}_token": next(iter(keys.ids(f"{key}_token_id")), defaults.get(name)) for name, key in _NAMED.items()
-    }
+    named = {name: next(iter(keys.ids(f"{key}_token_id")), defaults.get(name)) for name, key in NAMED_TOKENS.items()}
     for name in ("bos_token", "eos_token"):
         if (number := named[name]) is not None and number >= len(tokens):
             raise MegakernelError(f"{source}: {name}_id is {number}, outside of the vocabulary of {len(tokens)} tokens")

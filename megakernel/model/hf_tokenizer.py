@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from ..errors import MegakernelError, file_errors, regular
 from .chat_template import ChatTemplate
-from .gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, ggml_tokenizer, merges_of
+from .gguf_tokenizer import CONTROL, NAMED_TOKENS, NORMAL, USER_DEFINED, ggml_tokenizer, merges_of
 from .hf_config import read_json
 from .limits import MOST_VOCABULARY
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors, byte_alphabet
 
+_OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
 # Test texts, which other kinds of tokenizers, or other rules for white space and similar characters, split differently.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
@@ -38,7 +40,10 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
     special, listed = _special(folder, config)
     more: dict[str, Any] = {"eos_ids": eos_ids, "templates": _templates(folder, config), "listed": listed}
     if (path := folder / "tokenizer.json").exists():
-        return Tokenizer(_backend(path), special=special, **more)
+        backend = _backend(path)
+        with backend_errors(f"cannot use the tokens that other files add to {path}"):
+            backend.add_tokens(_added(backend, folder, config, special, listed))
+        return Tokenizer(backend, special=special, **more)
     if (path := folder / "tekken.json").exists():
         return _ggml(path, _tekken(path), special=special, **more)
     if (path := folder / "tokenizer.model").exists():
@@ -54,6 +59,39 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _added(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    config: dict[str, Any],
+    special: dict[str, str],
+    listed: dict[str, list[str]],
+) -> list[AddedToken]:
+    """Return the tokens to add to `backend`, as in transformers: those that the configuration, or else
+    `added_tokens.json`, declares, and special tokens. Tokens with a name, such as `eos_token`, have no text in answers.
+    """
+    own = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    named = dict.fromkeys([*(special[name] for name in NAMED_TOKENS if name in special), *special.values()])
+    more = [text for texts in listed.values() for text in texts]
+    if (numbered := config.get("added_tokens_decoder")) is not None:
+        declared = [numbered[number] for number in sorted(numbered, key=int)]
+    else:
+        numbers = _optional(folder / "added_tokens.json")
+        texts = sorted(numbers.keys() - own.keys(), key=numbers.__getitem__)
+        declared = [{"content": text, "special": text in more} for text in texts]
+    found = {
+        token["content"]: AddedToken(token["content"], **{name: token[name] for name in _OPTIONS if name in token})
+        for token in declared
+    }
+    for text in named:
+        found.setdefault(text, own.get(text) or AddedToken(text, special=True))
+    for text in more:
+        if text not in own:
+            found.setdefault(text, AddedToken(text, special=True))
+    for text, token in found.items():
+        token.special |= text in named or (text in own and own[text].special)
+    return list(found.values())
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:

@@ -116,7 +116,47 @@ def test_templates_see_additional_special_tokens(tmp_path: Path, name: str) -> N
     shown = "{{ additional_special_tokens | join(',') }}"
     more = ["<u>", {"content": "<p>"}, 7, "\ud800"]
     tokenizer = loaded(hf_folder(tmp_path, byte_backend(), chat_template=shown, **{name: more}))
-    assert tokenizer.decode(tokenizer.apply_chat_template([])) == "<u>,<p>"
+    assert tokenizer.decode(tokenizer.apply_chat_template([]), skip_special=False) == "<u>,<p>"
+
+
+NEW = {"content": "<new>", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"added_tokens_decoder": {"260": NEW | {"special": True}, "259": NEW | {"content": "<x>"}}}, {}),
+        ({"added_tokens_decoder": {"257": NEW | {"content": "<s>", "special": False}}}, {}),
+        ({"added_tokens_decoder": {"256": NEW | {"content": "ab", "special": True}}}, {}),
+        ({"additional_special_tokens": ["<new>", "ab"]}, {}),
+        ({"extra_special_tokens": ["<new>", "<shown>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<new>"}}, {}),
+        ({"pad_token": "<x>", "bos_token": "<new>"}, {}),
+        ({"bos_token": "<shown>"}, {}),
+        ({}, {"special_tokens_map": {"additional_special_tokens": ["<new>"], "eos_token": "<shown>"}}),
+        ({"additional_special_tokens": ["<x>"]}, {"added_tokens": {"<x>": 261, "<new>": 260, "<s>": 257}}),
+    ],
+)
+def test_tokens_that_other_files_add_as_in_transformers(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
+) -> None:
+    backend = byte_backend()
+    backend.add_tokens(["<shown>"])
+    hf_folder(tmp_path, backend, **config)
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    ours, theirs = loaded(tmp_path), PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    text = "<s> ab<new> <x> a<shown>"
+    ids = ours.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("wrong", [7, {"x": {"content": "<new>"}}, {"5": {"content": 7}}, {"5": None}])
+def test_wrong_added_tokens_are_named(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(MegakernelError, match=r"cannot use the tokens that other files add to .*tokenizer\.json"):
+        loaded(hf_folder(tmp_path, byte_backend(), added_tokens_decoder=wrong))
 
 
 NUMBERS = (2**40, 2 * 10**9, -1, "7", 0.5)  # none of them is the id of a token
