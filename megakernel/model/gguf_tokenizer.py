@@ -36,11 +36,14 @@ _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # used if
 
 
 def open_gguf_tokenizer(metadata: Mapping[str, Any], source: str, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the tokenizer of the GGUF file `source`, whose metadata are given. Otherwise like `ggml_tokenizer`."""
+    """Open the tokenizer of the GGUF file `source`, whose metadata are given. Otherwise like `ggml_tokenizer`.
+
+    Conversations begin with BOS even if the template does not write it, as in llama.cpp. In transformers, they do not.
+    """
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     texts = {name: text for name, key in keys.items() if isinstance(text := metadata.get(key), str)}
     templates = {name: ChatTemplate(text, source) for name, text in texts.items()}
-    return ggml_tokenizer(metadata, source, eos_ids=eos_ids, templates=templates)
+    return ggml_tokenizer(metadata, source, eos_ids=eos_ids, templates=templates, begins_chats=True)
 
 
 def ggml_tokenizer(

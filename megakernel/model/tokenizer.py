@@ -27,7 +27,8 @@ class Tokenizer:
     `special`, which maps names such as `bos_token` to the texts of special tokens, and the lists in `listed`.
 
     `backend` (of the package `tokenizers`) may add ids to a text. In addition, the ids `before` and `after` are put
-    before and after each text. A conversation also begins with `before`, unless its template has already written them.
+    before and after each text. If `begins_chats` is true, a conversation also begins with `before`, unless its template
+    has already written them.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class Tokenizer:
         listed: Mapping[str, list[str]] | None = None,
         before: Sequence[int] = (),
         after: Sequence[int] = (),
+        begins_chats: bool = False,
     ) -> None:
         self._backend = backend
         self._templates = dict(templates or {})
         self.special = dict(special or {})
         self._listed = dict(listed or {})
-        self._before, self._after = list(before), list(after)
+        self._before, self._after, self._begins_chats = list(before), list(after), begins_chats
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         named = (backend.token_to_id(text) for name, text in self.special.items() if name == "eos_token")
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))
@@ -92,7 +94,8 @@ class Tokenizer:
         else:
             text = template.render(messages, values)
         ids = self.encode(text, add_special=add_special)
-        return ids if ids[: len(self._before)] == self._before else self._before + ids
+        begun = not self._begins_chats or ids[: len(self._before)] == self._before
+        return ids if begun else self._before + ids
 
     @property
     def chat_template(self) -> str | None:

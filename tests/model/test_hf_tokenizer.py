@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
+from megakernel.model.chat_template import ChatTemplate
 from megakernel.model.tokenizer import UnknownTokenizer, byte_alphabet
 
 pytestmark = pytest.mark.usefixtures("templates_here")
@@ -280,6 +281,8 @@ def test_tekken_alone(tmp_path: Path) -> None:
     assert tokenizer.encode("你", add_special=False) == [10 + 256 + 5] and tokenizer.decode([271]) == "你"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}]) == [1, 3, 10 + 257, 4]
     assert tokenizer.eos_ids == (3, 2)
+    tokenizer.set_chat_template(ChatTemplate("{{ messages[0].content }}", "here"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}]) == [10 + 257]  # as in transformers
     (folder / "tekken.json").write_text('{"config": {}}')
     with pytest.raises(UnknownTokenizer, match=r"tekken\.json does not have the known form"):
         load_tokenizer(str(folder))
