@@ -229,7 +229,7 @@ def _template(given: str) -> str:
         return ChatTemplate(given, "--chat-template").source
     try:
         with file_errors(f"read the chat template {given}"):
-            return ChatTemplate(Path(given).read_text(encoding="utf-8"), given).source
+            return ChatTemplate(Path(given).read_text(encoding="utf-8-sig"), given).source
     except UnicodeDecodeError as e:
         raise MegakernelError(f"the chat template {given} is not UTF-8") from e
 

@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if (size := regular(path).stat().st_size) > MOST_JSON_BYTES:
             raise MegakernelError(f"{path} has {size} bytes, more than the limit of {MOST_JSON_BYTES}")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as e:
         raise MegakernelError(f"{path} does not exist: is {path.parent} a Hugging Face model folder?") from e
     except OSError as e:

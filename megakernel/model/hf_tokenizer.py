@@ -204,7 +204,8 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
     # Older processors of images have the template of their language model in a file of its own.
     given = config.get("chat_template") or _optional(folder / "chat_template.json").get("chat_template")
     listed = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
-    sources = {"default": given} if isinstance(given, str) else {str(t.get("name")): t.get("template") for t in listed}
+    one = {"default": given} if isinstance(given, str) else given if isinstance(given, dict) else {}
+    sources = one | {str(t.get("name")): t.get("template") for t in listed}
     where = str(folder / "tokenizer_config.json")
     named = {n: ChatTemplate(text, where) for n in ("default", "tool_use") if isinstance(text := sources.get(n), str)}
     return named | found
@@ -212,7 +213,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
 
 def _template(file: Path) -> ChatTemplate:
     try:
-        return ChatTemplate(regular(file).read_text(encoding="utf-8"), str(file))
+        return ChatTemplate(regular(file).read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as e:
         raise MegakernelError(f"cannot read {file}: {e}") from e
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..errors import MegakernelError
 from ..isa.record import MOST_LAYERS
@@ -38,7 +39,8 @@ MOST_SPLIT_CHARACTERS = 1 << 30
 
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
-    """Return `config`. Raises MegakernelError, which names the first field whose value is impossible."""
+    """Return `config` without ids of tokens outside the vocabulary. Raises MegakernelError, which names the first field
+    whose value is impossible."""
 
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
@@ -98,9 +100,6 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         if len(factors) != pairs or not all(1e-9 < factor < 1e9 for factor in factors):
             raise refuse(f"RoPE factors must be {pairs} positive finite numbers")
 
-    if config.bos_id is not None and not 0 <= config.bos_id < config.vocab:
-        raise refuse(f"bos token id {config.bos_id} is outside the vocabulary of {config.vocab}")
-    for eos in config.eos_ids:
-        if not 0 <= eos < config.vocab:
-            raise refuse(f"eos token id {eos} is outside the vocabulary of {config.vocab}")
-    return config
+    # Some files name tokens that only the tokenizer has. No token outside the vocabulary is ever computed.
+    bos, *eos = (None if i is None or not 0 <= i < config.vocab else i for i in (config.bos_id, *config.eos_ids))
+    return replace(config, bos_id=bos, eos_ids=tuple(i for i in eos if i is not None))

@@ -149,6 +149,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         # Further keys that occur in published files: SmolLM2, Falcon 3, Llama 1, Together's and fine-tuned models.
         ({"is_llama_config": True, "rope_interleaved": False, "neftune_noise_alpha": 5.0, "pretraining_tp": 2}, {}),
         ({"activation": "swiglu", "hidden_act": "swish", "model_max_length": 64, "max_sequence_length": 2048}, {}),
+        ({"bos_token_id": 300, "eos_token_id": [300, 2, -7]}, {"eos_ids": (2,)}),  # the vocabulary has 300 tokens
         ({"bos_token_id": -1, "eos_token_id": -1, "pad_token_id": -1, "tokenizer_class": "LlamaTokenizer"}, {}),
         (
             {"eos_token_id": [-1, 7], "image_token_id": 9, "attention_dropout": 0.1, "embd_pdrop": 0.1},
@@ -369,7 +370,6 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("vocab is 0; it must be between 1 and 16777216", {"vocab_size": 0}),
         ("intermediate_size", {"intermediate_size": 1.5}),
         ("mlp_bias", {"mlp_bias": "yes"}),
-        ("eos", {"eos_token_id": 300}),
         ("bos_token_id", {"bos_token_id": "one"}),
     ],
 )
@@ -407,7 +407,7 @@ def test_yarn_lengthens_the_context_as_in_vllm() -> None:
 
 def test_generation_config_adds_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 5}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9, 70_000]}))
     assert read_hf_config(tmp_path).eos_ids == (5, 9)
 
 

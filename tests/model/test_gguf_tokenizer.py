@@ -243,7 +243,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"merges": ["x yz"]}, "merges do not fit"),
     ({"add_bos_token": "no"}, 'add_bos_token is "no", not true or false'),
     ({"bos_token_id": "<s>"}, 'bos_token_id is "<s>", not token ids'),
-    ({"eos_token_id": 4000}, "eos token id 4000 is outside"),
+    ({"eos_token_id": 4000}, "eos_token_id is 4000, outside of the vocabulary of 260"),
     ({"pre": "new"}, 'pre-tokeniser "new" is not supported'),
     ({"model": "bert"}, "tokenizer \"bert\" is not supported, only 'gpt2' and 'llama'"),
     ({"tokenizer__chat_template": "{% for %}"}, "chat template of .* is broken"),

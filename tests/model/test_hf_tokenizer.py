@@ -61,6 +61,7 @@ ASKED = [{"type": "function", "function": {"name": "f", "description": "", "para
     [
         (BOTH, {}),
         (LISTED, {}),
+        ({template["name"]: template["template"] for template in BOTH}, {}),
         (PLAIN, {}),
         (None, {"chat_template": PLAIN, "additional_chat_templates/tool_use": TOOLS}),
         (BOTH, {"chat_template": "file {{ tools }}"}),
@@ -110,6 +111,14 @@ def test_a_template_may_be_in_a_file_of_an_older_processor(tmp_path: Path) -> No
     assert loaded(folder).chat_template == PLAIN
     hf_folder(tmp_path, None, chat_template=TOOLS)
     assert loaded(folder).chat_template == TOOLS
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, byte_backend())
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text("\ufeff" + (folder / name).read_text())
+    assert loaded(folder).chat_template == PLAIN
 
 
 @pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
