@@ -128,7 +128,7 @@ def _tekken(path: Path) -> dict[str, Any]:
     return {"model": "gpt2", "pre": "tekken", "tokens": special + own, "token_type": types, "merges": merges, **ids}
 
 
-def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer | None:
+def _sentencepiece(path: Path, config: dict[str, Any], special: dict[str, str], **more: Any) -> Tokenizer | None:
     """Return the tokenizer of a SentencePiece model, with the tokens that other files of the folder add."""
     from gguf import vocab
 
@@ -147,8 +147,12 @@ def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer
         options = {}
         for number, added in (config.get("added_tokens_decoder") or {}).items():
             options[added["content"]] = {name: bool(added.get(name)) for name in ("lstrip", "rstrip", "single_word")}
-            kind = CONTROL if added["special"] else USER_DEFINED
+            kind = CONTROL if added["special"] or added["content"] in special.values() else USER_DEFINED
             tokens[int(number)] = (added["content"], 0.0, tokens.get(int(number), (0, 0, kind))[2])
+        known = {text for text, _, _ in tokens.values()}
+        for text in dict.fromkeys([*special.values(), *(text for texts in more["listed"].values() for text in texts)]):
+            if text not in known:
+                tokens[len(tokens)] = (text, 0.0, CONTROL)
         texts, scores, types = map(list, zip(*(tokens[i] for i in range(len(tokens))), strict=True))
     original = opened.sentencepiece_tokenizer
     ids = {
@@ -160,7 +164,7 @@ def _sentencepiece(path: Path, config: dict[str, Any], **more: Any) -> Tokenizer
     facts = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
     facts |= {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
     facts |= {"add_bos_token": config.get("add_bos_token") is not False}
-    made = _ggml(path, facts, options=options, **more)
+    made = _ggml(path, facts, special=special, options=options, **more)
     if made and any(made.encode(text, add_special=False) != original.encode(text) for text in _SAMPLES):
         raise UnknownTokenizer(f"{path} splits text by rules that are not supported: {remedy}")
     return made

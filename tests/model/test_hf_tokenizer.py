@@ -334,13 +334,16 @@ def test_a_sentencepiece_model_alone(tmp_path: Path) -> None:
     library.SentencePieceTrainer.train(**common, model_type="bpe")
     added = {"500": {"content": "<|im_start|>", "special": True}, "501": {"content": "<think>", "special": False}}
     added["502"] = {"content": "<|end|>", "special": True, "lstrip": True, "rstrip": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    config = {"added_tokens_decoder": added, "extra_special_tokens": ["<new>", "<think>"], "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer, owner = loaded(folder), library.SentencePieceProcessor(str(folder / "tokenizer.model"))
     for line in [*corpus.read_text().replace("<", "").splitlines(), "naïve 你好 \t x"]:
         ids = tokenizer.encode(line)
         assert ids == [owner.bos_id(), *owner.encode(line)] and tokenizer.decode(ids) == owner.decode(ids[1:]), line
     assert tokenizer.encode("a<|im_start|><think>", add_special=False)[-2:] == [500, 501]
     assert tokenizer.encode("<think> \n<|end|>\n <think>", add_special=False) == [501, 502, 501]
+    assert tokenizer.encode("<think><pad><new>", add_special=False) == [501, 503, 504]
+    assert tokenizer.decode([501, 503, 504]) == "<think>"
     library.SentencePieceTrainer.train(**common, model_type="unigram")
     with pytest.raises(UnknownTokenizer, match="splits text by rules that are not supported"):
         load_tokenizer(str(folder))
