@@ -267,8 +267,9 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: list[int]) -> None:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab)]
-        self.special_token_ids, self.eos_token_id = sorted({*tokenizer.special_ids(), *eos_ids}), eos_ids[0]
-        self._tokenizer, self._special = tokenizer, frozenset(self.special_token_ids)
+        self.special_token_ids = sorted({*tokenizer.special_ids(), *eos_ids})
+        self.eos_token_id = next(iter(eos_ids), None)
+        self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return token ids whose texts, one after another, are exactly `text`. The grammar library asks for them where
@@ -281,7 +282,7 @@ class _Vocabulary:
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + wanted.decode(), add_special=False)
             ids = ids[len(self._tokenizer.encode(before, add_special=False)) if before else 0 :]
-            if b"".join(self.tokens[i] for i in ids) == wanted and self._special.isdisjoint(ids):
+            if all(i in self._texts for i in ids) and b"".join(self._texts[i] for i in ids) == wanted:
                 return ids
         ids, at = [], 0
         while at < len(wanted):
@@ -294,8 +295,14 @@ class _Vocabulary:
         return ids
 
     @cached_property
+    def _texts(self) -> dict[int, bytes]:
+        """The texts of all ids of the model that may be a part of a text."""
+        special = {*self.special_token_ids}
+        return {i: text for i, text in enumerate(self.tokens) if text and i not in special}
+
+    @cached_property
     def _by_text(self) -> dict[bytes, int]:
-        return {text: i for i, text in reversed([*enumerate(self.tokens)]) if text and i not in self._special}
+        return {text: i for i, text in reversed(self._texts.items())}
 
     @cached_property
     def _longest(self) -> int:

@@ -42,7 +42,7 @@ def test_forced_text_is_written_as_it_stands(tmp_path: Path, kind: str, text: st
     ):
         constraint = grammars.get(SamplingParams(structured_outputs=wanted))
         assert constraint is not None
-        # A JSON text may have escapes, so what comes after the last character before one is not forced.
+        # JSON may also write a character as an escape, so only the text before such a choice is forced.
         forced = constraint.follow(np.array([], np.int32))
         written = b"".join(map(tokenizer.token_bytes, forced)).decode()
         assert constraint.error == "" and not {*tokenizer.special_ids()} & {*forced}
@@ -80,3 +80,12 @@ def test_a_word_is_forbidden_within_a_text_too(tmp_path: Path) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([2]))
     runs = [[tokenizer.token_bytes(token) for token in run] for run in grammars._runs(["plain"])]
     assert [b" plain"] in runs and [b"plain"] in runs
+
+
+def test_words_are_forbidden_whatever_the_vocabulary_lacks(tmp_path: Path) -> None:
+    """A model may have no end-of-text token, and a smaller vocabulary than its tokenizer."""
+    backend = byte_backend()
+    tokenizer = loaded(hf_folder(tmp_path, backend))
+    grammars = Grammars(tokenizer, 256, frozenset())  # without `ab` and the special tokens
+    a, b = (backend.token_to_id(letter) for letter in "ab")
+    assert [a, b] in grammars._runs(["ab"]) and tokenizer.encode("ab", add_special=False) != [a, b]
