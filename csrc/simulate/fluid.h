@@ -124,20 +124,14 @@ class Links {
   }
   void add(double now, int from, int to, double bytes, int32_t who) {
     Pair& pair = pairs_[from * ranks_ + to];
-    if (pair.flows.empty()) {
-      used_.push_back(&pair);
-      to_[from] |= 1u << to;
-    }
+    if (pair.flows.empty()) used_.push_back(&pair);
     pair.flows.add(now, bytes, who);
     changed(now, pair, 1);
     carried += bytes;
   }
   int32_t pop(double now) {
     const int32_t who = next_pair_->flows.pop(now);
-    if (next_pair_->flows.empty()) {
-      used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
-      to_[next_pair_->out] &= ~(1u << (next_pair_->in - ranks_));
-    }
+    if (next_pair_->flows.empty()) used_.erase(std::find(used_.begin(), used_.end(), next_pair_));
     changed(now, *next_pair_, -1);
     return who;
   }
@@ -161,11 +155,11 @@ class Links {
   // full, the flows through it keep their speed, and the others rise further, up to the cap.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
-    uint32_t rising[kMostRanks];  // the ranks to which flows from each rank still rise
+    uint32_t rising[kMostRanks] = {};  // for each rank, the set of ranks to which its flows still rise
+    for (const Pair* pair : used_) rising[pair->out] |= 1u << (pair->in - ranks_);
     std::fill_n(room, switch_, port_);
     room[switch_] = total_;
     std::copy_n(passing_, switch_ + 1, flows);
-    std::copy_n(to_, ranks_, rising);
     double speed = 0.0;
     while (flows[switch_] > 0) {
       const double to_cap = cap_ - speed;
@@ -206,7 +200,6 @@ class Links {
   double passing_[kMostPlaces] = {};  // flows through each place
   std::vector<Pair> pairs_;           // [from][to]
   std::vector<Pair*> used_;           // pairs that have flows
-  uint32_t to_[kMostRanks] = {};      // the same as sets: the ranks to which each rank sends
 };
 
 }  // namespace mk::simulate

@@ -23,8 +23,7 @@ _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
 _NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
-# `extrapolated_seconds` measures the second of these layers, because the first and the last overlap with other work.
-_SIMULATED_LAYERS = 3
+_SIMULATED_LAYERS = 3  # by `extrapolated_seconds`; csrc/simulate/pace.h says why the second is measured
 
 
 @dataclass(frozen=True)

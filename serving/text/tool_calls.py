@@ -35,7 +35,7 @@ def rest_of_call(pieces: list[CallDelta]) -> int:
     return next((at for at, piece in enumerate(pieces) if piece.name is not None), len(pieces))
 
 
-def pieces(text: str) -> list[str]:
+def pieces_of(text: str) -> list[str]:
     """Divide a whole answer into pieces for a reader. A piece never has the end of a call and content after it, so that
     content and calls can be kept in their order, as in a stream."""
     return re.findall(r"[^}\]>]*[}\]>]|[^}\]>]+", text)

@@ -19,7 +19,7 @@ from megakernel.serving.server.routes import requests
 from megakernel.serving.server.routes.chat import Tools
 from megakernel.serving.server.routes.fields import IGNORED, OF_MESSAGES, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta, pieces, rest_of_call
+from megakernel.serving.text.tool_calls import CallDelta, pieces_of, rest_of_call
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
 
@@ -275,7 +275,7 @@ class _Message(AnswerFormat):
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
-        for piece in pieces(choice.text):
+        for piece in pieces_of(choice.text):
             self._add(piece, None)
         self._add("", choice.finish_reason)
         for block in self._content:

@@ -18,7 +18,7 @@ from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta, pieces, rest_of_call
+from megakernel.serving.text.tool_calls import CallDelta, pieces_of, rest_of_call
 
 # -- the request
 
@@ -400,7 +400,7 @@ class _Turn(AnswerFormat):
         if self._reader is None:
             self._add(choice)
         else:
-            for piece in pieces(choice.text):
+            for piece in pieces_of(choice.text):
                 self._read(piece, None)
             self._read("", choice.finish_reason)
         self._close(choice.finish_reason)
