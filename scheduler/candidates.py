@@ -14,14 +14,14 @@ from megakernel.isa import KV_BLOCK, Bucket, Buffer, Dims, Dtype, Forward, Phase
 from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.model.families import forward
-from megakernel.runtime.cuda.pages import DOT_INPUT_PAGES
-from megakernel.runtime.targets import TARGETS, target_of
 from megakernel.scheduler import passes
 from megakernel.scheduler.cost import balanced_rows, panel_blocks, phase_seconds
 from megakernel.scheduler.lower import lower
 from megakernel.scheduler.options import Options
 from megakernel.scheduler.place import LAST_NORM_LAG
 from megakernel.scheduler.tasks import PhaseTasks, Stages, Tasks
+from megakernel.targets import TARGETS, target_of
+from megakernel.targets.pages import DOT_INPUT_PAGES
 
 # How much attention work fits into the step table, the array with the inputs of one step. An attention item is a piece
 # of the work: some rows and KV heads of a sequence, and a range of its KV cache. One instruction computes the items of

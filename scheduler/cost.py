@@ -12,7 +12,7 @@ from megakernel.isa.operations.spec import Cost
 from megakernel.isa.record import phase_number
 from megakernel.machine import Machine
 from megakernel.program import Program
-from megakernel.runtime.cuda.pages import tile_work
+from megakernel.targets.pages import tile_work
 
 
 def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> NDArray[np.float64]:

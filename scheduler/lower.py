@@ -15,10 +15,10 @@ from megakernel.isa.operations.experts import share
 from megakernel.isa.operations.spec import Cut
 from megakernel.isa.record import SIGNALS
 from megakernel.machine import Machine
-from megakernel.runtime.targets import target_of
 from megakernel.scheduler.cost import panel_blocks, seconds
 from megakernel.scheduler.regions import head_groups
 from megakernel.scheduler.tasks import PhaseTasks
+from megakernel.targets import target_of
 
 
 @dataclass(frozen=True)

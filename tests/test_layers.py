@@ -51,17 +51,14 @@ def sources() -> Iterator[tuple[Path, str]]:
             yield path, ".".join([package, *parts])
 
 
-# Packages inside another package's folder. Each backend owns its target, so the targets are spread over three folders.
+# Packages inside another package's folder.
 INSIDE = {f"scheduler.{name}": name for name in ("simulate", "tune", "verify")}
-INSIDE |= dict.fromkeys(("runtime.target", "runtime.targets", "runtime.cpu.target"), "targets")
-INSIDE |= {f"runtime.cuda.{name}": "targets" for name in ("target", "pages", "params", "issue")}
 
 
 def package_of(module: str) -> str:
     """Return the package to which a module belongs, or "" for the top-level package megakernel itself."""
     parts = module.split(".")[1:]
-    inside = (INSIDE.get(".".join(parts[:depth])) for depth in (2, 3))
-    return next(filter(None, inside), parts[0] if parts else "")
+    return INSIDE.get(".".join(parts[:2]), parts[0] if parts else "")
 
 
 _FOLDERS = {"megakernel"} | {f"megakernel.{name.rpartition('.')[0]}" for name in INSIDE}  # they hold several packages
@@ -127,8 +124,8 @@ def test_arrows_point_down() -> None:
         ("megakernel.serving.bad", "import torch.nn", "megakernel.serving.bench.peers import torch"),
         ("megakernel.runtime.bad", "from cuda.bindings import driver", "only megakernel.runtime.cuda and "),
         ("megakernel.serving.replicas.bad", "import ray", "only megakernel.serving.replicas.cluster import ray"),
-        ("megakernel.scheduler.bad", "from megakernel.runtime.cuda import driver, pages", "scheduler imports runtime"),
-        ("megakernel.runtime.cuda.pages", "from . import driver", "targets imports runtime"),
+        ("megakernel.scheduler.bad", "from megakernel.runtime.cuda import driver", "scheduler imports runtime"),
+        ("megakernel.targets.bad", "from ..runtime.cuda import driver", "targets imports runtime"),
         ("megakernel.novel", "import os", "is in no package"),
     ],
 )
@@ -140,7 +137,7 @@ def test_finds_a_wrong_import(tmp_path: Path, module: str, line: str, complaint:
 
 
 def test_nothing_heavy_is_loaded_by_serving_on_a_cpu_or_by_a_target() -> None:
-    modules = "sys, megakernel, megakernel.cli, megakernel.serving, megakernel.runtime.targets"
+    modules = "sys, megakernel, megakernel.cli, megakernel.serving, megakernel.targets"
     code = f"import {modules}; print(*({set(HEAVY)!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

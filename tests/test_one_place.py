@@ -18,8 +18,8 @@ from megakernel.isa import DIM_FIELDS, Bucket, Dims, Dtype, ModelSizes, Split, W
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.families import FAMILIES, forward
 from megakernel.runtime.cpu.native import CDims
-from megakernel.runtime.cuda.params import STRUCTS, STRUCTURES
 from megakernel.scheduler import passes
+from megakernel.targets.launch import STRUCTS, STRUCTURES
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("megakernel", "scheduler", "serving", "csrc")

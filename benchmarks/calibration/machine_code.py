@@ -33,11 +33,11 @@ from megakernel.machine import Issue, Machine
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime.cuda import compile as cuda
-from megakernel.runtime.cuda.issue import matmul_issue
-from megakernel.runtime.cuda.pages import DOT_PIECE, PIECES
-from megakernel.runtime.cuda.params import SERVICE_WARPS, THREADS, WARPS
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.targets.issue import matmul_issue
+from megakernel.targets.launch import SERVICE_WARPS, THREADS, WARPS
+from megakernel.targets.pages import DOT_PIECE, PIECES
 
 CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
 SCHEDULERS = 4  # schedulers per SM; each issues one instruction per cycle

@@ -18,8 +18,8 @@ from svg import WIDTH, Picture
 
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
-from megakernel.runtime.cuda.pages import dot_input_pages, matmul_pages
 from megakernel.scheduler import Options
+from megakernel.targets.pages import dot_input_pages, matmul_pages
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -56,7 +56,7 @@ from megakernel.cli import doctor_gpu
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.runtime.cuda.params import Ablation
+from megakernel.targets.launch import Ablation
 
 Json = dict[str, Any]
 MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}

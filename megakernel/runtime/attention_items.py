@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Dims, StepTable
-from .cuda import pages
-from .targets import target_of
+from ..targets import pages, target_of
 
 Ints = NDArray[np.signedinteger]
 # The attention work of all ranks, divided into pieces called items. The key is a number of KV heads, because ranks with

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims, Dtype, Space, StepTable, from_f32, record, to_f32
 from ..program import SEGMENTS, Program, Segment
+from ..targets.launch import BODY
 from .cuda.backend import CudaBackend
-from .cuda.params import BODY
 from .reference.backend import ReferenceBackend
 
 _SUMMED, _ROUNDED = 2e-4, 4e-3

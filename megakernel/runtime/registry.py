@@ -14,10 +14,8 @@ from ..isa import Dims, Dtype
 from ..machine import Machine, cpu_count, host
 from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
+from ..targets import CPU, HOPPER, Target
 from .backend import Backend
-from .cpu.target import CPU
-from .cuda.target import HOPPER
-from .target import Target
 
 # A function with the arguments of `create` that returns a backend.
 _Make = Callable[[Checkpoint, Dims, int, Dtype, int | None], Backend]

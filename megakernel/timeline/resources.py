@@ -9,8 +9,8 @@ import numpy as np
 from ..isa import cost
 from ..isa.link import link_bytes_each
 from ..machine import Machine
-from ..runtime.cuda.issue import issued
-from ..runtime.targets import target_of
+from ..targets import target_of
+from ..targets.issue import issued
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
 from .spans import Floats, Ints, Mask

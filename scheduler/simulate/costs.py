@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.machine import CPU, HOST, Core, Issue, Machine
-from megakernel.runtime.cuda.pages import QUERY_TILE, STEP_PAGES
-from megakernel.runtime.cuda.params import CLAIM_SLOTS, PAGE_BYTES, SLOTS
+from megakernel.targets.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
+from megakernel.targets.pages import QUERY_TILE, STEP_PAGES
 
 Floats = NDArray[np.float64]
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending

@@ -13,10 +13,10 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import StepTable, cost, slot_work
 from megakernel.machine import Machine
 from megakernel.program import Program, check
-from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import SimulationResult, Work, run
 from megakernel.scheduler.simulate.work import make_work
+from megakernel.targets import target_of
 from megakernel.trace import Trace, TraceHeader
 
 _TICK_S = 1e-9

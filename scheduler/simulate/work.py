@@ -36,8 +36,12 @@ from megakernel.isa.operations.attention import item_work, read_blocks
 from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
-from megakernel.runtime.cuda.issue import matmul_issue, sample_steps
-from megakernel.runtime.cuda.pages import (
+from megakernel.scheduler.simulate.costs import TaskCosts
+from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
+from megakernel.targets import target_of
+from megakernel.targets.issue import matmul_issue, sample_steps
+from megakernel.targets.launch import PAGE_BYTES
+from megakernel.targets.pages import (
     ahead_columns,
     attention_pages,
     chunk_output_pages,
@@ -46,10 +50,6 @@ from megakernel.runtime.cuda.pages import (
     matmul_pages,
     tile_work,
 )
-from megakernel.runtime.cuda.params import PAGE_BYTES
-from megakernel.runtime.targets import target_of
-from megakernel.scheduler.simulate.costs import TaskCosts
-from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index

@@ -17,13 +17,13 @@ from megakernel.isa import ceil_div
 from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.runtime.targets import TARGETS
 from megakernel.scheduler import compile_program, with_matmul
 from megakernel.scheduler.candidates import most_dot_rows
 from megakernel.scheduler.describe import lowering
 from megakernel.scheduler.options import CHOICES, Options
 from megakernel.scheduler.tasks import Stages
 from megakernel.scheduler.tune.predict import predicted_seconds
+from megakernel.targets import TARGETS
 
 # The simulated program computes logits for at most this many rows, as in an engine, where most rows belong to prompts
 # and need none. More logit rows would slow all options alike.

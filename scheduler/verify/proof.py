@@ -71,9 +71,9 @@ import numpy as np
 
 from megakernel.program import Program
 from megakernel.program.checks import Checks
-from megakernel.runtime.targets import target_of
 from megakernel.scheduler.verify.data import check_data
 from megakernel.scheduler.verify.order import Events, Unrolled
+from megakernel.targets import target_of
 
 _LAYERS = 3
 _MOST = 50  # the maximum number of violations that a report lists

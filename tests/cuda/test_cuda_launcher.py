@@ -39,11 +39,11 @@ from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.cuda.maps import MapLayout, map_bits
-from megakernel.runtime.cuda.pages import MAPS
-from megakernel.runtime.cuda.params import MAP_BYTES, WARPS
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
+from megakernel.targets.launch import MAP_BYTES, WARPS
+from megakernel.targets.pages import MAPS
 
 WORKERS, PAGES = 3, 5
 CONFIG = ModelConfig(256, 64, 96, 3, 4, 2, 16, 256, tied=True)

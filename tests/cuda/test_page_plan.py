@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from megakernel.cli.simulate import decode_step
 from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, Phase, Result, StepTable, Units
 from megakernel.isa.record import OPERAND_WORD, phase_number
-from megakernel.runtime.cuda.pages import ahead_columns, attention_pages, matmul_pages, output_columns
-from megakernel.runtime.cuda.params import PAGE_BYTES, PAGES
 from megakernel.scheduler import Options
+from megakernel.targets.launch import PAGE_BYTES, PAGES
+from megakernel.targets.pages import ahead_columns, attention_pages, matmul_pages, output_columns
 
 WEIGHTS, INPUTS, OUTPUT = range(3)
 

@@ -19,10 +19,10 @@ from megakernel.isa.record import phase_number
 from megakernel.model import families, load_config
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.runtime.cuda import pages, params
-from megakernel.runtime.cuda.pages import attention_pages, matmul_pages
 from megakernel.scheduler import Options, describe, passes, with_matmul
 from megakernel.scheduler.verify import verify
+from megakernel.targets import launch, pages
+from megakernel.targets.pages import attention_pages, matmul_pages
 
 LLAMA_1B = load_config("random:llama-3.2-1b")
 LLAMA_70B = load_config("random:llama-3.1-70b")
@@ -89,7 +89,7 @@ def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
         assert (taken.weights[0], taken.inputs[0], taken.output[0]) == tuple(
             count[kind] for kind in ("weights", "inputs", "output")
         )
-        assert taken.held[0] == held <= params.PAGES
+        assert taken.held[0] == held <= launch.PAGES
 
 
 def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
@@ -109,7 +109,7 @@ def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
 def test_programs_for_gpus_are_made_of_boxes_and_fit_the_ring(tokens: int, tp: int) -> None:
     program = compiled(tokens, logit_rows=min(tokens, 5), tp=tp)
     d = program.dims
-    assert (d.bucket.kv_page, d.bucket.kv_block, d.worker.ring_pages) == (128, 128, params.PAGES)
+    assert (d.bucket.kv_page, d.bucket.kv_block, d.worker.ring_pages) == (128, 128, launch.PAGES)
     assert verify(program).violations == []
     assert d.worker.units == Units.DOTS or d.bucket.row_block % 32 == 0 or d.bucket.row_block == tokens
     for phase in (phase for phase in program.forward.body if phase.is_matmul):

@@ -28,10 +28,10 @@ from megakernel.model.stored import stored_as
 from megakernel.roofline.work import step_work
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import model_refusal, phase_refusal, refusal
-from megakernel.runtime.cuda.params import PAGES
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options, passes
 from megakernel.scheduler.verify import verify
+from megakernel.targets.launch import PAGES
 
 B = Buffer
 # No size is a multiple of 16, the columns in a panel of packed weights. 40 rows choose 120 experts together, more than

@@ -11,12 +11,12 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Units
 from megakernel.model import load_config
 from megakernel.program.checks import violation
-from megakernel.runtime.cuda.pages import computed_rows, first_rows
-from megakernel.runtime.cuda.target import HOPPER
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.scheduler.tune import Fastest
 from megakernel.scheduler.verify import verify
+from megakernel.targets.hopper import HOPPER
+from megakernel.targets.pages import computed_rows, first_rows
 
 H100 = machines.MACHINES["h100"]
 LLAMA_1B = load_config("random:llama-3.2-1b")

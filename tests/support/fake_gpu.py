@@ -43,7 +43,7 @@ from megakernel.isa import (
 from megakernel.isa.record import WORDS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
-from megakernel.runtime.cuda.params import STRUCTURES
+from megakernel.targets.launch import STRUCTURES
 
 ROOT = Path(__file__).parents[2]
 Params = STRUCTURES["Params"]

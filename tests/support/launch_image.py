@@ -16,9 +16,9 @@ from megakernel.program import Program
 from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
-from megakernel.runtime.cuda.pages import MAPS
-from megakernel.runtime.cuda.params import BODY, MAP_BYTES, STRUCTURES, WARPS
 from megakernel.runtime.reference import ReferenceBackend
+from megakernel.targets.launch import BODY, MAP_BYTES, STRUCTURES, WARPS
+from megakernel.targets.pages import MAPS
 
 ROOT = Path(__file__).parents[2]
 HOST = ROOT / "tests" / "cuda" / "host"

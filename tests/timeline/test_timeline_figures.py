@@ -27,10 +27,10 @@ from megakernel.isa.link import link_bytes_each
 from megakernel.isa.record import counter_word as word
 from megakernel.model import ModelConfig
 from megakernel.program import Program
-from megakernel.runtime.cuda.issue import issued
-from megakernel.runtime.targets import target_of
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.targets import target_of
+from megakernel.targets.issue import issued
 from megakernel.timeline import page as page_of
 from megakernel.timeline import resolve, summarise
 from megakernel.trace import Trace

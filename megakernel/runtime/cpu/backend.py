@@ -15,12 +15,12 @@ from ...isa.record import Records
 from ...machine import cpu_count
 from ...model.checkpoint import Checkpoint
 from ...program import Program
+from ...targets.cpu import MOST_HEAD_DIM
 from ...trace import Trace, TraceHeader
 from ..backend import Output
 from ..buffers import check_program, check_table, write_history
 from . import native
 from .ranks import CpuRanks
-from .target import MOST_HEAD_DIM
 
 
 class CpuBackend:

@@ -14,6 +14,7 @@ from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, record
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
+from ...targets.launch import BODY, EPILOGUE, PROLOGUE, Ablation
 from ..backend import Output
 from ..buffers import check_history, check_program, check_table
 from . import compile
@@ -22,7 +23,6 @@ from .heap import Heap
 from .limits import refusal
 from .loaded import Loaded
 from .node import GpuNode
-from .params import BODY, EPILOGUE, PROLOGUE, Ablation
 from .phases import PhaseGraph
 from .tracing import Tracing
 from .weights import load_weights

@@ -23,8 +23,8 @@ from typing import Any
 from ...errors import MegakernelError, regular
 from ...isa import Dims, Units
 from ...model.cache import cache_folder
+from ...targets.launch import Ablation
 from .limits import wide
-from .params import Ablation
 
 KERNEL = "megakernel"
 # Profilers, and tests that inspect the machine code, need information about source lines.

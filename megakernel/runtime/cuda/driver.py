@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
+from ...targets.launch import MAP_BYTES, SHARED_BYTES, THREADS
 from .compile import KERNEL
 from .maps import MapLayout
-from .params import MAP_BYTES, SHARED_BYTES, THREADS
 
 _MAP_ALIGNMENT = 64
 _PEEK_S = 1.0

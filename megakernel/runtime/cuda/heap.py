@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...isa import BUFFERS, Buffer, Dims, Forward, Space
+from ...targets.launch import MAP_BYTES
+from ...targets.pages import MAPS
 from .driver import Gpu, encode_map
 from .maps import layers, map_layouts
 from .node import GpuNode
-from .pages import MAPS
-from .params import MAP_BYTES
 
 _ALIGNMENT = 256
 STATUS_BYTES = 256  # room for the word that aborts a launch, so that no other data share its cache lines

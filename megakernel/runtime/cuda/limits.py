@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Operation, Phase, Units
 from ...isa.record import Records
-from .pages import CHUNK, HEAD_PART, PIECES, dot_rows, norm_fits
-from .params import PAGES
+from ...targets.launch import PAGES
+from ...targets.pages import CHUNK, HEAD_PART, PIECES, dot_rows, norm_fits
 
 _TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
 

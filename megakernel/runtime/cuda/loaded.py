@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import Buffer, StepTable, record
 from ...program import SEGMENTS, Program, Segment, check_arrays
+from ...targets import HOPPER
+from ...targets.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
 from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
 from .heap import STATUS_BYTES, Heap
 from .limits import phase_refusal
 from .maps import map_bits
-from .params import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
-from .target import HOPPER
 
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT = 256

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Units
-from .pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
+from ...targets.pages import BOX_ROWS, DOT_PIECE, MAPS, PAGE_ROWS, PIECE_INNER, PIECES, ROW_BYTES, output_columns
 
 PARTS, PAGES = range(MAPS)  # a buffer may have two maps: one for boxes of BOX_ROWS rows, and one for whole pages
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...program import SEGMENTS, Program
+from ...targets.launch import BODY, PROLOGUE
 from .driver import Graph, Kernel, Prepared
 from .loaded import Grid, Tables
-from .params import BODY, PROLOGUE
 
 
 class PhaseGraph:

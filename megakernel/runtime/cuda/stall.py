@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from ... import trace as tracing
 from ...isa import StepTable, record
 from ...program import SEGMENTS, Program
+from ...targets.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 from ..reference.launch import Blocked, Counters, ReferenceLaunch, StreamPlace
-from .params import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
 
 NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
 _STORER = SERVICE_WARPS.index("storer")

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from ...isa import StepTable, slot_work
 from ...program import Program
+from ...targets.launch import CLOCK_STAMPS
 from ...trace import DTYPE, Intervals, Trace, TraceHeader
 from .heap import Heap
 from .loaded import Grid, Loaded, segments
-from .params import CLOCK_STAMPS
 
 _PER_INSTRUCTION = 32  # room per instruction, which suffices for all warps in most programs
 _MOST = 1 << 16  # maximum number of intervals of a thread block, which take 2 MiB

@@ -21,9 +21,9 @@ from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, Output, SampleRow, build_step
 from megakernel.runtime.cuda.limits import wide
-from megakernel.runtime.cuda.params import Ablation
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
+from megakernel.targets.launch import Ablation
 
 _CONTEXT = 512
 _PROMPT = (504, 3575, 282, 4649, 314)  # "The capital of France is"

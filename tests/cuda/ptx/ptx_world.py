@@ -20,7 +20,7 @@ from ptx_regions import Regions
 from megakernel.isa import DIM_FIELDS, Dims, Units
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
-from megakernel.runtime.cuda.params import STRUCTURES
+from megakernel.targets.launch import STRUCTURES
 
 HERE = Path(__file__).parent
 BUILDS = {

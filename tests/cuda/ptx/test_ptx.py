@@ -19,7 +19,7 @@ from ptx_table import meaning
 from ptx_world import BUILDS, built, ptx_of
 
 from megakernel.runtime.cuda.compile import Build
-from megakernel.runtime.cuda.params import Ablation
+from megakernel.targets.launch import Ablation
 
 RUNS = int(os.environ.get("PTX_RUNS", 0))
 KINDS = list(FAULTS)

@@ -1,11 +1,15 @@
-"""All targets (kinds of processors) by name. Importing this module loads no GPU package."""
+"""What each kind of processor requires of a program: tile sizes, pages of shared memory, launch limits, issue times.
+
+The compiler, the simulator and the verifier import this package, as the backends do. It loads no GPU package."""
 
 from __future__ import annotations
 
 from ..isa import Dims
-from .cpu.target import CPU
-from .cuda.target import HOPPER
+from .cpu import CPU
+from .hopper import HOPPER
 from .target import Target
+
+__all__ = ["CPU", "HOPPER", "TARGETS", "Target", "target_of"]
 
 TARGETS: dict[str, Target] = {target.name: target for target in (CPU, HOPPER)}
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BUFFERS, Columns, Dims, Loads, Phase, Units, itemsize, loads
-from ...program.part import Part, each
-from ...program.phases import Ints, all_dims
-from ..target import Target
+from ..isa import BUFFERS, Columns, Dims, Loads, Phase, Units, itemsize, loads
+from ..program.part import Part, each
+from ..program.phases import Ints, all_dims
 from . import pages
+from .target import Target
 
 
 class _Hopper(Target):

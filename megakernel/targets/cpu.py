@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...isa import Units
-from ..target import Target
+from ..isa import Units
+from .target import Target
 
 # The maximum size of an attention head. One pass of a matmul computes at most this many columns on a CPU. If a head is
 # normalised, or its K and V are quantised, all columns of the head must be computed in the same pass.

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import BUFFERS, Column, Dims, Dtype, ModelSizes, Phase, Result, Units, ceil_div
-from .params import PAGE_BYTES
+from ..isa import BUFFERS, Column, Dims, Dtype, ModelSizes, Phase, Result, Units, ceil_div
+from .launch import PAGE_BYTES
 
 ROW_BYTES = 128
 PAGE_ROWS = PAGE_BYTES // ROW_BYTES

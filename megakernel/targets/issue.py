@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...isa import Column, Dims, Operation, Phase, Units, ceil_div
-from ...machine import Issue
+from ..isa import Column, Dims, Operation, Phase, Units, ceil_div
+from ..machine import Issue
 from .pages import CHUNK, DOT_PIECE, K_STEP, PIECES, matmul_pages
 
 Floats = NDArray[np.float64]
