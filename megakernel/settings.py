@@ -30,7 +30,7 @@ _TABLE = """
     to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
 --generation-config | text | auto | defaults of sampling: auto (what the model's author recommends), vllm (none, so that
     the API's own defaults apply) or a folder with a generation_config.json
---tp --tensor-parallel-size | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
+--tensor-parallel-size --tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
 --enable-expert-parallel | switch | off | each rank has some whole experts, instead of a part of every expert
@@ -70,9 +70,10 @@ _TABLE = """
 --allowed-hosts | lower... | (localhost if only this machine can reach the server, else any) | host names that a
     request's Host header may contain; * allows any
 --cors-origin | text... | (none) | sites whose pages may send requests from a browser; * allows any
---max-model-len | count | (the model's limit) | maximum tokens of a prompt and its answer together
+--max-model-len --context | count | (the model's limit) | maximum tokens of a sequence, a prompt and its answer
+    together
 --max-num-seqs | count | 64 | sequences that run at once
---max-num-batched-tokens | count | 512 | maximum tokens that one step computes
+--max-num-batched-tokens | count | (512, or --max-num-seqs if that is more) | maximum tokens that one step computes
 --seed | depth | (random) | seed from which requests without a seed get theirs, in the order in which they arrive
 --max-queued-requests | count | 65536 | sequences of one client that may wait for their first step; further requests get
     a 503
@@ -193,7 +194,8 @@ class Setting:
     """A setting of the command line. The flag `flag` takes precedence over the environment variable `env`, which takes
     precedence over `default`. `flag` is "" and `env` is None if there is none. `default` is written as a user would
     type it, or, with `described`, says in words what happens without a value. `read` parses a value, and raises
-    ArgumentTypeError if it is invalid. With `several`, the flag takes a list. `aliases` are other names of the flag."""
+    ArgumentTypeError if it is invalid. With `several`, the flag takes a list. `aliases` are other spellings of the
+    flag."""
 
     flag: str
     aliases: tuple[str, ...]
@@ -203,6 +205,11 @@ class Setting:
     default: str
     described: bool
     what: str
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in `--help`."""
+        return "N" if self.read in (positive, depth, threads) else self.flag.rpartition("-")[2].upper()
 
     @property
     def text(self) -> str:
@@ -226,13 +233,14 @@ class Setting:
 
 
 def _setting(line: str) -> tuple[str, Setting]:
-    """Return the name and the setting in a line of _TABLE. The name is the flag's, with spaces for hyphens."""
+    """Return the name and the setting in a line of _TABLE. The name is that of the flag in Python, such as
+    `max_num_seqs` for --max-num-seqs, or that of the environment variable in lower case."""
     names, kind, default, what = line.split(" | ")
     flag, *aliases = [name for name in names.split() if name.startswith("--")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)
     kind, several = kind.removesuffix("..."), kind.endswith("...")
     read = one_of(*kind.split("/")) if "/" in kind else _TYPES[kind]
-    name = re.sub("[-_]", " ", (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_"))
+    name = (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_").replace("-", "_")
     described = default.startswith("(")
     return name, Setting(flag, tuple(aliases), env, read, several, default.strip("()"), described, what)
 

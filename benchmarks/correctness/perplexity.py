@@ -77,7 +77,9 @@ def scores(
     """Return the log-probabilities of the scored tokens, one row per chunk of the text, and a description of the
     engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    with LLM(model, weights=weights, activations=activations, max_context=CHUNK + 1, prefix_cache=False) as llm:
+    with LLM(
+        model, weights=weights, activations=activations, max_context=CHUNK + 1, enable_prefix_caching=False
+    ) as llm:
         ids, begin = llm.encode(TEXT.read_text()), llm.encode("")
         found = []
         for start in range(0, len(ids) - CHUNK + 1, CHUNK)[:chunks]:

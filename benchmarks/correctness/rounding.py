@@ -50,7 +50,7 @@ def main() -> None:
     questions = [json.loads(line)["turns"][0] for line in args.questions.read_text().splitlines()]
     logits, answers = [], []
     for activations in KINDS:
-        with LLM(args.model, activations=activations, max_context=2048, max_seqs=CHUNK // 2) as llm:
+        with LLM(args.model, activations=activations, max_context=2048, max_num_seqs=CHUNK // 2) as llm:
             logits.append(chunk_logits(llm))
             prompts = [llm.chat_ids([{"role": "user", "content": question}]) for question in questions]
             greedy = SamplingParams(max_tokens=TOKENS, temperature=0)

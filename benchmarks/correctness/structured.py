@@ -45,7 +45,7 @@ def main() -> int:
     failures: list[dict[str, Any]] = []
     tokens = 0
     began = perf_counter()
-    with LLM(args.model, max_context=1024, max_seqs=64) as llm:
+    with LLM(args.model, max_context=1024, max_num_seqs=64) as llm:
         for first in range(0, len(schemas), 100):
             part = schemas[first : first + 100]
             each = [

@@ -32,7 +32,7 @@ def verifying_step(speculate: int = 7) -> Step:
     """
     prompt, sampling = TEXTS["repeats"]
     params = SamplingParams(**sampling, max_tokens=TOKENS, ignore_eos=True)
-    with LLM(MODEL, backend="cpu", max_context=2048, max_seqs=1, speculate=speculate) as llm:
+    with LLM(MODEL, backend="cpu", max_context=2048, max_num_seqs=1, speculate=speculate) as llm:
         ids = llm.chat_ids([{"role": "user", "content": prompt}])
         llm.generate([ids], params)  # warm up caches and threads
         llm.engine.reset_prefix_cache()

@@ -71,7 +71,7 @@ def main() -> None:
             weights="bf16",
             dtype="bf16",
             kv_cache_dtype=args.kv_cache_dtype,
-            max_seqs=work.sequences,
+            max_num_seqs=work.sequences,
             max_context=work.prompt_tokens + work.decode_steps + work.sequences + 1,
         ) as llm,
     ):

@@ -74,13 +74,15 @@ def measure(
 
 
 def share(steps: int) -> dict[str, dict[str, float]]:
-    with LLM("smollm2-135m", backend="cpu", weights="bf16", max_seqs=64, max_context=1024) as llm:
+    with LLM("smollm2-135m", backend="cpu", weights="bf16", max_num_seqs=64, max_context=1024) as llm:
         return {"ids": measure(llm, 64, steps, (150, 250)), "text": measure(llm, 64, steps, (150, 250), reading=True)}
 
 
 def flat(sequences: int, steps: int, runs: int) -> dict[str, Any]:
     """Measure decode `runs` times. Return the run with the median host time per token, and the time of each run."""
-    with LLM(TINY, backend="null", max_seqs=sequences, step_tokens=max(512, sequences), threads=1) as llm:
+    with LLM(
+        TINY, backend="null", max_num_seqs=sequences, max_num_batched_tokens=max(512, sequences), threads=1
+    ) as llm:
         made = [measure(llm, sequences, steps, (33, 160)) for _ in range(runs)]
     made.sort(key=lambda run: run["host_us_per_token"])
     each = [run["host_us_per_token"] for run in made]

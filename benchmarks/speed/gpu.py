@@ -140,7 +140,7 @@ class Decode:
         from megakernel import LLM
 
         # the small step_tokens make the engine compute matmuls as dot products on CUDA cores
-        self.llm = LLM(MODELS[model], backend="cuda", max_seqs=1, max_context=1024, step_tokens=PREFILL)
+        self.llm = LLM(MODELS[model], backend="cuda", max_num_seqs=1, max_context=1024, max_num_batched_tokens=PREFILL)
         self.backend: Any = self.llm.engine.backend
         self.program = self.llm.engine.programs.get(1, 1)
         self.pages = list(range(self.program.dims.bucket.pages_per_seq))
@@ -384,9 +384,9 @@ def mixed_step() -> tuple[Any, Any, Any]:
     llm = LLM(
         MODELS["8b"],
         backend="cuda",
-        max_seqs=decodes + prompts,
+        max_num_seqs=decodes + prompts,
         max_context=context,
-        step_tokens=prompts * rows + decodes,
+        max_num_batched_tokens=prompts * rows + decodes,
     )
     program = llm.engine.programs.get(prompts * rows + decodes, decodes + prompts)
     rng = np.random.default_rng(_SEED)
@@ -443,9 +443,9 @@ def partitions(report: Report, _: Path | None) -> None:
                 MODELS["1b"],
                 tp=tp,
                 backend="cuda",
-                max_seqs=max(rows, 1),
+                max_num_seqs=max(rows, 1),
                 max_context=512,
-                step_tokens=max(PARTITION_ROWS),
+                max_num_batched_tokens=max(PARTITION_ROWS),
             )
             program = llm.engine.programs.get(rows, rows)
             backend: Any = llm.engine.backend
@@ -491,7 +491,7 @@ def _scores(step: int) -> Json:
     from megakernel import LLM
 
     length = SEQUENCE
-    llm = LLM(MODELS["1b"], backend="cuda", max_seqs=1, max_context=512, step_tokens=step)
+    llm = LLM(MODELS["1b"], backend="cuda", max_num_seqs=1, max_context=512, max_num_batched_tokens=step)
     backend: Any = llm.engine.backend
     ids = prompt(llm.config.vocab, length)
     program = llm.engine.programs.get(step, min(step, SCORED))

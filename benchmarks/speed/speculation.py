@@ -79,7 +79,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="tokens that each run generates (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each engine after a warm-up (default 5)")
     args = parser.parse_args()
-    how = {"backend": args.backend, "dtype": args.dtype, "weights": args.weights, "max_context": 2048, "max_seqs": 1}
+    how = {
+        "backend": args.backend,
+        "dtype": args.dtype,
+        "weights": args.weights,
+        "max_context": 2048,
+        "max_num_seqs": 1,
+    }
     found = {}
     with LLM(args.model, **how) as plain, LLM(args.model, **how, speculate=args.speculate) as speculating:
         for name, (prompt, sampling) in TEXTS.items():

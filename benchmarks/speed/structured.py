@@ -85,7 +85,7 @@ def main() -> int:
     args = parser.parse_args()
     kinds = ("free", "masked", "schema", "half", "greedy")
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    with LLM(args.model, backend=args.backend, max_context=512, max_seqs=64) as llm:
+    with LLM(args.model, backend=args.backend, max_context=512, max_num_seqs=64) as llm:
         for number in range(args.rounds + 1):
             for kind in kinds:
                 found = run(llm, kind, args.tokens)

@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
     from ..settings import SETTINGS
 
-    level = SETTINGS["log level"]
+    level = SETTINGS["log_level"]
     top = argparse.ArgumentParser(
         prog="megakernel",
         description="Compile a language model's forward pass into one program, run it, and see where the time goes.",

@@ -62,7 +62,7 @@ def register(add: AddVerb) -> None:
     add_model_run(parser)
     add_setting(parser, "speculate")
     add_workload(parser, prompts=64)
-    for name in ("max num seqs", "max num batched tokens"):
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
         add_setting(parser, name)
     add_count(parser, "--runs", None, f"runs, after a short warm-up (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
     versus.add_versus(parser)
@@ -71,7 +71,7 @@ def register(add: AddVerb) -> None:
 
 def run_latency(args: argparse.Namespace) -> int:
     found = versus.find_peers(args, batched=False)
-    with open_llm(args, max_seqs=1) as llm:
+    with open_llm(args, max_num_seqs=1) as llm:
         if args.prompt is not None or args.prompt_ids is not None:
             ids = llm.encode(args.prompt_ids if args.prompt is None else args.prompt)
         else:
@@ -156,7 +156,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     if found:
         args.unless = args.unless | _BATCH
     number = args.runs or (_COMPARED_RUNS if found else _RUNS)
-    with open_llm(args, max_seqs=args.max_num_seqs, step_tokens=args.max_num_batched_tokens) as llm:
+    with open_llm(args) as llm:
         load = workload(args, llm.config.vocab, llm.encode)
         sizes = _batch(load, args.max_num_seqs) if found else (0, 0, 0)
         with versus.opened(found, llm, args, sizes, ("batch",)) as peers:
@@ -179,7 +179,7 @@ def run_throughput(args: argparse.Namespace) -> int:
                 "workload": load.name,
                 "num_prompts": len(load.jobs),
                 "max_num_seqs": args.max_num_seqs,
-                "max_num_batched_tokens": args.max_num_batched_tokens,
+                "max_num_batched_tokens": llm.args.step_tokens,
                 "speculate": args.speculate,
                 "seed": args.seed,
             },

@@ -42,7 +42,7 @@ def register(add: AddVerb) -> None:
     url = "http://127.0.0.1:8000"
     parser.add_argument("--base-url", default=url, metavar="URL", help=f"address of the server (default: {url})")
     parser.add_argument("--vs", metavar="URL", help="address of a second server; runs alternate between the two")
-    add_setting(parser, "model", optional=True)
+    add_setting(parser, "model", default=None)
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",

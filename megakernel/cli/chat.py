@@ -32,7 +32,7 @@ def register(add: AddVerb) -> None:
     parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
     add_model_run(parser)
     add_setting(parser, "speculate")
-    add_setting(parser, "generation config")
+    add_setting(parser, "generation_config")
     parser.add_argument(
         "--base-url",
         metavar="URL",
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             # SamplingParams checks the temperature. A wrong value should fail before the model is loaded.
             given = {} if args.temperature is None else {"temperature": args.temperature}
             SamplingParams(**given)
-            llm = open_.enter_context(open_llm(args, max_seqs=1))
+            llm = open_.enter_context(open_llm(args, max_num_seqs=1))
             partner = LocalModel(llm, SamplingParams(**{"max_tokens": None, **llm.sampling, **given}))
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # a pipe may contain any bytes

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..timeline import render, resolve, summarise, write_html
 
-    with open_llm(args, max_seqs=1) as llm:
+    with open_llm(args, max_num_seqs=1) as llm:
         ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
         params = SamplingParams(temperature=0.0, max_tokens=128)
         if not args.json:

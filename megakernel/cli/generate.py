@@ -31,7 +31,7 @@ def register(add: AddVerb) -> None:
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message; it is put into the model's chat template")
     add_model_run(parser)
     add_setting(parser, "speculate")
-    add_setting(parser, "generation config")
+    add_setting(parser, "generation_config")
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
     for name, what in _HELP.items():
         kind = float if name in _REAL else int
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args, {})  # checks the flags before a model is loaded, so that a wrong flag fails at once
     if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise MegakernelError("--logprobs and --prompt-logprobs report numbers that only --json shows: add --json")
-    with open_llm(args, max_seqs=params.n) as llm:
+    with open_llm(args, max_num_seqs=params.n) as llm:
         params = sampling_params(args, llm.sampling)
         prompt = args.prompt_ids if args.prompt is None else args.prompt
         if args.chat is not None:
@@ -112,10 +112,11 @@ def run(args: argparse.Namespace) -> int:
         elif live:
             sys.stdout.write((readers[0].add("", "stop").content if readers[0] else "") + "\n")
         else:
-            for choice, reader in zip(result.choices, readers, strict=True):
+            for choice, reader in zip(result.outputs, readers, strict=True):
                 text = choice.text if choice.text is not None else ",".join(map(str, choice.token_ids))
                 print(reader.add(text, "stop").content if reader else text)
-        timing = output.speed(len(result.token_ids), result.finish_reason, result.ttft_s, result.tpot_s)
+        first = result.outputs[0]
+        timing = output.speed(len(first.token_ids), first.finish_reason, first.ttft_s, first.tpot_s)
         output.stderr.print(timing, style="dim")
     return 0
 
@@ -123,11 +124,19 @@ def run(args: argparse.Namespace) -> int:
 def as_json(result: RequestOutput) -> dict[str, Any]:
     """Return a result in the form that `--json` prints: the fields of the first completion, and if there are several,
     also a list of all completions."""
-    out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **vars(result.choices[0])}
-    if len(result.choices) > 1:
-        out["choices"] = [vars(choice) for choice in result.choices]
-    if result.prompt_token_logprobs is not None:
-        out |= {"prompt_logprobs": result.prompt_token_logprobs, "prompt_top_logprobs": result.prompt_top_logprobs}
+    from megakernel.serving.text.vllm import plain
+
+    names = ("token_ids", "text", "finish_reason", "stop_reason", "top_logprobs", "ttft_s", "tpot_s")
+    choices = [
+        {name: getattr(choice, name) for name in names} | {"logprobs": choice.token_logprobs}
+        for choice in result.outputs
+    ]
+    out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **choices[0]}
+    if len(choices) > 1:
+        out["choices"] = choices
+    if result.prompt_logprobs is not None:
+        tops = [scores and plain(scores) for scores in result.prompt_logprobs]
+        out |= {"prompt_logprobs": result.prompt_token_logprobs, "prompt_top_logprobs": tops}
     return out
 
 

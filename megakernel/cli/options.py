@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,31 +28,39 @@ if TYPE_CHECKING:
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 # The settings that determine how weights and the KV cache are stored, and how weights are multiplied.
-STORED = ("weights", "kv cache dtype", "activations")
+STORED = ("weights", "kv_cache_dtype", "activations")
 
 
-def add_setting(parser: argparse._ActionsContainer, name: str, *, optional: bool = False) -> None:
-    """Add the flag of the setting `name`. A flag that the user leaves out has the setting's default value. With
-    `optional`, it has the value None, so that a verb that also accepts a compiled program knows that the flag was not
-    given."""
+_OWN = object()  # stands for a setting's own default
+
+
+def add_setting(parser: argparse._ActionsContainer, name: str, *, default: Any = _OWN, what: str | None = None) -> None:
+    """Add the flag of the setting `name`, in all its spellings. `default` replaces the setting's default; None means
+    that the verb wants to know whether the flag was given. `what` replaces the setting's help text; if it has no
+    default, it must say what happens without the flag."""
     setting = SETTINGS[name]
-    if setting.read is switch:
-        parser.add_argument(setting.flag, action="store_true", help=setting.what)
+    if setting.read is switch and default is _OWN:
+        parser.add_argument(setting.flag, dest=name, action="store_true", help=setting.what)
         return
+    text = setting.default if default is _OWN or default is None else str(default)
+    said = f"{what or setting.what} (default: {text}{f'; {setting.env}' if setting.env else ''})"
     parser.add_argument(
         setting.flag,
         *setting.aliases,
-        default=None if optional else setting.value(),
+        dest=name,
+        default=setting.value() if default is _OWN else default,
         type=setting.read,
-        metavar=setting.flag.lstrip("-").upper(),
-        help=f"{setting.what} (default: {setting.default})",
+        nargs="+" if setting.several else "?" if setting.read is switch else None,
+        const=True if setting.read is switch else None,
+        metavar=setting.metavar,
+        help=said if what is None or default is not _OWN else what,
     )
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
-    names = ("enable expert parallel", "o lowering", "residual", "norm", "queue", "matmul", "pairs")
-    for name in (*names, "no interleave", "no rank overlap"):
+    names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul", "pairs")
+    for name in (*names, "no_interleave", "no_rank_overlap"):
         add_setting(parser, name)
 
 
@@ -74,9 +83,9 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say which model to run, and how."""
-    for name in ("model", "backend", "dtype", *STORED, "tp", "enable expert parallel", "threads"):
+    names = ("model", "backend", "dtype", *STORED, "tensor_parallel_size", "enable_expert_parallel", "threads")
+    for name in (*names, "max_model_len"):
         add_setting(parser, name)
-    parser.add_argument("--context", type=positive, help="maximum tokens of a sequence (default: the model's limit)")
 
 
 def add_count(
@@ -107,27 +116,24 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
 
 
-def open_llm(args: argparse.Namespace, *, max_seqs: int, step_tokens: int | None = None) -> LLM:
-    """Load the model that the flags added by `add_model_run` describe, after downloading it if necessary."""
-    names = ("tp", "enable_expert_parallel", "backend", "dtype", "weights", "kv_cache_dtype", "activations", "threads")
-    how = {name: getattr(args, name) for name in names}
-    how["speculate"] = getattr(args, "speculate", 0)  # only some verbs have these flags
-    how["generation_config"] = getattr(args, "generation_config", "vllm")
-    step_tokens = step_tokens or SETTINGS["max num batched tokens"].value()
-    given = {name for name, value in vars(args).items() if value is not None}
-    if getattr(args, "temperature", None) == 0:
-        given |= {"top_k", "top_p", "min_p"}  # without effect
-    return load(args.model, given, **how, max_context=args.context, max_seqs=max_seqs, step_tokens=step_tokens)
+def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
+    """Load the model that the flags added by `add_model_run` describe, after downloading it if necessary. `more` are
+    further fields of `EngineArgs`."""
+    flags = {name: value for name, value in vars(args).items() if value is not None}
+    # A temperature of 0 makes these without effect.
+    unused = ("top_k", "top_p", "min_p") if flags.get("temperature") == 0 else ()
+    return load(args.model, {"generation_config": "vllm", **flags, **more}, {*flags, *unused})
 
 
-def load(model: str, given: Collection[str] = (), **how: Any) -> LLM:
-    """Return `model` as an `LLM` with the arguments `how`. The model is downloaded first if necessary. Its sampling
-    defaults are shown, except those in `given`, which flags override."""
+def load(model: str, flags: Mapping[str, Any], given: Collection[str] = ()) -> LLM:
+    """Return `model` as an `LLM` with those `flags` that are fields of `EngineArgs`. The model is downloaded first if
+    necessary. Its sampling defaults are shown, except those in `given`, which flags override."""
     from megakernel.serving import LLM
+    from megakernel.serving.text.engine_args import EngineArgs
 
     fetch(model)
     with output.busy(f"loading {model}"):
-        llm = LLM(model, **how)
+        llm = LLM(model, **{field.name: flags[field.name] for field in fields(EngineArgs) if field.name in flags})
     if llm.widened:
         sizes = ", ".join(f"{output.bytes_text(size)} in {kind}" for kind, size in llm.widened.items())
         output.stderr.print(

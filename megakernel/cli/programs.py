@@ -47,7 +47,7 @@ def register(add: AddVerb) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what a program is compiled for, and how."""
-    for name in ("machine", "tp", "dtype", *STORED):
+    for name in ("machine", "tensor_parallel_size", "dtype", *STORED):
         add_setting(parser, name)
     add_lowering(parser)
     add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
@@ -57,14 +57,14 @@ def _add_bucket(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     add_count(parser, "--tokens", 1, "token rows of a step")
     add_count(parser, "--logit-rows", None, f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})")
-    add_count(parser, "--context", None, "maximum tokens of a sequence (default: the model's limit)")
+    add_setting(parser, "max_model_len")
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add flags for a verb that needs a program: a program file, or a model for which a program is compiled."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
-    add_setting(source, "model", optional=True)
+    add_setting(source, "model", default=None)
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
@@ -74,10 +74,10 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelC
     from megakernel.scheduler.tune import Fastest
 
     machine = machines.load(args.machine, args.workers)
-    config, how = paper_model(args, machine, args.context or 0)
-    sizes = {"max_context": args.context or config.max_context} | (sizes or _bucket(args))
+    config, how = paper_model(args, machine, args.max_model_len or 0)
+    sizes = {"max_context": args.max_model_len or config.max_context} | (sizes or _bucket(args))
     bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
-    fastest = Fastest(config, machine, tp=args.tp, options=lowering(args), **how, **sizes)
+    fastest = Fastest(config, machine, tp=args.tensor_parallel_size, options=lowering(args), **how, **sizes)
     return fastest(**bucket), config, machine
 
 

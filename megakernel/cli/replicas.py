@@ -16,7 +16,7 @@ from . import output
 from .options import fetch
 
 # Settings of the cluster and of its address, which a single replica does not get.
-_OWN = ("replicas", "ray address", "routing", "host", "port")
+_OWN = ("replicas", "ray_address", "routing", "host", "port")
 
 
 def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
@@ -26,7 +26,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     from megakernel.serving.server.frontend import listen, url
     from megakernel.serving.server.limits import local_names
 
-    address, host = given["ray address"], given["host"]
+    address, host = given["ray_address"], given["host"]
     prepare(join=address is not None)
     try:
         from megakernel.serving.replicas import cluster
@@ -43,25 +43,25 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
         names = local_names(host, sock.getsockname()[0])
         where = url(sock).rpartition(":")[0] + f":{port}"
     settings = {name: value for name, value in given.items() if value is not None and name not in _OWN}
-    settings.setdefault("allowed hosts", ["*"] if names is None else sorted(names))
+    settings.setdefault("allowed_hosts", ["*"] if names is None else sorted(names))
     if address is None:
         fetch(given["model"])  # download the model once, not once per replica
     try:
         with output.busy(f"starting {given['replicas']} replicas"):
             nodes = cluster.join(address, machine.cpu_count())
             on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
-            share = place(nodes, given["replicas"], given["tp"], given["threads"], on_gpus=on_gpus)
+            share = place(nodes, given["replicas"], given["tensor_parallel_size"], given["threads"], on_gpus=on_gpus)
             settings["threads"] = share.threads
             plan = Plan(
                 replicas=given["replicas"],
                 share=share,
                 settings={SETTINGS[name].flag.lstrip("-"): value for name, value in settings.items()},
                 # A replica gets twice as many requests as it runs at once, so that one is ready whenever one ends.
-                at_once=2 * given["max num seqs"],
-                slack=given["max num seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
-                max_body=given["max body bytes"],
-                stall_seconds=given["stall timeout"],
-                drain_seconds=given["shutdown timeout"],
+                at_once=2 * given["max_num_seqs"],
+                slack=given["max_num_seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
+                max_body=given["max_body_bytes"],
+                stall_seconds=given["stall_timeout"],
+                drain_seconds=given["shutdown_timeout"],
             )
             cluster.deploy(plan, host, port)
         facts = {"url": where, "replicas": plan.replicas, "threads": share.threads, "gpus": share.gpus}

@@ -27,11 +27,11 @@ def register(add: AddVerb) -> None:
         "show a step's least time on a machine and what limits it",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
     )
-    shared = ("enable expert parallel", "o lowering", "residual", "norm")
-    for name in ("model", "machine", "tp", *shared, "dtype", *STORED):
+    shared = ("enable_expert_parallel", "o_lowering", "residual", "norm")
+    for name in ("model", "machine", "tensor_parallel_size", *shared, "dtype", *STORED):
         add_setting(parser, name)
     add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
-    add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence", "C")
+    add_setting(parser, "max_model_len", default=_CONTEXT, what="KV tokens of each sequence")
     parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="write the roofline plot as .svg or .html")
     parser.add_argument(
         "--achieved",
@@ -56,15 +56,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and args.plot.suffix not in (".svg", ".html"):
         raise MegakernelError(f"cannot plot to {args.plot}: its name must end in .svg or .html")
     hardware = hardware_of(args.machine)
-    if args.tp > hardware.node.gpus:
+    if args.tensor_parallel_size > hardware.node.gpus:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
-    context = args.context
+    context = args.max_model_len
     machine = machines.load(args.machine)
     config, how = paper_model(args, machine, context)
     parallel = args.enable_expert_parallel
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm, expert_parallel=parallel)
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    tasks = fastest(config, machine, max_context=context, tp=args.tp, options=options, **how, **rows)
+    tasks = fastest(config, machine, max_context=context, tp=args.tensor_parallel_size, options=options, **how, **rows)
     forward, ranks = tasks.forward, tasks.rank_dims
     parts = [
         PhasePart(each.phase, each.columns, ranks[each.rank], runs)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {
         "model": args.model,
         "machine": args.machine,
-        "tp": args.tp,
+        "tp": args.tensor_parallel_size,
         "tokens": args.tokens,
         "context": context,
         "dtype": rate,
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         ],
     }
     if args.plot:
-        title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tp}"
+        title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tensor_parallel_size}"
         points = [*_points(step), *(point for path in args.achieved for point in _achieved(path))]
         write_plot(args.plot, hardware, points, title, rate)
         output.stderr.print(f"wrote {args.plot}")

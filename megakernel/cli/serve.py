@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError, file_errors, regular
-from ..settings import SETTINGS, switch
+from ..settings import SETTINGS
 from . import output
 from .host import measured_ceilings
-from .options import AddVerb, load
+from .options import STORED, AddVerb, add_setting, load
 from .replicas import serve_replicas
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
+    from megakernel.serving.server.frontend import Start
+    from megakernel.serving.server.messages import Description
 
 
 _SETTINGS = (
-    *("model", "backend", "dtype", "weights", "kv cache dtype", "activations", "tp", "threads", "speculate"),
-    *("enable expert parallel", "generation config", "host", "port", "uds", "ssl certfile", "ssl keyfile", "root path"),
-    *("served model name", "chat template", "tool call parser", "api key", "open metrics", "allowed hosts"),
-    *("cors origin", "max model len", "max num seqs", "max num batched tokens", "seed", "api server count"),
-    *("max queued requests", "max body bytes", "max grammar bytes", "request timeout", "stall timeout"),
-    *("shutdown timeout", "replicas", "ray address", "routing"),
+    *("model", "backend", "dtype", *STORED, "tensor_parallel_size", "threads", "speculate", "enable_expert_parallel"),
+    *("generation_config", "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "served_model_name"),
+    *("chat_template", "tool_call_parser", "api_key", "open_metrics", "allowed_hosts", "cors_origin", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "seed", "api_server_count", "max_queued_requests", "max_body_bytes"),
+    *("max_grammar_bytes", "request_timeout", "stall_timeout", "shutdown_timeout", "replicas", "ray_address"),
+    "routing",
 )
-# The settings that give the fields of the class `Limits`, in the order of its fields.
-_LIMITS = ("max queued requests", "max body bytes", "request timeout", "stall timeout")
 # Ray's proxy accepts the connections to replicas, so these settings of connections are refused with --replicas.
-_NOT_FOR_REPLICAS = ("uds", "ssl certfile", "ssl keyfile", "root path")
+_NOT_FOR_REPLICAS = ("uds", "ssl_certfile", "ssl_keyfile", "root_path")
 # Flags that vLLM has and this server lacks, each under the advice that is shown to a user who gives it.
 _OF_VLLM = {
     "it is always so here: leave it out": "enable-auto-tool-choice enable-prefix-caching enable-chunked-prefill"
@@ -66,18 +66,7 @@ def register(add: AddVerb) -> None:
     parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for name in _SETTINGS:
-        setting = SETTINGS[name]
-        env = f"; {setting.env}" if setting.env else ""
-        parser.add_argument(
-            setting.flag,
-            *setting.aliases,
-            dest=name,
-            type=setting.read,
-            nargs="+" if setting.several else "?" if setting.read is switch else None,
-            const=True if setting.read is switch else None,
-            metavar=setting.flag.lstrip("-").upper(),
-            help=f"{setting.what} (default: {setting.default}{env})",
-        )
+        add_setting(parser, name, default=None)
     parser.add_argument(
         "--config",
         action=_Config,
@@ -127,71 +116,41 @@ def _flags(path: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megakernel.serving.server.frontend import Start, allow_connections, url
+    from megakernel.serving.server.frontend import allow_connections, url
     from megakernel.serving.server.frontends import Frontends
     from megakernel.serving.server.host import EngineHost
-    from megakernel.serving.server.limits import AccessRules, Limits
 
     given = {n: SETTINGS[n].value() if (value := getattr(args, n)) is None else value for n in _SETTINGS}
     if args.positional is not None:
         if args.model not in (None, args.positional):
             raise MegakernelError(f"two models are given, {args.positional} and --model {args.model}: leave one out")
         given["model"] = args.positional
-    if given["chat template"] is not None:
-        given["chat template"] = _template(given["chat template"])
+    if given["chat_template"] is not None:
+        given["chat_template"] = _template(given["chat_template"])
     if given["replicas"]:
         for name in (name for name in _NOT_FOR_REPLICAS if given[name] is not None):
             raise MegakernelError(f"{SETTINGS[name].flag} cannot be combined with --replicas")
         return serve_replicas(given, as_json=args.json)
-    if given["ray address"]:
+    if given["ray_address"]:
         raise MegakernelError("--ray-address needs --replicas, the number of servers to deploy")
-    tls = _tls(given["ssl certfile"], given["ssl keyfile"])
+    tls = _tls(given["ssl_certfile"], given["ssl_keyfile"])
     allow_connections()
-    how = {name: given[name] for name in ("tp", "backend", "dtype", "weights", "activations", "threads", "speculate")}
-    how |= {"max_context": given["max model len"], "max_seqs": given["max num seqs"]}
-    how |= {"kv_cache_dtype": given["kv cache dtype"], "generation_config": given["generation config"]}
-    how |= {"enable_expert_parallel": given["enable expert parallel"], "grammar_bytes": given["max grammar bytes"]}
     # The port is opened before the model is loaded, so that a port in use fails at once.
-    with _listening(given) as sock, load(given["model"], **how, step_tokens=given["max num batched tokens"]) as llm:
-        limits = Limits(*(given[name] for name in _LIMITS))
-        hosts = given["allowed hosts"]
-        access = AccessRules(
-            keys=tuple(given["api key"] or ()),
-            open_metrics=given["open metrics"],
-            hosts=_local_names(sock, given["host"]) if hosts is None else _names(hosts),
-            origins=tuple(given["cors origin"] or ()),
-        )
-        name = (given["served model name"] or [llm.model])[0]
+    with _listening(given) as sock, load(given["model"], given) as llm:
+        name = (given["served_model_name"] or [llm.model])[0]
+        address = url(sock, "https" if tls else "http")
         host = EngineHost(
             llm,
             source=given["model"],
             name=name,
-            frontends=given["api server count"],
-            max_waiting=limits.max_waiting,
+            frontends=given["api_server_count"],
+            max_waiting=given["max_queued_requests"],
             ceilings=measured_ceilings(llm),
         )
-        root = (given["root path"] or "").strip("/")
-        address = url(sock, "https" if tls else "http")
         frontends = Frontends(
             listener=sock,
-            count=given["api server count"],
-            start=Start(
-                description=host.description,
-                number=0,
-                identity="",
-                names=given["served model name"],
-                access=access,
-                limits=limits,
-                drain_seconds=given["shutdown timeout"],
-                log_level=logging.getLogger().level,
-                listener=sock.fileno(),
-                parent=-1,
-                tool_parser=given["tool call parser"],
-                chat_template=given["chat template"],
-                seed=given["seed"],
-                root_path=f"/{root}" if root else "",
-                tls=tls,
-            ),
+            count=given["api_server_count"],
+            start=_start(given, host.description, sock, tls),
             on_gone=lambda identity: host.loop.forget(identity.encode()),
             on_ready=lambda: _ready(args.json, address, name, llm),
             on_drain=lambda name: output.stderr.print(
@@ -205,6 +164,39 @@ def run(args: argparse.Namespace) -> int:
         finally:
             host.close()
         return 128 + signal.SIGINT if frontends.ended_by == signal.SIGINT else 0
+
+
+def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls: tuple[str, str] | None) -> Start:
+    """Return what every frontend process is told: the engine that it talks to, and the settings of HTTP."""
+    from megakernel.serving.server.frontend import Start
+    from megakernel.serving.server.limits import AccessRules, Limits
+
+    hosts = given["allowed_hosts"]
+    root = (given["root_path"] or "").strip("/")
+    return Start(
+        description=engine,
+        number=0,
+        identity="",
+        names=given["served_model_name"],
+        access=AccessRules(
+            keys=tuple(given["api_key"] or ()),
+            open_metrics=given["open_metrics"],
+            hosts=_local_names(sock, given["host"]) if hosts is None else _names(hosts),
+            origins=tuple(given["cors_origin"] or ()),
+        ),
+        limits=Limits(
+            given["max_queued_requests"], given["max_body_bytes"], given["request_timeout"], given["stall_timeout"]
+        ),
+        drain_seconds=given["shutdown_timeout"],
+        log_level=logging.getLogger().level,
+        listener=sock.fileno(),
+        parent=-1,
+        tool_parser=given["tool_call_parser"],
+        chat_template=given["chat_template"],
+        seed=given["seed"],
+        root_path=f"/{root}" if root else "",
+        tls=tls,
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from . import output
 from .host import host_machine
-from .options import STORED, AddVerb, add_count
+from .options import STORED, AddVerb, add_count, add_setting
 from .programs import add_machine, add_source, compile_for
 from .timeline import add_files, write_files
 
@@ -39,7 +39,8 @@ def register(add: AddVerb) -> None:
         None,
         "token rows of the step, spread over as many sequences as possible (default: 1, or the file's)",
     )
-    add_count(parser, "--context", None, f"KV tokens of each sequence after the step (default: {_CONTEXT})", "C")
+    context = f"KV tokens of each sequence after the step (default: {_CONTEXT})"
+    add_setting(parser, "max_model_len", what=context)
     parser.add_argument(
         "--no-pipelining",
         action="store_true",
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     program, machine, tied = _program(args)
     tokens = args.tokens or program.dims.bucket.tokens
     sequences = min(tokens, program.dims.bucket.max_seqs)
-    context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
+    context = args.max_model_len or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
     table = decode_step(program.dims, tokens, context)
     fit = _fit(program, machine, tied, sequences, context)
     costs = costs_of(machine)
@@ -141,9 +142,9 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
         machine = machines.load(name, workers)
     else:
         args.machine = args.machine or SETTINGS["machine"].value()
-        _check_size(args.machine, args.workers or 1, args.tp, "lower --workers or --tp")
+        _check_size(args.machine, args.workers or 1, args.tensor_parallel_size, "lower --workers or --tp")
         tokens = args.tokens or 1
-        args.context = args.context or _CONTEXT
+        args.max_model_len = args.max_model_len or _CONTEXT
         with output.busy("compiling"):
             program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
         machine, tied = machine.with_workers(program.processors), config.tied

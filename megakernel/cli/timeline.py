@@ -136,7 +136,7 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
     trace is that of the prompt's last step. For decode, there are traces of several steps that ran the same program."""
     from megakernel.serving.bench.ceilings import share_of
 
-    with open_llm(args, max_seqs=1) as llm:
+    with open_llm(args, max_num_seqs=1) as llm:
         context, needed = llm.engine.dims.bucket.max_context, args.prompt_tokens + 1 + args.launches
         if args.phase == "decode" and needed > context:
             raise MegakernelError(

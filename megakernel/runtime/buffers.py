@@ -59,5 +59,5 @@ def check_table(program: Program, table: StepTable, pages: int) -> None:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:
         raise MegakernelError(f"the step table names a page outside the pool of {pages} pages")
-    if SETTINGS["check steps"].value() == "1":
+    if SETTINGS["check_steps"].value() == "1":
         check_step(table)

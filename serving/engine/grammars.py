@@ -33,7 +33,7 @@ _WORKER = Path(__file__).with_name("grammar_worker.py")
 MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
 # Limits of the cache of compiled grammars: their number and, by default, their bytes.
-_MOST_KEPT, KEPT_BYTES = 256, SETTINGS["max grammar bytes"].value()
+_MOST_KEPT, KEPT_BYTES = 256, SETTINGS["max_grammar_bytes"].value()
 _SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
 

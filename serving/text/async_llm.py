@@ -12,7 +12,7 @@ from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.client import EngineClient
 from megakernel.serving.server.host import EngineHost
 from megakernel.serving.text.llm import LLM, Prompt
-from megakernel.serving.text.vllm import RequestOutput, as_prompts, completion, request_output
+from megakernel.serving.text.vllm import Question, RequestOutput, as_prompts
 
 _MOST_WAITING = 65536
 
@@ -21,8 +21,8 @@ class AsyncLLM:
     """A model whose engine runs in its own thread. The arguments are those of `LLM`. An instance belongs to the first
     event loop that uses it."""
 
-    def __init__(self, model: Any, **how: Any) -> None:
-        self._llm = LLM(model, **how)
+    def __init__(self, model: Any, **args: Any) -> None:
+        self._llm = LLM(model, **args)
         self._host = EngineHost(self._llm, source="", name=self._llm.model, frontends=1, max_waiting=_MOST_WAITING)
         self._host.start()
         self._client: EngineClient | None = None
@@ -48,15 +48,17 @@ class AsyncLLM:
         if self._client is None:
             self._client = EngineClient(self._host.description, "frontend")
             self._client.start()
+        name = str(number) if request_id is None else request_id
+        question = Question(name, asked[0], ids, params, self._llm.tokenizer)
         answers = self._client.submit([ids], params, "", self._llm.codec.transcripts(ids, params))
         try:
             while not answers.finished:
                 await answers.take()
-                times = zip(answers.transcripts, answers.times, strict=True)
-                choices = [completion(one, answers.submitted_at, *at) for one, at in times]
-                name = str(number) if request_id is None else request_id
-                scores = answers.scores.get(0, ([], []))
-                yield request_output(name, asked[0], ids, choices, self._llm.tokenizer, params, scores, answers.cached)
+                outputs = [
+                    question.output(i, text, (answers.submitted_at, *times))
+                    for i, (text, times) in enumerate(zip(answers.transcripts, answers.times, strict=True))
+                ]
+                yield question.result(outputs, answers.scores.get(0, ([], [])), answers.cached)
         finally:
             answers.close()
 

@@ -32,7 +32,6 @@ class Transcript:
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.scored = params.logprobs is not None
         self._min_tokens, self._stop = params.min_tokens, params.stop_strings
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder = decoder

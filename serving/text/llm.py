@@ -23,24 +23,17 @@ from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
-from megakernel.serving.engine.grammars import KEPT_BYTES, Grammars
+from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes
 from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
-from megakernel.serving.engine.speculation import Speculation, StepTimes, check_depth
+from megakernel.serving.engine.speculation import Speculation, StepTimes
 from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Codec, Transcript
-from megakernel.serving.text.vllm import (
-    RequestOutput,
-    as_conversations,
-    as_prompts,
-    completion,
-    own_names,
-    request_output,
-)
+from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.engine_args import EngineArgs
+from megakernel.serving.text.vllm import Question, RequestOutput, as_conversations, as_prompts
 
 DTYPES = {"f32": Dtype.F32, "float32": Dtype.F32, "bf16": Dtype.BF16, "bfloat16": Dtype.BF16}
 DTYPES |= {"float": Dtype.F32, "half": Dtype.BF16, "float16": Dtype.BF16}
@@ -50,118 +43,90 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A loaded model that is ready to generate.
 
-    model        known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, folder, .gguf file, random:NAME
-                 for random weights, or a Checkpoint (without tokenizer)
-    tp           number of tensor-parallel ranks, which share the model and the threads: 1, 2, 4 or 8
-    enable_expert_parallel  whether each rank has some whole experts, instead of a part of every expert
-    backend      auto (cuda if available, otherwise cpu), reference, cpu, cuda, or null, which computes nothing
-    dtype        auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed in bf16
-    weights      type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a GPU)
-    kv_cache_dtype  type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
-    activations  how quantised weights are multiplied: q8 (in integers, with activations rounded to 8 bits), float (as
-                 the dequantised model) or auto (q8 where weights are quantised)
-    threads      CPU threads; None: one per core that this process may use
-    max_context  maximum tokens of a sequence; None: the model's limit, or less if memory does not suffice
-    max_seqs     maximum number of sequences that run at once
-    step_tokens  maximum tokens that one step computes; longer prompts are split over several steps
-    prefix_cache compute the common prefix of several prompts only once
-    grammar_bytes  maximum bytes of compiled grammars that are kept for later requests
-    speculate    maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
-                 generated tokens are the same with any value
-    generation_config  defaults of sampling: auto (what the model's author recommends), vllm (those of SamplingParams)
-                 or a folder with a generation_config.json
-
-    `vllm` takes arguments with vLLM's names, such as tensor_parallel_size and max_model_len."""
+    `model` is a known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, a folder, a .gguf file, random:NAME
+    for random weights, or a Checkpoint (without tokenizer). `more` are the other arguments of `EngineArgs`, which
+    explains them all. `tp` and `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
 
     def __init__(
         self,
         model: str | Checkpoint,
-        tp: int = 1,
-        backend: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
         dtype: str = "auto",
-        *,
-        threads: int | None = None,
-        max_context: int | None = None,
-        max_seqs: int = 64,
-        step_tokens: int = 512,
-        prefix_cache: bool = True,
-        grammar_bytes: int = KEPT_BYTES,
-        speculate: int = 0,
-        enable_expert_parallel: bool = False,
-        weights: str = "auto",
-        kv_cache_dtype: str = "auto",
-        activations: str = "auto",
-        generation_config: str = "auto",
-        **vllm: Any,
+        backend: str = "auto",
+        **more: Any,
     ) -> None:
-        if own := own_names(vllm):
-            tp, max_context = own.get("tp", tp), own.get("max_context", max_context)
-            max_seqs, prefix_cache = own.get("max_seqs", max_seqs), own.get("prefix_cache", prefix_cache)
-            step_tokens = own.get("step_tokens", max(step_tokens, max_seqs))
-        for name, value in (("tp", tp), ("threads", threads), ("max_context", max_context), ("max_seqs", max_seqs)):
-            if value is not None and value < 1:
-                raise MegakernelError(f"{name}={value} must be positive")
-        if step_tokens < max_seqs:
-            raise MegakernelError(f"step_tokens={step_tokens} must be at least max_seqs={max_seqs}")
-        check_depth(speculate)
-        wanted = parse_dtype(dtype)
-        quantised = quantised_kv(kv_cache_dtype)
+        sizes = {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
+        self.args = args = EngineArgs.of({**sizes, "dtype": dtype, "backend": backend, **more})
+        checkpoint, backend = self._open(model, args)
+        self._read_texts(model, args)
+        self.engine = self._start(checkpoint, backend, args)
+
+    def _open(self, model: str | Checkpoint, args: EngineArgs) -> tuple[Checkpoint, str]:
+        """Choose the backend and the types in which weights and the KV cache are stored. Returns the checkpoint with
+        weights of these types, and the backend's name."""
+        wanted, quantised = parse_dtype(args.dtype), quantised_kv(args.kv_cache_dtype)
         opened = open_checkpoint(model) if isinstance(model, str) else model
         self.widened = opened.widened if isinstance(opened, FileCheckpoint) else {}
-        checkpoint = stored_as(opened, weights)
-        backend, wanted = choose_backend(backend, checkpoint.config, wanted, weights, kv_cache_dtype)
-        self.machine = rank_machine(backend, threads, tp)
-        self.model = checkpoint.name
-        self.config = checkpoint.config
+        checkpoint = stored_as(opened, args.weights)
+        backend, wanted = choose_backend(args.backend, checkpoint.config, wanted, args.weights, args.kv_cache_dtype)
+        self.model, self.config = checkpoint.name, checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
+        self.machine = rank_machine(backend, args.threads, args.tensor_parallel_size)
+        self.threads = machines.host(args.threads).workers
+        self._storage = checkpoint.storage if registered(backend).stores else {}
+        self.weight_bytes = bytes_by_type(self.config, self.dtype, self._storage)
+        own = self.dtype.name.lower()
+        self.kv_cache = args.kv_cache_dtype if quantised else own
+        self.activations = "q8" if rounds_activations(args.activations, self._storage) else own
+        return checkpoint, backend
+
+    def _read_texts(self, model: str | Checkpoint, args: EngineArgs) -> None:
+        """Read what the model's folder has besides weights: the tokenizer and recommendations of its author."""
         self.codec = Codec.of(self.model, model) if isinstance(model, str) else Codec(self.model, None)
         self.tokenizer = self.codec.tokenizer
         self.pooling = load_pooling(model) if isinstance(model, str) else "last"
-        self.sampling = _sampling(model, generation_config)
-        eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
-        self.grammars = Grammars(self.tokenizer, self.config.vocab, eos, grammar_bytes)
-        self.threads = machines.host(threads).workers
-        memory = self.machine.memory_bytes * (tp if backend == "cuda" else 1)
-        chosen = Options(expert_parallel=enable_expert_parallel)
-        options = with_matmul(chosen, self.config, self.machine, tp=tp, tokens=step_tokens)
-        self.kv_cache = kv_cache_dtype if quantised else self.dtype.name.lower()
-        kept = checkpoint.storage if registered(backend).stores else {}
-        q8 = rounds_activations(activations, kept)
-        self.activations = "q8" if q8 else self.dtype.name.lower()
-        self.weight_bytes = bytes_by_type(self.config, self.dtype, kept)
-        pool = pool_bytes(memory, sum(self.weight_bytes.values()), gpu=backend == "cuda")
+        self.sampling = _sampling(model, args.generation_config)
+        self._eos = frozenset(self.config.eos_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
+        self.grammars = Grammars(self.tokenizer, self.config.vocab, self._eos, args.max_grammar_bytes)
+
+    def _start(self, checkpoint: Checkpoint, backend: str, args: EngineArgs) -> Engine:
+        """Compile the first program, load the weights and return an engine that waits for requests."""
+        tp, gpu, quantised = args.tensor_parallel_size, backend == "cuda", quantised_kv(args.kv_cache_dtype)
+        memory = self.machine.memory_bytes * (tp if gpu else 1)
+        pool = pool_bytes(memory, sum(self.weight_bytes.values()), gpu=gpu)
         context, kv_tokens = kv_capacity(
-            self.config, self.dtype, memory, max_context, max_seqs, tp, quantised, pool=pool
+            self.config, self.dtype, memory, args.max_model_len, args.max_num_seqs, tp, quantised, pool=pool
         )
-        programs = Programs(
-            Fastest(
-                self.config,
-                self.machine,
-                dtype=self.dtype,
-                max_seqs=max_seqs,
-                max_context=context,
-                tp=tp,
-                options=options,
-                one_class=True,
-                weight_bits=bits_of(self.config, kept),
-                quantised_kv=quantised,
-                q8_activations=q8,
-            ),
-            step_tokens,
-            max(max_seqs, VERIFIED_ROWS if speculate else SCORED_ROWS),
+        chosen = Options(expert_parallel=args.enable_expert_parallel)
+        compile = Fastest(
+            self.config,
+            self.machine,
+            dtype=self.dtype,
+            max_seqs=args.max_num_seqs,
+            max_context=context,
+            tp=tp,
+            options=with_matmul(chosen, self.config, self.machine, tp=tp, tokens=args.step_tokens),
+            one_class=True,
+            weight_bits=bits_of(self.config, self._storage),
+            quantised_kv=quantised,
+            q8_activations=self.activations == "q8",
         )
-        predict = partial(step_seconds, machine=self.machine)
+        most_logits = max(args.max_num_seqs, VERIFIED_ROWS if args.speculate else SCORED_ROWS)
+        programs = Programs(compile, args.step_tokens, most_logits)
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.bucket.kv_page)
-        self.engine = Engine(
-            create(backend, for_contexts(checkpoint, context), dims, pages, dtype=self.dtype, threads=self.threads),
+        weights = for_contexts(checkpoint, context)
+        times = StepTimes(programs, partial(step_seconds, machine=self.machine))
+        return Engine(
+            create(backend, weights, dims, pages, dtype=self.dtype, threads=self.threads),
             programs,
             dims,
             pages=pages,
-            step_tokens=step_tokens,
-            eos_ids=eos,
-            prefix_cache=prefix_cache,
-            speculation=Speculation(speculate, StepTimes(programs, predict)) if speculate else None,
+            step_tokens=args.step_tokens,
+            eos_ids=self._eos,
+            prefix_cache=args.enable_prefix_caching,
+            speculation=Speculation(args.speculate, times) if args.speculate else None,
         )
 
     @property
@@ -236,16 +201,16 @@ class LLM:
             for request in requests:
                 self.engine.abort(request)
             raise
-        return list(map(self._output, requests, asked, texts))
-
-    def _output(self, request: Request, prompt: str | list[int], transcripts: Sequence[Transcript]) -> RequestOutput:
-        made = zip(transcripts, request.choices, strict=True)
-        choices = [
-            completion(text, request.added_at, one.first_token_at, one.last_token_at, "abort") for text, one in made
-        ]
-        scores, cached = (request.prompt_logprobs, request.prompt_top_logprobs), request.cached_tokens or 0
-        name, ids = str(request.id), request.prompt_ids
-        return request_output(name, prompt, ids, choices, self.tokenizer, request.params, scores, cached)
+        results = []
+        for given_as, request, transcripts in zip(asked, requests, texts, strict=True):
+            question = Question(str(request.id), given_as, request.prompt_ids, request.params, self.tokenizer)
+            outputs = [
+                question.output(i, text, (request.added_at, choice.first_token_at, choice.last_token_at), "abort")
+                for i, (text, choice) in enumerate(zip(transcripts, request.choices, strict=True))
+            ]
+            scores = request.prompt_logprobs, request.prompt_top_logprobs
+            results.append(question.result(outputs, scores, request.cached_tokens or 0))
+        return results
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's author recommends; other fields have their usual defaults."""

@@ -1,10 +1,10 @@
-"""What `LLM` takes and returns in vLLM's names: arguments, prompts, conversations and results."""
+"""What `LLM` takes and returns in vLLM's names: prompts, conversations and results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -23,11 +23,13 @@ class Logprob(NamedTuple):
     decoded_token: str | None
 
 
-def by_id(
-    tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float
-) -> dict[int, Logprob]:
-    """Return vLLM's log-probability entries at one position, by token id: the chosen `token` first, then the `count`
-    most likely tokens. `top` begins with the most likely tokens, in order; it may also hold the chosen token."""
+# The log-probabilities of the most likely tokens and of the actual token at one position, by token id.
+Scores = dict[int, Logprob]
+
+
+def scores_of(tokenizer: Tokenizer | None, top: Mapping[int, float], count: int, token: int, logprob: float) -> Scores:
+    """Return the scores at one position: the actual `token` first, then the `count` most likely tokens. `top` begins
+    with the most likely tokens, in order; it may also hold the actual token."""
 
     def text(token: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -37,160 +39,152 @@ def by_id(
     return found | {other: Logprob(top[other], rank, text(other)) for other, rank in ranks.items()}
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One choice. `logprobs` are the raw log-softmax values of its tokens.
-
-    `top_logprobs`, if requested, holds for each token the log-probabilities of the most likely ids and of the chosen
-    id. `finish_reason` is `stop`, `length` or `abort`. `stop_reason` is the stop string or the id of `stop_token_ids`
-    that ended the choice, and None for other ends. `ttft_s` is the time from the call to the first token, and `tpot_s`
-    the mean time per later token, both in seconds. Each is None if there is no such token."""
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str | None
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]] | None
-    ttft_s: float | None
-    tpot_s: float | None
-    stop_reason: str | int | None
+def plain(scores: Scores) -> dict[int, float]:
+    """Return the log-probabilities by token id, the most likely tokens first."""
+    return {token: one.logprob for token, one in sorted(scores.items(), key=lambda item: item[1].rank or math.inf)}
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice with vLLM's names. `logprobs`, if requested, has the chosen id first, then the most likely ids."""
+    """One choice (completion) of a prompt.
+
+    `text` is None without a tokenizer. `token_logprobs` are the raw log-softmax values of its tokens. `logprobs`, if
+    requested, has the scores of each position. `finish_reason` is `stop`, `length` or `abort`. `stop_reason` is the
+    stop string or the id of `stop_token_ids` that ended the choice, and None for other ends. `ttft_s` is the time from
+    the call to the first token, and `tpot_s` the mean time per later token, both in seconds. Each is None if there is
+    no such token."""
 
     index: int
-    text: str
+    text: str | None
     token_ids: list[int]
-    cumulative_logprob: float
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    token_logprobs: list[float]
+    logprobs: list[Scores] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    ttft_s: float | None = field(compare=False)
+    tpot_s: float | None = field(compare=False)
     lora_request: None = None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum of the log-probabilities of the tokens."""
+        return math.fsum(self.token_logprobs)
+
+    @property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        """The requested log-probabilities by token id, at each position the most likely tokens first."""
+        return None if self.logprobs is None else [plain(scores) for scores in self.logprobs]
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
+# Names that results had earlier, with the names that replaced them.
+_FORMER = {"choices": "outputs", "prompt_top_logprobs": "prompt_logprobs"}
+
+
 @dataclass(frozen=True)
-class RequestOutput(Completion):
-    """A prompt and its choices: `outputs` with vLLM's names, `choices` with this package's. The output also has the
-    attributes of its first choice. prompt_token_logprobs[i] is the log-probability of prompt token i given the tokens
-    before it, None for the first token. `prompt_logprobs` holds the same in vLLM's format."""
+class RequestOutput:
+    """A prompt and its choices, `outputs`. The properties are shortcuts to the first choice. prompt_logprobs[i], if
+    requested, has the scores of prompt token i given the tokens before it, None for the first token."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    choices: list[Completion]
+    prompt_logprobs: list[Scores | None] | None
     outputs: list[CompletionOutput]
-    prompt_token_logprobs: list[float | None] | None
-    prompt_top_logprobs: list[dict[int, float] | None] | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    finished: bool
     num_cached_tokens: int
-    finished: bool = True
-    metrics: None = None
-    lora_request: None = None
+    metrics: None = field(default=None, repr=False)
+    lora_request: None = field(default=None, repr=False)
 
-    def __repr__(self) -> str:
-        shown = ("request_id", "prompt", "prompt_token_ids", "outputs", "finished", "num_cached_tokens")
-        return f"RequestOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
 
+    @property
+    def text(self) -> str | None:
+        return self.outputs[0].text
 
-def completion(
-    transcript: Transcript, added_at: float, first_at: float, last_at: float, reason: str | None = None
-) -> Completion:
-    """Copy the tokens and text that a choice has so far. Later tokens do not change the copy. The times are those at
-    which the request was added and the choice got its first and its last token. `reason` is the finish reason of a
-    choice that has not ended."""
-    later = len(transcript.token_ids) - 1
-    return Completion(
-        token_ids=list(transcript.token_ids),
-        text=transcript.text,
-        finish_reason=transcript.finish_reason or reason,
-        logprobs=list(transcript.logprobs),
-        top_logprobs=list(transcript.top_logprobs) if transcript.scored else None,
-        ttft_s=first_at - added_at if later >= 0 else None,
-        tpot_s=(last_at - first_at) / later if later > 0 else None,
-        stop_reason=transcript.stop_reason,
-    )
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
 
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probability of each generated token."""
+        return self.outputs[0].token_logprobs
 
-def in_vllm_names(choice: Completion, index: int, tokenizer: Tokenizer | None, count: int | None) -> CompletionOutput:
-    """Return a choice with vLLM's names. `count` top tokens per position were requested; None means none."""
-    scored = None
-    if count is not None and choice.top_logprobs is not None:
-        each = zip(choice.top_logprobs, choice.token_ids, choice.logprobs, strict=True)
-        scored = [by_id(tokenizer, top, count, token, logprob) for top, token, logprob in each]
-    return CompletionOutput(
-        index=index,
-        text=choice.text or "",
-        token_ids=choice.token_ids,
-        cumulative_logprob=math.fsum(choice.logprobs),
-        logprobs=scored,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-    )
+    @property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        return self.outputs[0].top_logprobs
+
+    @property
+    def prompt_token_logprobs(self) -> list[float | None] | None:
+        """The log-probability of each prompt token, if requested; None for the first token."""
+        if self.prompt_logprobs is None:
+            return None
+        each = zip(self.prompt_logprobs, self.prompt_token_ids, strict=True)
+        return [None if scores is None else scores[token].logprob for scores, token in each]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a result has no {name}" + (f": use {_FORMER[name]}" if name in _FORMER else ""))
 
 
-def request_output(
-    name: str,
-    prompt: str | list[int],
-    ids: list[int],
-    choices: list[Completion],
-    tokenizer: Tokenizer | None,
-    params: SamplingParams,
-    scores: tuple[Sequence[float], Sequence[dict[int, float]]],
-    cached: int,
-) -> RequestOutput:
-    """Return the result of a prompt. If prompt log-probabilities were requested, `scores` holds two lists for the
-    prompt's tokens from the second on: the log-probabilities of the tokens, and the most likely ids at their
-    positions."""
-    logprobs, tops = scores
-    scored, count = params.prompt_logprobs is not None, params.prompt_logprobs or 0
-    later = [by_id(tokenizer, *one) for one in zip(tops, repeat(count), ids[1:], logprobs, strict=False)]
-    return RequestOutput(
-        **vars(choices[0]),
-        request_id=name,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=ids,
-        choices=choices,
-        outputs=[in_vllm_names(choice, i, tokenizer, params.logprobs) for i, choice in enumerate(choices)],
-        prompt_token_logprobs=[None, *logprobs] if scored else None,
-        prompt_top_logprobs=[None, *tops] if scored else None,
-        prompt_logprobs=[None, *later] if scored else None,
-        num_cached_tokens=cached,
-        finished=all(choice.finish_reason is not None for choice in choices),
-    )
+# Two lists for a prompt's tokens from the second on: the log-probabilities of the tokens, and those of the most likely
+# ids at their positions.
+PromptScores = tuple[Sequence[float], Sequence[dict[int, float]]]
 
 
-_NAMES = {
-    "tensor_parallel_size": "tp",
-    "max_model_len": "max_context",
-    "max_num_seqs": "max_seqs",
-    "max_num_batched_tokens": "step_tokens",
-    "enable_prefix_caching": "prefix_cache",
-}
-# Arguments that change no result: they say, for example, how a step is launched or what is reported.
-_HARMLESS = {
-    *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
-    *("cpu_offload_gb", "download_dir", "disable_custom_all_reduce", "enable_chunked_prefill", "tokenizer_mode"),
-    *("distributed_executor_backend", "max_seq_len_to_capture"),
-}
+@dataclass(frozen=True)
+class Question:
+    """A request of `LLM.generate`: the prompt as the caller gave it, its token ids, and the parameters."""
 
+    request_id: str
+    prompt: str | list[int]
+    ids: list[int]
+    params: SamplingParams
+    tokenizer: Tokenizer | None
 
-def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate arguments of vLLM's `LLM` into this package's names. Raises MegakernelError for unknown ones."""
-    own = {}
-    for name, value in given.items():
-        if name in _NAMES:
-            if value is not None:
-                own[_NAMES[name]] = value
-        elif name not in _HARMLESS and value is not None:
-            known = f"the vLLM arguments that it takes are {', '.join(_NAMES)}"
-            remedy = "give SamplingParams a seed" if name == "seed" else known
-            raise MegakernelError(f"LLM does not take {name}={value!r}: {remedy}")
-    return own
+    def result(self, outputs: list[CompletionOutput], scores: PromptScores, cached: int) -> RequestOutput:
+        """Return the result. `cached` is the number of prompt tokens found in the prefix cache."""
+        found: list[Scores | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            logprobs, tops = scores
+            each = zip(tops, repeat(self.params.prompt_logprobs), self.ids[1:], logprobs, strict=False)
+            found = [None, *(scores_of(self.tokenizer, *one) for one in each)]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt if isinstance(self.prompt, str) else None,
+            prompt_token_ids=self.ids,
+            prompt_logprobs=found,
+            outputs=outputs,
+            finished=all(output.finished() for output in outputs),
+            num_cached_tokens=cached,
+        )
+
+    def output(
+        self, index: int, transcript: Transcript, times: tuple[float, float, float], reason: str | None = None
+    ) -> CompletionOutput:
+        """Copy the tokens and text that a choice has so far. Later tokens do not change the copy. The `times` are those
+        at which the request was added and the choice got its first and its last token. `reason` is the finish reason of
+        a choice that has not ended."""
+        scores, count = None, self.params.logprobs
+        if count is not None:
+            each = zip(transcript.top_logprobs, transcript.token_ids, transcript.logprobs, strict=True)
+            scores = [scores_of(self.tokenizer, top, count, token, logprob) for top, token, logprob in each]
+        later, (added, first, last) = len(transcript.token_ids) - 1, times
+        return CompletionOutput(
+            index=index,
+            text=transcript.text,
+            token_ids=list(transcript.token_ids),
+            token_logprobs=list(transcript.logprobs),
+            logprobs=scores,
+            finish_reason=transcript.finish_reason or reason,
+            stop_reason=transcript.stop_reason,
+            ttft_s=first - added if later >= 0 else None,
+            tpot_s=(last - first) / later if later > 0 else None,
+        )
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:

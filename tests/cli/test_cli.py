@@ -442,4 +442,4 @@ def test_memory_and_disk_errors_are_one_line(
 def test_settings_name_every_choice() -> None:
     known = {"machine": ("host", *MACHINES), "backend": BACKENDS} | CHOICES
     for name, choices in known.items():
-        assert all(choice in SETTINGS[{"o": "o lowering"}.get(name, name)].what for choice in choices)
+        assert all(choice in SETTINGS[{"o": "o_lowering"}.get(name, name)].what for choice in choices)

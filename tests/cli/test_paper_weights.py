@@ -20,7 +20,7 @@ MODELS = [("smollm2-135m", "auto"), ("random:smollm2-135m", "q4_k")]
 
 def run_bytes(model: str, weights: str) -> int:
     """Return the bytes that the weight matrices take in memory when the model is run."""
-    with LLM(model, weights=weights, backend="null", max_context=32, max_seqs=1) as llm:
+    with LLM(model, weights=weights, backend="null", max_context=32, max_num_seqs=1) as llm:
         return sum(llm.weight_bytes.values())
 
 

@@ -468,19 +468,19 @@ def test_generates() -> None:
     no_compiler()
     kernel = None
     for backend in ("cuda", "auto"):
-        with LLM(_weights(_program().dims), backend=backend, max_seqs=2, max_context=256) as llm:
+        with LLM(_weights(_program().dims), backend=backend, max_num_seqs=2, max_context=256) as llm:
             kernel = PretendedKernel(llm.engine.backend.pages)
             assert llm.engine.backend.name == "cuda" and llm.dtype is Dtype.BF16
             assert llm.engine.dims.bucket.kv_page == KV_BLOCK
             assert llm.engine.programs.get(1, 1).workers == 6
             result = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
             kernel.check()
-    with LLM(_weights(_program().dims), backend="reference", dtype="bf16", max_seqs=2, max_context=256) as llm:
+    with LLM(_weights(_program().dims), backend="reference", dtype="bf16", max_num_seqs=2, max_context=256) as llm:
         expected = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
     assert result.token_ids == expected.token_ids
     np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=0.05)
     assert [sorted(t) for t in result.top_logprobs or []] == [sorted(t) for t in expected.top_logprobs or []]
-    with LLM(_weights(_program().dims), backend="auto", dtype="f32", max_seqs=2, max_context=256) as llm:
+    with LLM(_weights(_program().dims), backend="auto", dtype="f32", max_num_seqs=2, max_context=256) as llm:
         assert llm.engine.backend.name == "cpu", llm.engine.backend.name
 
 
@@ -498,7 +498,7 @@ def test_the_interpreter_itself() -> None:
     prompts = [[3, 4, 5], list(range(40))]
     results = {}
     for backend in ("cuda", "reference"):
-        with LLM(_weights(_program().dims), backend=backend, dtype="bf16", max_seqs=2, max_context=256) as llm:
+        with LLM(_weights(_program().dims), backend=backend, dtype="bf16", max_num_seqs=2, max_context=256) as llm:
             results[backend] = [r.token_ids for r in llm.generate(prompts, params)]
     assert kernel.wrong == []
     assert results["cuda"] == results["reference"]

@@ -151,7 +151,7 @@ def test_large_shapes_are_as_close_to_float32_as_torch(model: str) -> None:
     torch = pytest.importorskip("torch")
     from torch_llama import TorchLlama
 
-    with LLM(model, backend="cuda", max_seqs=1, max_context=512, step_tokens=128) as llm:
+    with LLM(model, backend="cuda", max_num_seqs=1, max_context=512, max_num_batched_tokens=128) as llm:
         backend: Any = llm.engine.backend
         program = llm.engine.programs.get(64, 64)
         ids = np.random.default_rng(0).integers(0, llm.config.vocab, 64).tolist()
@@ -171,6 +171,6 @@ def test_the_default_model_answers(smollm2: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16)
     texts = []
     for backend in ("cuda", "cpu"):
-        with LLM(str(smollm2), backend=backend, dtype="bf16", max_seqs=1, max_context=512) as llm:
+        with LLM(str(smollm2), backend=backend, dtype="bf16", max_num_seqs=1, max_context=512) as llm:
             texts.append(llm.chat([{"role": "user", "content": "Name the capital of France."}], params)[0].text)
     assert texts[0] == texts[1] and "Paris" in (texts[0] or "")

@@ -28,7 +28,7 @@ def test_greedy_tokens_and_logprobs(smollm2):
     token may differ only where the two largest logits of transformers differ by less than 0.05."""
     torch.set_num_threads(1)
     model = torch_llama.build(open_checkpoint("smollm2-135m"), "f32")
-    with LLM("smollm2-135m", dtype="f32", activations="float", max_context=512, max_seqs=4) as llm:
+    with LLM("smollm2-135m", dtype="f32", activations="float", max_context=512, max_num_seqs=4) as llm:
         prompts = [llm.chat_ids([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
         results = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     for prompt, ids, result in zip(PROMPTS, prompts, results, strict=True):
@@ -45,7 +45,7 @@ def test_greedy_tokens_and_logprobs(smollm2):
 def test_phases_overlap():
     """In a prompt of several row blocks, two workers compute different phases at the same time."""
     checkpoint = RandomCheckpoint("small", replace(KNOWN_SHAPES["smollm2-135m"], layers=4, vocab=1000), 0)
-    with LLM(checkpoint, backend="cpu", dtype="f32", max_context=512, max_seqs=1) as llm:
+    with LLM(checkpoint, backend="cpu", dtype="f32", max_context=512, max_num_seqs=1) as llm:
         prefill, _ = llm.trace_steps(list(range(3, 303)))
         summary = summarise(resolve(prefill[0].program, prefill[0].output.trace))
         if llm.threads > 1:

@@ -150,7 +150,7 @@ def test_rounding_changes_little() -> None:
 
 def test_which_class_is_used() -> None:
     def used(**how: Any) -> Any:
-        with LLM(RandomCheckpoint(SHARED), backend="cpu", max_context=64, max_seqs=1, **how) as llm:
+        with LLM(RandomCheckpoint(SHARED), backend="cpu", max_context=64, max_num_seqs=1, **how) as llm:
             return llm.about["activations"], llm.engine.dims.model.q8_activations
 
     assert used() == ("f32", 0)

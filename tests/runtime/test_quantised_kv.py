@@ -205,7 +205,7 @@ def test_backends_refuse_programs_of_the_other_kind() -> None:
 
 def test_the_engine_says_how_it_stores_them() -> None:
     for name, shown in (("auto", "bf16"), ("q8_0", "q8_0")):
-        with LLM(TINY, backend="null", kv_cache_dtype=name, max_context=32, max_seqs=1) as llm:
+        with LLM(TINY, backend="null", kv_cache_dtype=name, max_context=32, max_num_seqs=1) as llm:
             assert llm.about["kv_cache"] == shown
 
 
@@ -238,6 +238,6 @@ def test_the_pool_holds_more_tokens() -> None:
 def test_cuda_refuses_them_and_auto_takes_another() -> None:
     """The `cuda` backend refuses a quantised KV cache, whether or not a GPU is present, and `auto` selects `cpu`."""
     with pytest.raises(MegakernelError, match=r"a KV cache in q8_0 is not supported on a Hopper GPU"):
-        LLM(TINY, backend="cuda", kv_cache_dtype="q8_0", max_context=32, max_seqs=1)
+        LLM(TINY, backend="cuda", kv_cache_dtype="q8_0", max_context=32, max_num_seqs=1)
     assert choose_backend("auto", TINY.config, None, "auto", "q8_0") == ("cpu", None)
     assert "K and V are quantised" in str(refusal(DIMS.changed(dtype=int(Dtype.BF16), quantised_kv=1)))

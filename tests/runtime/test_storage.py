@@ -188,7 +188,7 @@ def test_cuda_refuses_them_and_auto_takes_another() -> None:
     """The `cuda` backend refuses quantised weights, whether or not a GPU is present, and `auto` selects `cpu`."""
     whole = RandomCheckpoint(DIMS)
     with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported on a Hopper GPU"):
-        LLM(whole, backend="cuda", weights="q8_0", max_context=32, max_seqs=1)
+        LLM(whole, backend="cuda", weights="q8_0", max_context=32, max_num_seqs=1)
     assert choose_backend("auto", whole.config, None, "q8_0") == ("cpu", None)
 
 
@@ -201,7 +201,7 @@ _SLOWER = [pytest.param(*how, marks=pytest.mark.slow) for how in (("f32", "auto"
 @pytest.mark.parametrize(("weights", "kv"), [("auto", "auto"), *_SLOWER])
 def test_the_default_model_answers(smollm2: Path, weights: str, kv: str) -> None:
     how: dict[str, Any] = {"backend": "cpu", "weights": weights, "kv_cache_dtype": kv}
-    with LLM("smollm2-135m", **how, max_context=512, max_seqs=1) as llm:
+    with LLM("smollm2-135m", **how, max_context=512, max_num_seqs=1) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=16)
         [answer] = llm.chat([{"role": "user", "content": "Name the capital of France."}], params)
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")

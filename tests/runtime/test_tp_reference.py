@@ -339,10 +339,10 @@ def test_an_engine_on_ranks_generates_the_same() -> None:
     ]
     found = []
     for tp in (1, 4):
-        limits = {"threads": 4, "max_seqs": 4, "step_tokens": 16, "max_context": 64}
-        with LLM(checkpoint, tp, "reference", **limits) as llm:
+        limits = {"threads": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_context": 64}
+        with LLM(checkpoint, tp=tp, backend="reference", **limits) as llm:
             results = llm.generate(prompts, params)
-            found.append([[choice.token_ids for choice in result.choices] for result in results])
+            found.append([[choice.token_ids for choice in result.outputs] for result in results])
             scores = results[2].prompt_token_logprobs
         assert scores is not None and np.isfinite(scores[1:]).all()
     assert found[0] == found[1]

@@ -34,6 +34,6 @@ def client(live: Live) -> OpenAI:
 @pytest.fixture
 def null(model: str) -> Iterator[Live]:
     """A server whose model computes nothing, and generates the token 0 without end."""
-    limits = {"max_context": 256, "max_seqs": 4, "step_tokens": 32, "threads": 1}
+    limits = {"max_context": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1}
     with LLM(model, backend="null", **limits) as llm, serving(llm) as server:  # type: ignore[arg-type]
         yield server

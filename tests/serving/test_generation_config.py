@@ -15,7 +15,7 @@ from model_helpers import byte_model
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 
-LIMITS: dict[str, Any] = {"max_context": 64, "max_seqs": 4, "step_tokens": 32, "threads": 1}
+LIMITS: dict[str, Any] = {"max_context": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1}
 # Only the likeliest token is sampled, so that all seeds give the same tokens.
 DEFAULTS = {"do_sample": True, "temperature": 0.9, "top_k": 1, "max_new_tokens": 6}
 FREE = {"top_k": -1, "temperature": 2.0}

@@ -48,7 +48,7 @@ def test_sglang_bench_serving(tmp_path: Path, model: str) -> None:
     conversations.write_text(
         json.dumps([{"conversations": [{"from": "human", "value": t} for t in two]} for two in turns])
     )
-    with LLM(model, backend="null", threads=1, max_seqs=8) as llm, serving(llm) as server:
+    with LLM(model, backend="null", threads=1, max_num_seqs=8) as llm, serving(llm) as server:
         environment = os.environ | {"PYTHONPATH": str(bench_serving.parents[1]), "HF_HUB_OFFLINE": "1"}
         workload = ["--dataset-name", "sharegpt", "--dataset-path", str(conversations), "--num-prompts", "24"]
         command = [sys.executable, str(bench_serving), "--backend", "vllm", "--base-url", server.url, *workload]

@@ -323,7 +323,7 @@ def test_choices_differ_and_the_first_is_the_one_alone(backend: str) -> None:
     with LLM(TINY, backend=backend, max_context=64) as llm:
         several = llm.generate([1, 2, 3], SamplingParams(n=3, seed=1, max_tokens=8))[0]
         alone = llm.generate([1, 2, 3], SamplingParams(seed=1, max_tokens=8))[0]
-    assert len({tuple(choice.token_ids) for choice in several.choices}) == 3
+    assert len({tuple(choice.token_ids) for choice in several.outputs}) == 3
     assert several.token_ids == alone.token_ids and several.text is None
 
 
@@ -332,10 +332,10 @@ def test_a_prompt_is_scored_as_it_would_be_generated(backend: str) -> None:
     with LLM(TINY, backend=backend, max_context=64) as llm:
         made = llm.generate([5, 6], SamplingParams(temperature=0.0, max_tokens=6, logprobs=2))[0]
         scored = llm.generate([*made.prompt_token_ids, *made.token_ids], SamplingParams(prompt_logprobs=2))[0]
-    assert scored.prompt_token_logprobs is not None and scored.prompt_top_logprobs is not None
+    assert scored.prompt_token_logprobs is not None and scored.prompt_logprobs is not None
     assert scored.prompt_token_logprobs[0] is None
     assert scored.prompt_token_logprobs[2:] == pytest.approx(made.logprobs, abs=1e-5)
-    assert [list(top) for top in scored.prompt_top_logprobs[2:]] == [list(top) for top in made.top_logprobs or []]
+    assert [set(top or ()) for top in scored.prompt_logprobs[2:]] == [set(top) for top in made.top_logprobs or []]
 
 
 def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
@@ -363,7 +363,7 @@ def test_prompts_and_parameters_are_checked_before_anything_runs() -> None:
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
         ({"threads": 0}, "threads=0"),
         ({"max_context": 257}, "exceeds the model's limit of 256"),
-        ({"step_tokens": 8, "max_seqs": 9}, "step_tokens=8 must be at least max_seqs=9"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens=8 must be at least max_num_seqs=9"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -373,7 +373,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 @BACKENDS
 def test_traced_steps(backend: str) -> None:
-    with LLM(TINY, backend=backend, max_context=64, step_tokens=8, max_seqs=1) as llm:
+    with LLM(TINY, backend=backend, max_context=64, max_num_batched_tokens=8, max_num_seqs=1) as llm:
         prefill, decode = llm.trace_steps(list(range(12)), decode_steps=2)
     assert [step.rows for step in prefill + decode] == [[8], [4], [1], [1]]
     assert [step.contexts for step in prefill + decode] == [[8], [12], [13], [14]]

@@ -255,10 +255,10 @@ def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.Mo
     for i in range(10):
         varied = {"temperature": 0.9 * (i % 2), "frequency_penalty": 0.3 * (i % 3), "seed": i}
         params.append(SamplingParams(**fixed, **varied, prompt_logprobs=1 if i == 3 else None))
-    with LLM(TINY, **given, prefix_cache=False) as llm:
+    with LLM(TINY, **given, enable_prefix_caching=False) as llm:
         expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
     monkeypatch.setattr(llm_module, "kv_capacity", lambda *_, **__: (160, 20 * 16))
-    for limits in ({"max_seqs": 10}, {"max_seqs": 6, "step_tokens": 13}):
+    for limits in ({"max_num_seqs": 10}, {"max_num_seqs": 6, "max_num_batched_tokens": 13}):
         with LLM(TINY, **given, **limits) as llm:
             for _ in range(2):
                 results = llm.generate(prompts, params)
@@ -276,11 +276,13 @@ LONG = SamplingParams(max_tokens=440, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def one_after_another() -> list[list[int]]:
-    with LLM(WINDOWS, backend="cpu", max_context=512, threads=1, prefix_cache=False) as llm:
+    with LLM(WINDOWS, backend="cpu", max_context=512, threads=1, enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], LONG)[0].token_ids for prompt in THREE]
 
 
-@pytest.mark.parametrize("more", [{}, {"speculate": 8}, {"prefix_cache": False, "step_tokens": 13, "max_seqs": 3}])
+@pytest.mark.parametrize(
+    "more", [{}, {"speculate": 8}, {"enable_prefix_caching": False, "max_num_batched_tokens": 13, "max_num_seqs": 3}]
+)
 def test_pages_that_all_windows_have_left_are_freed(
     one_after_another: list[list[int]], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
@@ -297,7 +299,7 @@ def test_pages_that_all_windows_have_left_are_freed(
 def test_an_interrupt_while_a_launch_runs_leaves_a_working_model(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=20)
     prompts = [[i] * 40 for i in range(1, 5)]
-    with LLM(TINY, backend="cpu", max_context=160, max_seqs=3, threads=1) as llm:
+    with LLM(TINY, backend="cpu", max_context=160, max_num_seqs=3, threads=1) as llm:
         expected = [result.token_ids for result in llm.generate(prompts, greedy)]
         llm.engine.reset_prefix_cache()
         backend, calls, build = llm.engine.backend, count(), Steps.build

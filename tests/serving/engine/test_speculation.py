@@ -18,11 +18,11 @@ from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.speculation import Draft, Lookup, Speculation, StepTimes
 from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.vllm import Completion, RequestOutput
+from megakernel.serving.text.vllm import RequestOutput
 
 _SHAPE = {"vocab": 98, "hidden": 32, "ffn": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 TINY = RandomCheckpoint("tiny", ModelConfig(**_SHAPE, max_context=256, window=64, full_layers=(0,)), 0)
-LIMITS: dict[str, Any] = {"max_context": 128, "max_seqs": 5, "step_tokens": 24, "threads": 1}
+LIMITS: dict[str, Any] = {"max_context": 128, "max_num_seqs": 5, "max_num_batched_tokens": 24, "threads": 1}
 
 
 # -- the same results with and without speculation
@@ -67,12 +67,8 @@ def results(llm: LLM) -> list[RequestOutput]:
 
 
 def said(found: Sequence[RequestOutput]) -> list[Any]:
-    """Return everything in the results except the times, so that `==` compares tokens and scores exactly."""
-
-    def one(choice: Completion) -> Any:
-        return choice.token_ids, choice.logprobs, choice.top_logprobs, choice.finish_reason
-
-    return [(r.prompt_token_logprobs, r.prompt_top_logprobs, [one(c) for c in r.choices]) for r in found]
+    """Return all tokens and scores of the results, so that `==` compares them exactly."""
+    return [(result.prompt_logprobs, result.outputs) for result in found]
 
 
 def use(llm: LLM, made: Speculation) -> None:
@@ -103,7 +99,7 @@ def test_results_are_those_of_one_by_one_decoding(
 ) -> None:
     monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
     how, expected = one_by_one
-    texts = [r.prompt_token_ids + c.token_ids for r in expected for c in r.choices]
+    texts = [r.prompt_token_ids + c.token_ids for r in expected for c in r.outputs]
     with LLM(TINY, **how, speculate=4) as llm:
         if guesses == "lookup":
             use(llm, speculation(4, lambda _: Lookup()))
@@ -186,7 +182,7 @@ def test_a_stop_string_inside_an_accepted_run_ends_text_and_choice() -> None:
 
 
 def test_readers_see_no_token_after_a_stop_string(model: str) -> None:
-    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 1}
+    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_num_seqs": 4, "threads": 1}
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     with LLM(model, **how) as llm:
         whole = llm.generate("hello hello", params)[0]
@@ -211,7 +207,7 @@ def test_readers_see_no_token_after_a_stop_string(model: str) -> None:
 
 
 def test_the_server_streams_the_same_text_and_counts_what_it_verified(model: str) -> None:
-    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_seqs": 4, "threads": 1}
+    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_num_seqs": 4, "threads": 1}
     body = {"model": "m", "prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
     with LLM(model, **how) as llm:
         known = llm.generate("abcabcabcabc", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]
@@ -458,10 +454,10 @@ def test_depths_that_are_refused(depth: int) -> None:
 
 
 def test_a_depth_beyond_the_step_is_cut_to_it() -> None:
-    with LLM(TINY, backend="cpu", max_context=128, max_seqs=2, step_tokens=3, speculate=63) as llm:
+    with LLM(TINY, backend="cpu", max_context=128, max_num_seqs=2, max_num_batched_tokens=3, speculate=63) as llm:
         use(llm, speculation(63, lambda _: Lookup()))
         found = llm.generate([1, 2] * 8, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
-    with LLM(TINY, backend="cpu", max_context=128, max_seqs=2, step_tokens=3) as llm:
+    with LLM(TINY, backend="cpu", max_context=128, max_num_seqs=2, max_num_batched_tokens=3) as llm:
         assert said(found) == said(
             llm.generate([1, 2] * 8, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
         )

@@ -39,7 +39,7 @@ def params(seed: int = 0, **more: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, backend="cpu", max_context=1024, max_seqs=32, threads=1) as found:
+    with LLM(model, backend="cpu", max_context=1024, max_num_seqs=32, threads=1) as found:
         yield found
 
 
@@ -67,7 +67,7 @@ def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forms(llm: LLM, given: dict[str, Any], form: str, temperature: float) -> None:
     wanted = params(3, n=2, temperature=temperature, structured_outputs=wants(**given))
-    for choice in llm.generate("abc", wanted)[0].choices:
+    for choice in llm.generate("abc", wanted)[0].outputs:
         assert choice.text is not None and choice.finish_reason == "stop"
         assert re.fullmatch(form, choice.text, re.DOTALL), choice.text
 
@@ -81,7 +81,7 @@ def test_a_json_object_is_one(llm: LLM) -> None:
 
 def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple[Any, ...]]:
     results = llm.generate(prompts, each)
-    return [(choice.token_ids, choice.logprobs, choice.text) for result in results for choice in result.choices]
+    return [(choice.token_ids, choice.token_logprobs, choice.text) for result in results for choice in result.outputs]
 
 
 # Requests, one of them with a penalty and some with two choices, and their answers one after another.
@@ -97,9 +97,9 @@ def expected(llm: LLM) -> list[tuple[Any, ...]]:
 def test_answers_depend_on_nothing_else(model: str, expected: list[tuple[Any, ...]], how: str) -> None:
     """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache. It is
     also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
-    limits: dict[str, Any] = {"max_seqs": 4, "step_tokens": 16} if how == "small steps" else {}
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16} if how == "small steps" else {}
     limits |= {"speculate": 5} if how == "speculating" else {}
-    limits |= {"prefix_cache": False} if how == "no prefix cache" else {}
+    limits |= {"enable_prefix_caching": False} if how == "no prefix cache" else {}
     with LLM(model, backend="cpu", max_context=512, threads=1, **limits) as other:
         pool = other.engine._batch._pool
         if how == "short of pages":
@@ -133,7 +133,7 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     )[0]
     assert scored.prompt_token_logprobs is not None and result.top_logprobs is not None
     own = scored.prompt_token_logprobs[len(result.prompt_token_ids) :]
-    assert result.choices[0].logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
+    assert result.logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
     # The reported log-probabilities ignore the grammar, so a forbidden token may have a higher one than the sampled
     # token.
     assert any(max(top.values()) > top[t] for top, t in zip(result.top_logprobs, result.token_ids, strict=True))
@@ -207,7 +207,7 @@ def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_tokenizer_there_is_no_text_to_match() -> None:
-    how: dict[str, Any] = {"backend": "null", "max_context": 64, "max_seqs": 1}
+    how: dict[str, Any] = {"backend": "null", "max_context": 64, "max_num_seqs": 1}
     with LLM("random:smollm2-135m", **how) as ids, pytest.raises(MegakernelError, match="need a tokenizer"):
         ids.generate([[1]], params())
 

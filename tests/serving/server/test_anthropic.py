@@ -27,7 +27,7 @@ ANY = {"tools": [TIME], "tool_choice": {"type": "any", "disable_parallel_tool_us
 
 @pytest.fixture(scope="module")
 def llm(quiet_model: str) -> Iterator[LLM]:
-    with LLM(quiet_model, max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
+    with LLM(quiet_model, max_context=CONTEXT, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 

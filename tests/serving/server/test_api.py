@@ -33,7 +33,7 @@ LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def llm(quiet_model: str) -> Iterator[LLM]:
-    with LLM(quiet_model, max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
+    with LLM(quiet_model, max_context=CONTEXT, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 
@@ -116,10 +116,10 @@ def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
         for choice in event["choices"]:
             streamed.setdefault(choice["index"], []).extend(choice["token_ids"])
     until(live.at_rest)
-    expected = [choice for result in llm.generate(ids, SamplingParams(**settings)) for choice in result.choices]
+    expected = [choice for result in llm.generate(ids, SamplingParams(**settings)) for choice in result.outputs]
     for i, (choice, alone) in enumerate(zip(answer["choices"], expected, strict=True)):
         assert (choice["index"], choice["token_ids"], choice["text"]) == (i, alone.token_ids, alone.text)
-        assert (choice["logprobs"]["token_logprobs"], streamed[i]) == (alone.logprobs, alone.token_ids)
+        assert (choice["logprobs"]["token_logprobs"], streamed[i]) == (alone.token_logprobs, alone.token_ids)
     cached = answer["usage"].pop("prompt_tokens_details")["cached_tokens"]
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45} and cached == 0
 
@@ -358,7 +358,10 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     config = tmp_path / "schemathesis.toml"
     alike = rf'(include-path = "({COMPLETIONS}|/v1/responses|/v1/messages\S*)"\n)'
     config.write_text(re.sub(alike, r'\1generation.mode = "positive"\n', text))
-    with LLM(model, max_context=96, max_seqs=8, step_tokens=16, threads=1, backend="null") as llm, serving(llm) as live:
+    with (
+        LLM(model, max_context=96, max_num_seqs=8, max_num_batched_tokens=16, threads=1, backend="null") as llm,
+        serving(llm) as live,
+    ):
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         flags = ["--max-examples", "1", "--phases", "coverage", "--no-color", "--generation-deterministic"]
         done = subprocess.run(

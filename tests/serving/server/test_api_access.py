@@ -32,7 +32,7 @@ CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completio
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, backend="null", max_context=CONTEXT, max_seqs=4, step_tokens=32, threads=1) as made:
+    with LLM(model, backend="null", max_context=CONTEXT, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 

@@ -54,7 +54,7 @@ def test_what_does_not_finish_in_time_is_told(model: str) -> None:
 
 
 def test_what_a_person_sees(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with LLM(model, max_context=64, max_seqs=4, step_tokens=32, threads=1) as llm, serving(llm) as live:
+    with LLM(model, max_context=64, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as llm, serving(llm) as live:
         serve._ready(False, live.url, llm.model, llm)
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{llm.model} is served at {live.url}/v1"
@@ -100,7 +100,7 @@ def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, capsys: pytest.
         (["--allowed-hosts", "*"], [("/version", "evil.example", 200)]),
     ):
         start = made_of(capsys, "--model", model, *flags)[1]
-        with LLM(model, backend="null", threads=1, max_seqs=1) as llm, serving(llm, access=start.access) as live:
+        with LLM(model, backend="null", threads=1, max_num_seqs=1) as llm, serving(llm, access=start.access) as live:
             found = [live.request("GET", path, headers={"Host": host})[0] for path, host, _ in requests]
             assert found == [status for *_, status in requests], flags
             answered = live.request("GET", "/version", headers=page)[1]

@@ -18,7 +18,7 @@ BODY = json.dumps({"prompt": "x", "max_tokens": 2, "ignore_eos": True}).encode()
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, backend="null", max_context=2048, max_seqs=4, step_tokens=32, threads=1) as made:
+    with LLM(model, backend="null", max_context=2048, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 

@@ -55,7 +55,16 @@ def test_hidden_states_are_those_of_transformers(
 ) -> None:
     hf, checkpoint = make_llama(seed=1, vocab=97, **SHAPE)
     params = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
-    with LLM(checkpoint, tp, backend, dtype, max_context=128, step_tokens=16, max_seqs=4, threads=1) as llm:
+    with LLM(
+        checkpoint,
+        tp,
+        backend=backend,
+        dtype=dtype,
+        max_context=128,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        threads=1,
+    ) as llm:
         got: dict[int, NDArray[np.float32]] = {}
         requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
         llm.engine.add([1, 2, 3], SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=1))
@@ -75,7 +84,7 @@ def test_hidden_states_are_those_of_transformers(
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
+    with LLM(model, max_context=256, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 

@@ -15,6 +15,7 @@ from openai.types.responses import response_create_params
 
 from megakernel import LLM, SamplingParams
 from megakernel.serving.server.routes import anthropic, embeddings, fields, fields_page, requests, responses
+from megakernel.serving.text.vllm import plain
 
 ROOT = Path(__file__).parents[3]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -40,7 +41,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with LLM(str(folder), max_context=256, max_seqs=4, step_tokens=32, threads=1) as made:
+    with LLM(str(folder), max_context=256, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
         made.model = "bytes"
         yield made
 
@@ -238,10 +239,10 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> Non
     assert [c["index"] for c in choices] == [0, 1, 2, 3]
     for choice in choices:
         result = alone[choice["index"] // 2]
-        tops, chosen = result.prompt_top_logprobs, result.prompt_token_ids
+        tops, chosen = result.prompt_logprobs, result.prompt_token_ids
         assert tops is not None and choice["prompt_logprobs"][0] is tops[0] is None
         for got, top, token in zip(choice["prompt_logprobs"][1:], tops[1:], chosen[1:], strict=True):
-            assert top is not None and {int(k): v["logprob"] for k, v in got.items()} == top
+            assert top is not None and {int(k): v["logprob"] for k, v in got.items()} == plain(top)
             assert [v["rank"] for v in got.values()][:2] == [1, 2] and str(token) in got
             assert all(v["decoded_token"] for v in got.values())
     scored = live.post(CHAT, {**HELLO, "max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]

@@ -110,7 +110,7 @@ def test_latencies_are_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(backend: str) -> Iterator[Served]:
     """Yield a server whose steps take at least 5 ms. The model's name contains an HTML tag, which pages must escape."""
     checkpoint = RandomCheckpoint("<b>tiny</b>", replace(CONFIG, max_context=4096))
-    with LLM(checkpoint, backend=backend, max_seqs=4) as llm, serving(llm) as server:
+    with LLM(checkpoint, backend=backend, max_num_seqs=4) as llm, serving(llm) as server:
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.005))
         yield server
 
@@ -203,7 +203,7 @@ def test_chat_page(driver: Browser, tmp_path: Path) -> None:
     page.resize(390, 800)
     talk = "return document.getElementById('talk').innerText"
     with (
-        LLM(str(tmp_path), backend="cpu", max_seqs=4, max_context=2048) as llm,
+        LLM(str(tmp_path), backend="cpu", max_num_seqs=4, max_context=2048) as llm,
         serving(llm, access=AccessRules(keys=("k",))) as server,
     ):
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.03))

@@ -88,8 +88,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 def replicas(model: str) -> Iterator[tuple[Live, Live]]:
     """Yield two servers of one model. The second one runs other batches, speculates, and has few KV pages."""
     with (
-        LLM(model, max_context=CONTEXT, max_seqs=8, threads=1) as one,
-        LLM(model, max_context=CONTEXT, max_seqs=6, step_tokens=16, speculate=3, threads=1) as other,
+        LLM(model, max_context=CONTEXT, max_num_seqs=8, threads=1) as one,
+        LLM(model, max_context=CONTEXT, max_num_seqs=6, max_num_batched_tokens=16, speculate=3, threads=1) as other,
     ):
         one.model = other.model = "bytes"
         pool = other.engine._batch._pool

@@ -473,7 +473,7 @@ def test_what_kubernetes_starts_can_be_typed() -> None:
     [port] = container["ports"]
     assert given["host"] == "0.0.0.0" and given["port"] == port["containerPort"]
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert pause + given["shutdown timeout"] < pod["spec"]["terminationGracePeriodSeconds"]
+    assert pause + given["shutdown_timeout"] < pod["spec"]["terminationGracePeriodSeconds"]
     probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
     assert probes == [{"path": "/health", "port": port["name"]}] * 3
     for kind in ("Service", "PodDisruptionBudget"):

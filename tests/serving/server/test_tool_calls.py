@@ -230,7 +230,7 @@ def test_a_systems_words_stand_before_those_on_tools() -> None:
 
 
 def test_the_setting_names_all_formats() -> None:
-    named = SETTINGS["tool call parser"].what.partition(": ")[2]
+    named = SETTINGS["tool_call_parser"].what.partition(": ")[2]
     assert re.split(", | or ", named) == list(FORMATS)
 
 
@@ -268,7 +268,7 @@ def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, tem
 
 @pytest.fixture(scope="module")
 def live(model: str) -> Iterator[Live]:
-    llm = LLM(model, backend="cpu", max_context=3072, max_seqs=8, threads=1)
+    llm = LLM(model, backend="cpu", max_context=3072, max_num_seqs=8, threads=1)
     with llm, serving(llm, names=["m"]) as found:
         yield found
         until(found.at_rest)

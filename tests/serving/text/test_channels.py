@@ -170,7 +170,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def live(model: str) -> Iterator[Live]:
     with (
-        LLM(model, backend="cpu", max_context=1024, max_seqs=2, step_tokens=64, threads=1) as llm,
+        LLM(model, backend="cpu", max_context=1024, max_num_seqs=2, max_num_batched_tokens=64, threads=1) as llm,
         serving(llm, names=["m"]) as found,
     ):
         yield found

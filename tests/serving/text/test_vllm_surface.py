@@ -17,7 +17,7 @@ from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.text import llm as progress_module
 
-LIMITS: dict[str, Any] = {"max_context": 256, "max_seqs": 4, "step_tokens": 64, "threads": 1}
+LIMITS: dict[str, Any] = {"max_context": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
 
 BASIC = """
 from vllm import LLM, SamplingParams
@@ -104,29 +104,29 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
     [out] = llm.generate("hello", params)
     assert out.finished and int(out.request_id) >= 0 and out.prompt == "hello" and out.lora_request is None
     assert [one.index for one in out.outputs] == [0, 1]
-    for one, choice in zip(out.outputs, out.choices, strict=True):
-        assert (one.text, one.token_ids, one.finish_reason) == (choice.text, choice.token_ids, "length")
-        assert one.finished() and one.stop_reason is None
-        assert one.cumulative_logprob == math.fsum(choice.logprobs)
-        assert one.logprobs is not None and choice.top_logprobs is not None
-        for scores, token, logprob, top in zip(
-            one.logprobs, one.token_ids, choice.logprobs, choice.top_logprobs, strict=True
-        ):
+    for one in out.outputs:
+        assert one.finished() and (one.finish_reason, one.stop_reason) == ("length", None)
+        assert one.cumulative_logprob == math.fsum(one.token_logprobs)
+        assert one.logprobs is not None and one.top_logprobs is not None
+        each = zip(one.logprobs, one.token_ids, one.token_logprobs, one.top_logprobs, strict=True)
+        for scores, token, logprob, top in each:
             assert next(iter(scores)) == token and scores[token].logprob == logprob
             assert {other: score.logprob for other, score in scores.items()} == top
-            assert sorted(s.rank for s in scores.values() if s.rank is not None) == [1, 2]
+            assert [scores[other].rank for other in list(top)[:2]] == [1, 2]
             assert isinstance(scores[token].decoded_token, str)
-    # These fields of the output repeat those of its first choice.
-    first = out.choices[0]
-    assert (out.text, out.token_ids, out.logprobs, out.finish_reason) == (
-        *(first.text, first.token_ids, first.logprobs),
-        "length",
-    )
-    assert out.prompt_logprobs is not None and out.prompt_logprobs[0] is None
+    # These attributes of the output are shortcuts to its first choice.
+    first = out.outputs[0]
+    assert (out.text, out.token_ids, out.finish_reason) == (first.text, first.token_ids, "length")
+    assert (out.logprobs, out.top_logprobs) == (first.token_logprobs, first.top_logprobs)
+    assert out.prompt_logprobs is not None and out.prompt_token_logprobs is not None
+    assert out.prompt_logprobs[0] is out.prompt_token_logprobs[0] is None
     for scored, token, value in zip(
-        out.prompt_logprobs[1:], out.prompt_token_ids[1:], (out.prompt_token_logprobs or [])[1:], strict=True
+        out.prompt_logprobs[1:], out.prompt_token_ids[1:], out.prompt_token_logprobs[1:], strict=True
     ):
         assert scored is not None and scored[token].logprob == value
+    for former, name in (("choices", "outputs"), ("prompt_top_logprobs", "prompt_logprobs")):
+        with pytest.raises(AttributeError, match=f"use {name}"):
+            getattr(out, former)
     [plain] = llm.generate("hello", SamplingParams(max_tokens=1))
     assert plain.outputs[0].logprobs is plain.prompt_logprobs is None
     assert repr(plain).startswith("RequestOutput(request_id='")
@@ -166,14 +166,17 @@ def test_arguments_in_vllms_names(model: str) -> None:
         dims = made.engine.dims
         assert (dims.split.tp, dims.bucket.max_context, dims.bucket.max_seqs) == (2, 96, 3) and made.dtype.name == "F32"
         assert [made.generate([7] * 40)[0].num_cached_tokens for _ in range(2)] == [0, 0]
-    # max_num_seqs exceeds the default of step_tokens. This is no error: step_tokens becomes 700 instead.
+    # max_num_seqs exceeds the default of max_num_batched_tokens. This is no error: the latter becomes 700 instead.
     with LLM(model, dtype="half", max_num_seqs=700, max_model_len=64) as made:
         assert made.dtype.name == "BF16"
     for wrong, message in (
         ({"quantization": "awq"}, "quantization='awq'"),
         ({"seed": 1}, "give SamplingParams a seed"),
         ({"load_format": "dummy"}, "load_format='dummy'"),
-        ({"max_model_len": 0}, "max_context=0"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"tp": 2, "tensor_parallel_size": 4}, "tensor_parallel_size is given twice"),
+        ({"max_seqs": 4}, "max_seqs is now called max_num_seqs"),
+        ({"step_tokens": 4}, "step_tokens is now called max_num_batched_tokens"),
     ):
         with pytest.raises(MegakernelError, match=message):
             LLM(model, **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,110 @@
+"""`EngineArgs`: how an engine runs a model. `LLM`, `AsyncLLM` and the command line all make their engines from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megakernel.errors import MegakernelError
+from megakernel.serving.engine.speculation import check_depth
+from megakernel.settings import SETTINGS
+
+_STEP_TOKENS = 512  # also in the help of --max-num-batched-tokens
+# Two names of vLLM are long, so each has a short form here.
+_SHORT = {"tp": "tensor_parallel_size", "max_context": "max_model_len"}
+# Names that earlier versions had, with the names that replaced them.
+_FORMER = {
+    "max_seqs": "max_num_seqs",
+    "step_tokens": "max_num_batched_tokens",
+    "prefix_cache": "enable_prefix_caching",
+    "grammar_bytes": "max_grammar_bytes",
+}
+# Arguments of vLLM that change no result: they say, for example, how a step is launched or what is reported.
+_HARMLESS = {
+    *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
+    *("cpu_offload_gb", "download_dir", "disable_custom_all_reduce", "enable_chunked_prefill", "tokenizer_mode"),
+    *("distributed_executor_backend", "max_seq_len_to_capture"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """How an engine runs a model. A field has vLLM's name where vLLM has such an argument.
+
+    tensor_parallel_size    ranks, which share the model and the threads: 1, 2, 4 or 8
+    enable_expert_parallel  whether each rank has some whole experts, instead of a part of every expert
+    backend                 auto (cuda if available, otherwise cpu), reference, cpu, cuda, or null, which computes
+                            nothing
+    dtype                   auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed
+                            in bf16
+    weights                 type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a
+                            GPU)
+    kv_cache_dtype          type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
+    activations             how quantised weights are multiplied: q8 (in integers, with activations rounded to 8 bits),
+                            float (as the dequantised model) or auto (q8 where weights are quantised)
+    threads                 CPU threads; None: one per core that this process may use
+    max_model_len           maximum tokens of a sequence; None: the model's limit, or less if memory does not suffice
+    max_num_seqs            maximum number of sequences that run at once
+    max_num_batched_tokens  maximum tokens that one step computes; longer prompts are split over several steps. None:
+                            512, or max_num_seqs if that is more
+    enable_prefix_caching   compute the common prefix of several prompts only once
+    max_grammar_bytes       maximum bytes of compiled grammars that are kept for later requests
+    speculate               maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
+                            generated tokens are the same with any value
+    generation_config       defaults of sampling: auto (what the model's author recommends), vllm (those of
+                            SamplingParams) or a folder with a generation_config.json
+
+    Raises MegakernelError if a number is out of range."""
+
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    backend: str = "auto"
+    dtype: str = "auto"
+    weights: str = "auto"
+    kv_cache_dtype: str = "auto"
+    activations: str = "auto"
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = SETTINGS["max_num_seqs"].value()
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    max_grammar_bytes: int = SETTINGS["max_grammar_bytes"].value()
+    speculate: int = 0
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "threads", "max_model_len", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise MegakernelError(f"{name}={value} must be positive")
+        if self.step_tokens < self.max_num_seqs:
+            raise MegakernelError(
+                f"max_num_batched_tokens={self.step_tokens} must be at least max_num_seqs={self.max_num_seqs}"
+            )
+        check_depth(self.speculate)
+
+    @property
+    def step_tokens(self) -> int:
+        """The maximum tokens that one step computes."""
+        most = self.max_num_batched_tokens
+        return max(_STEP_TOKENS, self.max_num_seqs) if most is None else most
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> EngineArgs:
+        """Make the record from keyword arguments, which may include vLLM's other arguments if they change no result.
+        Raises MegakernelError for an argument that does not exist; if it had this name earlier, the error says the new
+        one."""
+        defaults = {field.name: field.default for field in fields(cls)}
+        own: dict[str, Any] = {}
+        for name, value in given.items():
+            name = _SHORT.get(name, name)
+            if name in _FORMER:
+                raise MegakernelError(f"{name} is now called {_FORMER[name]}, as in vLLM")
+            if name in defaults:
+                if value != defaults[name] and own.setdefault(name, value) != value:
+                    raise MegakernelError(f"{name} is given twice, as {own[name]!r} and as {value!r}: leave one out")
+            elif name not in _HARMLESS and value is not None:
+                remedy = "give SamplingParams a seed" if name == "seed" else f"it takes {', '.join(defaults)}"
+                raise MegakernelError(f"LLM does not take {name}={value!r}: {remedy}")
+        return cls(**own)
