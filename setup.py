@@ -19,6 +19,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 # -Werror=switch: a switch over an enumeration, for example of operations, must have a case for each value.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
@@ -56,6 +57,8 @@ class BuildNative(build_ext):
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if not self.force and not newer_group([*ext.sources, *ext.depends, __file__], str(target)):
+            return
         sources = [Path(source).resolve() for source in ext.sources]
         together = objects / "interpreter.cpp"
         small = [path for path in sources if path.parent.name == "cpu" and path != KERNELS]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cubins
+import extras
 import pytest
 import sass
 
@@ -140,7 +141,7 @@ def built(request: pytest.FixtureRequest) -> Built:
 
 def build(numerics: str, traced: bool = False) -> Built:
     if (tool := sass.disassembler()) is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+        extras.lacks("dev")
     nvcc = cuda.nvcc_path()
     try:
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import extras
 import numpy as np
 import pytest
 from fake_gpu import ROOT, Arguments, HostKernel, no_compiler, run, view
@@ -197,7 +198,9 @@ def test_the_probes_compile(tmp_path: Path) -> None:
         done = subprocess.run([*command, "probe.cu"], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs a CUDA compiler")
+    extras.needs("cuda")
+    from cuda.bindings import nvrtc
+
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"probe.cu", 0, None, None)
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0

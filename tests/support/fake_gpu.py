@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import extras
 import numpy as np
 import pytest
 from built_once import linked
@@ -52,7 +53,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.
 
 def run(function: Callable[[], None], **env: object) -> str:
     """Call a function of a test module in a new process that uses the fake driver, and return what it printed."""
-    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
+    extras.needs("cuda")
     driver = linked(
         "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp", *FLAGS, "-shared", "-fPIC", "-pthread"
     )

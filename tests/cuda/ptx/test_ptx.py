@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+import extras
 import fake_gpu
 import ptx_steps
 import pytest
@@ -67,7 +68,7 @@ def in_process_check() -> None:
 
 def check(name: str, kind: str, *builds: Build) -> object:
     """Run a check in a process with two fake GPUs."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+    extras.needs("cuda")
     for build in (BUILDS[kind], *builds):
         built(build)
     sms = 4 if name == "doctor" else 24

@@ -1,5 +1,7 @@
 """Tests that if a replica is lost, another one continues its answers, bit for bit."""
 
+# ruff: noqa: E402
+
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -7,7 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import extras
 import pytest
+
+extras.needs("ray")
+
 from api_support import Live, by_choice, serving, until
 
 from megakernel import LLM

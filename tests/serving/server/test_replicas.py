@@ -1,8 +1,9 @@
 """Several servers (replicas) behind one address: routing, placement on a cluster, and two replicas on Ray."""
 
+# ruff: noqa: E402
+
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -23,7 +24,11 @@ from subprocess import PIPE
 from typing import Any
 from unittest.mock import Mock
 
+import extras
 import pytest
+
+extras.needs("ray")
+
 import yaml
 from api_support import Live, by_choice, until
 from commands import command, fails
@@ -155,19 +160,12 @@ def test_the_token_is_shown_to_a_cluster(
     assert given.get("RAY_AUTH_MODE") == mode and given["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-with_ray = pytest.mark.skipif(
-    not importlib.util.find_spec("ray"), reason="Ray is not installed: pip install 'megakernel[ray]'"
-)
-
-
-@with_ray
 def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
     assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
     assert "listen on the same port: give another --port" in fails(capsys, *asked, "--port", "0")
 
 
-@with_ray
 @pytest.mark.parametrize("healthy", [True, False])
 def test_a_server_that_cannot_answer_is_a_lost_replica(healthy: bool) -> None:
     """If a healthy server answers 503, the client gets this answer. If it is not healthy, the replica is lost."""
@@ -444,7 +442,6 @@ def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
     until(lambda: not fleet.servers(), pause=0.2)
 
 
-@with_ray
 @pytest.mark.slow
 def test_the_life_of_two_replicas(tmp_path: Path) -> None:
     """This is one test, because starting Ray takes longer than all of these checks."""
