@@ -2,7 +2,7 @@
 each launch). All other code, in Python and C++, reads these declarations instead of repeating them."""
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
-from .buffers import BUFFERS, Buffer, Space, itemsize, kv_bytes, weight_shape
+from .buffers import BUFFERS, Buffer, Share, Space, column_share, itemsize, kv_bytes, row_shares, weight_shape
 from .dims import DIM_FIELDS, KV_BLOCK, Bucket, Dims, ModelSizes, Split, Units, Worker, ceil_div
 from .dtypes import Dtype, all_finite, from_f32, to_f32
 from .link import link_bytes
@@ -46,6 +46,7 @@ __all__ = [
     "Phase",
     "Result",
     "Rows",
+    "Share",
     "Space",
     "Split",
     "StepTable",
@@ -55,6 +56,7 @@ __all__ = [
     "all_finite",
     "attention_cost",
     "ceil_div",
+    "column_share",
     "cost",
     "from_f32",
     "item_columns",
@@ -62,6 +64,7 @@ __all__ = [
     "kv_bytes",
     "link_bytes",
     "loads",
+    "row_shares",
     "slot_work",
     "to_f32",
     "weight_shape",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 from .dims import Bucket, Dims, ModelSizes, Split
 from .dtypes import Dtype
@@ -63,8 +65,44 @@ class Buffer(IntEnum):
     B_ROUTER = 40
 
 
-Part = Callable[[ModelSizes, Split], tuple[int, ...]]
 Sizes = Callable[[ModelSizes, Split, Bucket], tuple[int, ...]]
+
+
+class Share(NamedTuple):
+    """The rows or columns [first, first + size) out of `whole`."""
+
+    whole: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """Declares a weight buffer, which has vectors or matrices.
+
+    `rows`        which rows of each vector or matrix a rank has (of one expert if `per_expert`)
+    `columns`     which columns of each row it has; None for vectors, whose rows have one element
+    `folded`      if not None, the rows form an array whose last axis has this length
+    `rotated`     RoPE rotates the rows of this many first matrices: those of q and k
+    `norm`        the buffer has the scales of an RMS norm
+    `per_expert`  in a layer with experts, each expert has its own weights
+    """
+
+    rows: Callable[[Split], tuple[Share, ...]]
+    columns: Callable[[Split], Share] | None = None
+    folded: Callable[[Split], int] | None = None
+    rotated: int = 0
+    norm: bool = False
+    per_expert: bool = False
+
+    def shape(self, split: Split) -> tuple[int, ...]:
+        """Return the shape of a rank's part of one layer, for one expert if there are experts."""
+        shares = self.rows(split)
+        shape: tuple[int, ...] = (sum(share.size for share in shares),)
+        if self.folded is not None:
+            last = self.folded(split)
+            shape = (shape[0] // last if last else len(shares), last)
+        return shape if self.columns is None else (*shape, self.columns(split).size)
 
 
 @dataclass(frozen=True)
@@ -84,14 +122,16 @@ class BufferSpec:
     shape: Callable[[Dims, int], tuple[int, ...]]
     what: str
     layered: bool = False
-    # A weight's shape on one rank (for one expert if `per_expert`), which depends only on model and ranks.
-    part: Part | None = None
-    per_expert: bool = False  # in a layer with experts, each expert has its own weights
+    weight: WeightSpec | None = None
 
     @property
     def matrix(self) -> bool:
         """Whether the buffer has weight matrices. A backend may store them in another layout or in fewer bits."""
-        return self.space is Space.WEIGHT and self.dtype is None
+        return self.weight is not None and self.weight.columns is not None
+
+    @property
+    def per_expert(self) -> bool:
+        return self.weight is not None and self.weight.per_expert
 
     def resolve_dtype(self, model: ModelSizes) -> Dtype:
         if model.quantised_kv and self.buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
@@ -99,12 +139,49 @@ class BufferSpec:
         return Dtype(model.dtype) if self.dtype is None else self.dtype
 
 
-def _weight(
-    buffer: Buffer, dtype: Dtype | None, part: Part, what: str, layered: bool = False, per_expert: bool = False
-) -> BufferSpec:
-    return BufferSpec(
-        buffer, Space.WEIGHT, dtype, lambda d, p: weight_shape(buffer, d.split), what, layered, part, per_expert
-    )
+def _all(count: int) -> Share:
+    return Share(count, 0, count)
+
+
+def _heads(split: Split) -> tuple[Share, ...]:
+    """The rows of q, k and v that a rank has: all, even those of other ranks' heads, if norms span all heads."""
+    size = split.model.head_dim
+    if split.qkv_rows > split.qkv_cols:
+        split = Split(split.model)
+    kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
+    return Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv
+
+
+def _ffn(split: Split) -> Share:
+    return Share(split.model.ffn, split.first_ffn, split.rank_ffn)
+
+
+def _normed_heads(split: Split) -> tuple[Share, Share]:
+    model = split.model
+    q, k = (model.heads, model.kv_heads) if model.whole_norms else (1, 1)
+    return _all(q * model.head_dim), _all(k * model.head_dim)
+
+
+def _attention_columns(split: Split) -> Share:
+    first = 0 if split.replicated_o else split.first_head * split.model.head_dim
+    return Share(split.model.heads * split.model.head_dim, first, split.o_cols)
+
+
+def _hidden(split: Split) -> Share:
+    return _all(split.model.hidden)
+
+
+def _matrix(buffer: Buffer, what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
+    return BufferSpec(buffer, Space.WEIGHT, None, lambda d, p: weight_shape(buffer, d.split), what, layered, weight)
+
+
+def _vector(buffer: Buffer, what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
+    return replace(_matrix(buffer, what, weight, layered=layered), dtype=Dtype.F32)
+
+
+def _scales(buffer: Buffer, what: str, *, layered: bool = True) -> BufferSpec:
+    """Declare the scales of RMS norms of the residual."""
+    return _vector(buffer, f"RMS norm scales {what}", WeightSpec(lambda s: (_hidden(s),), norm=True), layered=layered)
 
 
 def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: str) -> BufferSpec:
@@ -126,28 +203,37 @@ _B = Buffer
 # Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
-    _weight(_B.EMBED, None, lambda m, s: (m.vocab, m.hidden), "token embeddings"),
-    _weight(
+    _matrix(_B.EMBED, "token embeddings", WeightSpec(lambda s: (_all(s.model.vocab),), _hidden), layered=False),
+    _vector(
         _B.INV_FREQ,
-        _F,
-        lambda m, s: (2, m.head_dim // 2),
         "RoPE: a frequency for each pair of elements, then a factor for each",
-        True,
+        WeightSpec(lambda s: (_all(s.model.head_dim),), folded=lambda s: s.model.head_dim // 2),
     ),
-    _weight(_B.ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before attention", True),
-    _weight(_B.W_QKV, None, lambda m, s: (s.qkv_rows, m.hidden), "QKV projection: q heads, k heads, v heads", True),
-    _weight(_B.B_QKV, _F, lambda m, s: (s.qkv_rows,), "bias of W_QKV", True),
-    _weight(_B.W_O, None, lambda m, s: (m.hidden, s.o_cols), "attention output projection", True),
-    _weight(_B.B_O, _F, lambda m, s: (m.hidden,), "bias of W_O", True),
-    _weight(_B.MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the MLP", True),
-    _weight(
-        _B.W_GATE_UP, None, lambda m, s: (2, s.rank_ffn, m.hidden), "gate projection, then up projection", True, True
+    _scales(_B.ATTN_NORM, "before attention"),
+    _matrix(_B.W_QKV, "QKV projection: q heads, k heads, v heads", WeightSpec(_heads, _hidden, rotated=2)),
+    _vector(_B.B_QKV, "bias of W_QKV", WeightSpec(_heads, rotated=2)),
+    _matrix(_B.W_O, "attention output projection", WeightSpec(lambda s: (_hidden(s),), _attention_columns)),
+    _vector(_B.B_O, "bias of W_O", WeightSpec(lambda s: (_hidden(s),))),
+    _scales(_B.MLP_NORM, "before the MLP"),
+    _matrix(
+        _B.W_GATE_UP,
+        "gate projection, then up projection",
+        WeightSpec(lambda s: (_ffn(s),) * 2, _hidden, lambda s: s.rank_ffn, per_expert=True),
     ),
-    _weight(_B.B_GATE_UP, _F, lambda m, s: (2, s.rank_ffn), "bias of W_GATE_UP", True, True),
-    _weight(_B.W_DOWN, None, lambda m, s: (m.hidden, s.rank_ffn), "down projection", True, True),
-    _weight(_B.B_DOWN, _F, lambda m, s: (m.hidden,), "bias of W_DOWN", True, True),
-    _weight(_B.FINAL_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales before the LM head"),
-    _weight(_B.LM_HEAD, None, lambda m, s: (s.rank_vocab, m.hidden), "LM head; rows of EMBED if embeddings are tied"),
+    _vector(
+        _B.B_GATE_UP,
+        "bias of W_GATE_UP",
+        WeightSpec(lambda s: (_ffn(s),) * 2, folded=lambda s: s.rank_ffn, per_expert=True),
+    ),
+    _matrix(_B.W_DOWN, "down projection", WeightSpec(lambda s: (_hidden(s),), _ffn, per_expert=True)),
+    _vector(_B.B_DOWN, "bias of W_DOWN", WeightSpec(lambda s: (_hidden(s),), per_expert=True)),
+    _scales(_B.FINAL_NORM, "before the LM head", layered=False),
+    _matrix(
+        _B.LM_HEAD,
+        "LM head; rows of EMBED if embeddings are tied",
+        WeightSpec(lambda s: (Share(s.model.vocab, s.first_vocab, s.rank_vocab),), _hidden),
+        layered=False,
+    ),
     # -- activations
     _use(_B.ROPE, _A, _F, lambda m, s, b: (b.tokens, m.head_dim), "cos and sin of each RoPE pair, interleaved"),
     _use(_B.X, _A, _F, lambda m, s, b: (b.tokens, m.hidden), "residual stream"),
@@ -200,15 +286,13 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
         "partial sums of a projection, for rows whose residual this rank keeps: own_rows rows from each rank in turn",
     ),
-    _weight(
+    _vector(
         _B.QK_NORM,
-        _F,
-        lambda m, s: (m.heads + m.kv_heads if m.whole_norms else 2, m.head_dim),
         "RMS norm scales of q heads and k heads, of each head if norms span all heads",
-        True,
+        WeightSpec(_normed_heads, folded=lambda s: s.model.head_dim, rotated=2, norm=True),
     ),
     # -- experts
-    _weight(_B.W_ROUTER, None, lambda m, s: (m.experts, m.hidden), "router: a row for each expert", True),
+    _matrix(_B.W_ROUTER, "router: a row for each expert", WeightSpec(lambda s: (_all(s.model.experts),), _hidden)),
     _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
     _use(_B.ROUTE_WEIGHTS, _A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of the experts in ROUTES"),
     _use(
@@ -226,13 +310,17 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda m, s, b: (b.tokens * m.post_norms, m.hidden),
         "result of attention or the MLP before its norm",
     ),
-    _weight(_B.POST_ATTN_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of attention's result", True),
-    _weight(_B.POST_MLP_NORM, _F, lambda m, s: (m.hidden,), "RMS norm scales of the MLP's result", True),
+    _scales(_B.POST_ATTN_NORM, "of attention's result"),
+    _scales(_B.POST_MLP_NORM, "of the MLP's result"),
     # -- norms over all heads
     _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
     # -- attention sinks
-    _weight(_B.SINKS, _F, lambda m, s: (s.rank_heads,), "a score of each head that no token has", True),
-    _weight(_B.B_ROUTER, _F, lambda m, s: (m.experts,), "bias of W_ROUTER", True),
+    _vector(
+        _B.SINKS,
+        "a score of each head that no token has",
+        WeightSpec(lambda s: (Share(s.model.heads, s.first_head, s.rank_heads),)),
+    ),
+    _vector(_B.B_ROUTER, "bias of W_ROUTER", WeightSpec(lambda s: (_all(s.model.experts),))),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
@@ -256,8 +344,33 @@ def kv_bytes(model: ModelSizes) -> int:
     return 2 * model.kv_row * BUFFERS[Buffer.K_CACHE].resolve_dtype(model).itemsize
 
 
+def weight(buffer: Buffer) -> WeightSpec:
+    """Return what is declared about a weight buffer."""
+    spec = BUFFERS[buffer].weight
+    assert spec is not None, f"{buffer.name} is not a weight"
+    return spec
+
+
+@lru_cache(maxsize=1024)
 def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
     """Return the shape of a rank's part of a weight buffer, without the axis for layers."""
-    spec = BUFFERS[buffer]
-    assert spec.part is not None, f"{buffer.name} is not a weight"
-    return (*(split.stack if spec.per_expert else ()), *spec.part(split.model, split))
+    spec = weight(buffer)
+    return (*(split.stack if spec.per_expert else ()), *spec.shape(split))
+
+
+def row_shares(buffer: Buffer, split: Split) -> list[Share]:
+    """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
+    order. In a layer with experts, each expert's matrices have their own entries, without rows if another rank has
+    them."""
+    shares = list(weight(buffer).rows(split))
+    if not (split.model.experts and weight(buffer).per_expert):
+        return shares
+    own = range(split.first_expert, split.first_expert + split.rank_experts)
+    none = [share._replace(size=0) for share in shares]
+    return [share for e in range(split.model.experts) for share in (shares if e in own else none)]
+
+
+def column_share(buffer: Buffer, split: Split) -> Share:
+    """Return which columns rank `split.rank` has of each row of a weight buffer."""
+    columns = weight(buffer).columns
+    return _all(1) if columns is None else columns(split)

@@ -125,9 +125,9 @@ class Phase:
 
 @lru_cache(maxsize=1024)
 def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
-    part = None if weights is None else BUFFERS[weights].part
+    spec = None if weights is None else BUFFERS[weights].weight
     # A program file from elsewhere may name a buffer without weights here. `check_phases` refuses it later.
-    return (0, 0) if part is None else part(split.model, split)
+    return (0, 0) if spec is None else spec.shape(split)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dtype, Split, from_f32, to_f32
+from ..isa import BUFFERS, Buffer, Dtype, Split, column_share, from_f32, row_shares, to_f32
 from ..isa.dtypes import BLOCKS
 from .config import ModelConfig
 
@@ -74,66 +74,6 @@ class Checkpoint(Protocol):
         of a file. The model must use the buffer (see `families.weights`). Raises MegakernelError if the file is
         damaged, or if a rank's columns begin inside a quantised block.
         """
-
-
-class Share(NamedTuple):
-    """The rows or columns [first, first + size) out of `whole`."""
-
-    whole: int
-    first: int
-    size: int
-
-
-def row_shares(buffer: Buffer, split: Split) -> list[Share]:
-    """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
-    order. In a layer with experts, each expert's matrices have their own entries."""
-    match buffer:
-        case Buffer.W_QKV | Buffer.B_QKV:
-            size = split.model.head_dim
-            if split.qkv_rows > split.qkv_cols:
-                split = Split(split.model)
-            kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
-            return [Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv]
-        case Buffer.W_GATE_UP | Buffer.B_GATE_UP:
-            return _of_experts([Share(split.model.ffn, split.first_ffn, split.rank_ffn)] * 2, split)
-        case Buffer.W_DOWN | Buffer.B_DOWN:
-            return _of_experts([_all(split.model.hidden)], split)
-        case Buffer.W_ROUTER | Buffer.B_ROUTER:
-            return [_all(split.model.experts)]
-        case Buffer.SINKS:
-            return [Share(split.model.heads, split.first_head, split.rank_heads)]
-        case Buffer.LM_HEAD:
-            return [Share(split.model.vocab, split.first_vocab, split.rank_vocab)]
-        case Buffer.EMBED:
-            return [_all(split.model.vocab)]
-        case Buffer.INV_FREQ:
-            return [_all(split.model.head_dim)]
-        case Buffer.QK_NORM:
-            heads = (split.model.heads, split.model.kv_heads) if split.model.whole_norms else (1, 1)
-            return [_all(count * split.model.head_dim) for count in heads]
-    return [_all(split.model.hidden)]
-
-
-def column_share(buffer: Buffer, split: Split) -> Share:
-    """Return which columns rank `split.rank` has of each row of a weight buffer."""
-    match buffer:
-        case Buffer.W_O:
-            first = 0 if split.replicated_o else split.first_head * split.model.head_dim
-            return Share(split.model.heads * split.model.head_dim, first, split.o_cols)
-        case Buffer.W_DOWN:
-            return Share(split.model.ffn, split.first_ffn, split.rank_ffn)
-    return _all(split.model.hidden if BUFFERS[buffer].matrix else 1)
-
-
-def _all(count: int) -> Share:
-    return Share(count, 0, count)
-
-
-def _of_experts(shares: list[Share], split: Split) -> list[Share]:
-    """Return the shares of all experts, each of which has the entries `shares`, or no rows if another rank has it."""
-    own = range(split.first_expert, split.first_expert + split.rank_experts)
-    none = [share._replace(size=0) for share in shares]
-    return [share for e in range(split.model.experts) for share in (shares if e in own else none)] or shares
 
 
 def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[WeightRows]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeGuard
@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import Dtype, ModelSizes, from_f32, to_f32
+from ..isa import Buffer, Dtype, ModelSizes, from_f32, to_f32
 
 
 class RopeKind(Enum):
@@ -133,6 +133,11 @@ class ModelConfig:
             own |= {"window": self.window} | self.full_places()
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
 
+    def bias(self, buffer: Buffer) -> Buffer | None:
+        """Return `buffer`, which has a bias; None if the model lacks this bias."""
+        has = {Buffer.B_QKV: self.qkv_bias, Buffer.B_O: self.o_bias}
+        return buffer if has.get(buffer, self.mlp_bias) else None
+
     def full_places(self) -> dict[str, int]:
         """Return the fields of ModelSizes that say which layers have no sliding window. These fields can express only
         some layers at the start and then every n-th layer. `check_config` refuses any other `full_layers`."""
@@ -196,6 +201,12 @@ class Keys:
         if not isinstance(value := self.get(key), bool | None):
             raise self._wrong(key, "true or false")
         return default if value is None else value
+
+    def fields(self, table: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        """Return the values of several fields. `table` has each field's key, and the value if the key is absent, which
+        also determines the type; None stands for a count that must not be absent."""
+        read: dict[type, Callable[[str, Any], Any]] = {bool: self.flag, float: self.number}
+        return {name: read.get(type(default), self.count)(key, default) for name, (key, default) in table.items()}
 
     def sampling(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Return the sampling parameters in the file. `names` has the file's key and the name in SamplingParams of each

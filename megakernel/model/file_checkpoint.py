@@ -13,23 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, file_errors, regular
-from ..isa import BUFFERS, Buffer, Dtype, Split, all_finite
-from .checkpoint import (
-    CHUNK,
-    Checkpoint,
-    Share,
-    Storage,
-    StoredRows,
-    WeightRows,
-    array_of,
-    column_share,
-    cut_columns,
-    floats,
-    row_shares,
-    vector,
-)
+from ..isa import BUFFERS, Buffer, Dtype, Share, Split, all_finite, column_share, row_shares
+from ..isa.buffers import weight
+from .checkpoint import CHUNK, Checkpoint, Storage, StoredRows, WeightRows, array_of, cut_columns, floats, vector
 from .config import ModelConfig
-from .families import forward, weights
+from .families import FAMILIES, forward, weights
 from .rope import rope_table
 
 
@@ -51,33 +39,37 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Naming:
-    """Names the tensors of a file that contain each buffer's rows, and says how the file stores them.
+    """The names of a model's tensors in files of one format, and how the files store them.
 
-    `parts`            the names for each buffer, in the order of its rows. `{}` stands for the layer. A repeated name
-                       means one tensor that contains the rows of several matrices.
-    `experts`          the number of experts. `{expert}` in a name stands for the expert's number. A name without
-                       `{expert}` means one tensor [experts, rows, columns].
-    `halved`           in this many first tensors of a buffer, the two rows of a RoPE pair are half a head apart; in all
-                       other tensors, they are adjacent
-    `biases_optional`  an absent bias counts as zero
-    `ignored`          endings of the names of tensors that are not weights, and are allowed in the file
-    `plus_one`         vectors that are stored minus 1
+    `format`   "safetensors" or "gguf"
+    `ignored`  endings of the names of tensors that are not weights, and are allowed in the file
     """
 
-    parts: Mapping[Buffer, tuple[str, ...]]
-    halved: Mapping[Buffer, int]
-    biases_optional: bool
-    ignored: tuple[str, ...] = ()
-    experts: int = 0
-    plus_one: frozenset[Buffer] = frozenset()
+    config: ModelConfig
+    format: str
+    ignored: tuple[str, ...]
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
-        experts = range(self.experts if self.experts and BUFFERS[buffer].per_expert else 1)
-        return [part.format(layer, expert=expert) for expert in experts for part in self.parts[buffer]]
+        """The tensors that contain the rows of a buffer, in order."""
+        parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].weights[buffer], self.format)
+        experts = range(self.config.experts if self.config.experts and weight(buffer).per_expert else 1)
+        return [part.format(layer, expert=expert) for expert in experts for part in parts]
 
     def stacked(self, buffer: Buffer) -> bool:
         """Whether one tensor has the weights of all experts of a layer."""
-        return bool(self.experts) and BUFFERS[buffer].per_expert and "{expert}" not in self.parts[buffer][0]
+        names = self.names(buffer, 0)
+        return self.config.experts > 0 and weight(buffer).per_expert and len(set(names)) < len(names)
+
+    def halved(self, buffer: Buffer) -> int:
+        """In how many first tensors of a buffer the two rows of a RoPE pair are half a head apart. In all other
+        tensors, they are adjacent."""
+        return 0 if self.format in FAMILIES[self.config.family].adjacent else weight(buffer).rotated
+
+    def scaling(self, buffer: Buffer) -> tuple[float, float]:
+        """Return numbers `more` and `divisor`: a buffer's weights are the file's, plus `more`, divided by `divisor`."""
+        minus_one = self.format == "safetensors" and FAMILIES[self.config.family].norms_minus_one
+        more = 1.0 if minus_one and weight(buffer).norm else 0.0
+        return more, self.config.logits_scaling if buffer is Buffer.FINAL_NORM else 1.0
 
 
 class FileCheckpoint:
@@ -89,17 +81,17 @@ class FileCheckpoint:
     def __init__(
         self,
         name: str,
-        config: ModelConfig,
         tensors: TensorFile,
         naming: Naming,
         widened: Mapping[str, int] | None = None,
     ) -> None:
+        config = naming.config
         self.name = name
         self.widened = widened or {}
         self.config = config
         self._tensors = tensors
         self._naming = naming
-        _check(config, tensors, naming)
+        _check(tensors, naming)
         matrices = {buffer: self._layout(buffer) for buffer in _expected_buffers(config) if BUFFERS[buffer].matrix}
         kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
         self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
@@ -116,19 +108,19 @@ class FileCheckpoint:
         wanted = None if buffer in self.storage else BUFFERS[buffer].resolve_dtype(split.model)
         # `begin` counts, for each tensor, the rows that earlier matrices of the buffer have taken.
         out, begin = [], Counter[str]()
-        names = self._naming.names(source, layer)
+        names, halved = self._naming.names(source, layer), self._naming.halved(source)
+        more, divisor = self._naming.scaling(buffer)
         for index, (name, share) in enumerate(zip(names, row_shares(buffer, split), strict=True)):
             if name in self._tensors.shapes:
                 part = self._read(name, share._replace(first=begin[name] + share.first), buffer, split, wanted)
             else:  # an absent bias, which `_check` has accepted
                 part = vector(np.zeros(share.size, np.float32))
-            if buffer in self._naming.plus_one:
-                part = vector(part.data.view(np.float32) + np.float32(1))
-            if buffer is Buffer.FINAL_NORM:
-                part = vector(part.data.view(np.float32) / np.float32(self.config.logits_scaling))
+            if (more, divisor) != (0.0, 1.0):
+                part = vector((part.data.view(np.float32) + np.float32(more)) / np.float32(divisor))
             begin[name] += share.whole
-            halved = index < self._naming.halved.get(buffer, 0)
-            out.append(WeightRows(part.dtype, _interleave(part.data, self.config)) if halved else part)
+            if index < halved:
+                part = WeightRows(part.dtype, _interleave(part.data, self.config))
+            out.append(part)
         return out
 
     def _layout(self, buffer: Buffer) -> Storage:
@@ -177,27 +169,27 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
     """Yield all tensors (name, array) that a file with this naming must have, in the order of `expected_shapes`.
     bfloat16 is stored as uint16."""
     split = Split(checkpoint.config.sizes(dtype))
-    shapes = expected_shapes(checkpoint.config, naming)
+    shapes = expected_shapes(naming)
     for buffer in _expected_buffers(checkpoint.config):
         for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
             left = array_of(checkpoint, buffer, layer, split)
-            if buffer is Buffer.FINAL_NORM:  # undoes the division in `FileCheckpoint.rows`
-                left = np.multiply(left, np.float32(checkpoint.config.logits_scaling))
-            if buffer in naming.plus_one:
-                left = np.subtract(left, np.float32(1))
+            more, divisor = naming.scaling(buffer)
+            if (more, divisor) != (0.0, 1.0):
+                left = np.multiply(left, np.float32(divisor)) - np.float32(more)
             parts = defaultdict[str, list[NDArray[np.generic]]](list)
             for index, (name, share) in enumerate(
                 zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)
             ):
                 part, left = np.split(left, [share.whole])
-                halved = index < naming.halved.get(buffer, 0)
+                halved = index < naming.halved(buffer)
                 parts[name].append(_interleave(part, checkpoint.config, back=True) if halved else part)
             for name, own in parts.items():
                 yield name, np.concatenate(own).reshape(shapes[name])
 
 
-def expected_shapes(config: ModelConfig, naming: Naming) -> dict[str, tuple[int, ...]]:
+def expected_shapes(naming: Naming) -> dict[str, tuple[int, ...]]:
     """Return the name and the shape of every tensor that a file with this naming must have."""
+    config = naming.config
     expected: dict[str, tuple[int, ...]] = {}
     split = Split(config.sizes(Dtype.F32))
     for buffer in _expected_buffers(config):
@@ -216,15 +208,13 @@ def _expected_buffers(config: ModelConfig) -> list[Buffer]:
     return [b for b in weights(config) if b not in without]
 
 
-def _check(config: ModelConfig, tensors: TensorFile, naming: Naming) -> None:
+def _check(tensors: TensorFile, naming: Naming) -> None:
     """Raise MegakernelError unless the file has exactly the tensors that the configuration requires."""
-    expected = expected_shapes(config, naming)
-    biases = [p.bias for p in forward(config) if p.bias is not None]
+    expected = expected_shapes(naming)
+    # GGUF files leave out biases that are zero.
+    biases = [p.bias for p in forward(naming.config) if p.bias is not None and naming.format == "gguf"]
     optional = {
-        name
-        for buffer in (biases if naming.biases_optional else ())
-        for layer in range(config.layers)
-        for name in naming.names(buffer, layer)
+        name for buffer in biases for layer in range(naming.config.layers) for name in naming.names(buffer, layer)
     }
     if missing := [name for name in expected if name not in tensors.shapes and name not in optional]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -250,14 +250,12 @@ def open_gguf(path: Path, name: str) -> FileCheckpoint:
     """Open a GGUF file. `name` is the model's name in messages. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
-    return FileCheckpoint(name, config, file, gguf_naming(config), file.widened())
+    return FileCheckpoint(name, file, gguf_naming(config), file.widened())
 
 
 def gguf_naming(config: ModelConfig) -> Naming:
-    family = FAMILIES[config.family]
-    names = {buffer: weight.gguf for buffer, weight in family.weights.items()}
-    halved = {} if family.interleaved else {buffer: weight.rotated for buffer, weight in family.weights.items()}
-    return Naming(names, halved, True, (ROPE_FREQS, _LONG, _SHORT), config.experts)
+    """The tensor names of a model in a GGUF file."""
+    return Naming(config, "gguf", (ROPE_FREQS, _LONG, _SHORT))
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -272,7 +270,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     routed = bool(metadata.get(f"{architecture}.expert_count"))
     named = [f for f in FAMILIES.values() if architecture in f.gguf]
-    family = next((f for f in named if ("expert_count" in f.gguf_keys) == routed), named[0] if named else None)
+    family = next((f for f in named if ("expert_count" in f.metadata_keys) == routed), named[0] if named else None)
     if family is None:
         if isinstance(architecture, str) and architecture in LACKING:
             raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
@@ -280,7 +278,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         raise refuse(f"architecture {architecture!r} is not supported, only {known}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    for key in sorted(set(values) - _READ - _HARMLESS - family.gguf_keys):
+    for key in sorted(set(values) - _READ - _HARMLESS - family.metadata_keys):
         if values[key]:
             raise refuse(f"{prefix}{key} = {values[key]!r:.60} is not supported and may change the result")
     if values.get("attention.causal") is False:
@@ -305,7 +303,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     tokens = metadata.get("tokenizer.ggml.tokens")
     embedding = file.shapes.get("token_embd.weight", (0,))
     biases = {name.split(".")[2] for name in file.shapes if name.startswith("blk.") and name.endswith(".bias")}
-    own = family.read_gguf(keys)
+    own = family.gguf_config_fields(keys)
+    own["qkv_bias"], own["o_bias"] = bool(biases & {"attn_q", "attn_k", "attn_v"}), "attn_output" in biases
+    own["mlp_bias"] = any(name.startswith("ffn_") for name in biases)
     config = ModelConfig(
         vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding[0]),
         hidden=hidden,
@@ -319,9 +319,6 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         rope=rope,
         tied="output.weight" not in file.shapes,
         family=family.name,
-        qkv_bias=bool(biases & {"attn_q", "attn_k", "attn_v"}),
-        o_bias="attn_output" in biases,
-        mlp_bias=any(name.startswith("ffn_") for name in biases),
         bos_id=next(iter(ids("bos_token_id")), None),
         eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
         **own,

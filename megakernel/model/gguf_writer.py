@@ -46,7 +46,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     factors = _rope_factors(config)
     if factors is not None:
         writer.add_tensor_info(ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, Type.F32)
-    shapes = expected_shapes(config, naming)
+    shapes = expected_shapes(naming)
     kinds = dict.fromkeys(shapes, kind)
     routers = [name for layer in range(config.layers if config.experts else 0) for name in naming.names(_ROUTER, layer)]
     vectors = [name for name in shapes if len(shapes[name]) == 1 or name.endswith(".bias")]
@@ -75,7 +75,7 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
     if config.experts:
         writer.add_expert_count(config.experts)
         writer.add_expert_used_count(config.experts_per_token)
-    if "expert_feed_forward_length" in FAMILIES[config.family].gguf_keys:
+    if "expert_feed_forward_length" in FAMILIES[config.family].metadata_keys:
         writer.add_expert_feed_forward_length(config.ffn)
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.kv_heads)
@@ -95,16 +95,16 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         "logit_scale": config.logits_scaling,
     }
     for name, value in multipliers.items():
-        if value != 1.0 and name in FAMILIES[config.family].gguf_keys:
+        if value != 1.0 and name in FAMILIES[config.family].metadata_keys:
             getattr(writer, f"add_{name}")(value)
     if config.window:
         writer.add_sliding_window(config.window)
-        if "attention.sliding_window_pattern" in FAMILIES[config.family].gguf_keys:
+        if "attention.sliding_window_pattern" in FAMILIES[config.family].metadata_keys:
             writer.add_sliding_window_pattern([layer not in config.full_layers for layer in range(config.layers)])
     if config.local_theta:
         writer.add_rope_freq_base_swa(config.local_theta)
     if config.attention_multiplier is not None:
-        if "attention.scale" in FAMILIES[config.family].gguf_keys:
+        if "attention.scale" in FAMILIES[config.family].metadata_keys:
             writer.add_attention_scale(config.attention_multiplier)
         elif not math.isclose(config.attention_multiplier, config.head_dim**-0.5):
             raise MegakernelError(f"GGUF files of the family {config.family} have no attention multiplier")

@@ -110,8 +110,12 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     raw = _text_part(raw, source)
     family = _family(raw, source)
     default = family.defaults.get
-    for key in sorted(set(raw) - _READ - _IGNORED - family.keys):
-        if raw[key] and not (key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")):
+    known = _READ | _IGNORED | family.config_keys
+    known |= {key for key in raw if key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")}
+    if raw.get("layer_types") == ["full_attention"] * len(raw.get("layer_types") or ()):  # what most families have
+        known.add("layer_types")
+    for key in sorted(set(raw) - known):
+        if raw[key]:
             raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
     keys = Keys(raw, source)
     keys.only("is_causal", True)
@@ -124,7 +128,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
     head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
     rope = _rope(Keys(_global_rope(raw, family), source), context, head_dim, family)
-    own, longest = family.read(keys), rope.longest(context)
+    own, longest = family.config_fields(keys), rope.longest(context)
     config = ModelConfig(
         vocab=count("vocab_size"),
         hidden=hidden,

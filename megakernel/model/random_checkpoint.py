@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Buffer, Dtype, Split
-from .checkpoint import Storage, WeightRows, column_share, converted, cut, row_shares, vector
+from ..isa import BUFFERS, Buffer, Dtype, Split, column_share, row_shares
+from ..isa.buffers import weight
+from .checkpoint import Storage, WeightRows, converted, cut, vector
 from .config import ModelConfig, Rope, RopeKind
 from .rope import rope_table, yarn_attention
 
@@ -84,7 +85,6 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
 _KEEP, _SET = np.uint64(0x80FF80FF80FF80FF), np.uint64(0x3C003C003C003C00)
 _ALL = (1 << 64) - 1
 _CHUNK = 1 << 18  # 64-bit words generated at a time; each has the bits of four weights
-_NORMS = [buffer for buffer in Buffer if buffer.name.endswith("NORM")]
 
 
 class RandomCheckpoint:
@@ -121,7 +121,7 @@ class RandomCheckpoint:
         self._last.made = made = None  # free the old rows before new ones are allocated
         generator = np.random.Generator(np.random.SFC64([self._seed, *map(int, key)]))
         shape = sum(share.whole for share in row_shares(buffer, split)), column_share(buffer, split).whole
-        if buffer in _NORMS:
+        if weight(buffer).norm:
             rows = vector(generator.random(shape[0], dtype=np.float32) + np.float32(0.5))
         else:
             rows = WeightRows(Dtype.BF16, _draw(generator, shape[0] * shape[1]).reshape(shape).view(np.uint8))

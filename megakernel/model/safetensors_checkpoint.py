@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
-from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
 from .folder import INDICES
 from .hf_config import read_hf_config, read_json
@@ -161,16 +160,12 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
     if config.tied and _EMBED not in tensors.shapes:
         tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
     _check_tied(config, tensors)
-    return FileCheckpoint(name or folder.name, config, split_experts(tensors), safetensors_naming(config))
+    return FileCheckpoint(name or folder.name, split_experts(tensors), safetensors_naming(config))
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:
     """The tensor names of a model in Hugging Face's format."""
-    weights = FAMILIES[config.family].weights.items()
-    names = {buffer: weight.safetensors for buffer, weight in weights}
-    halved = {buffer: weight.rotated for buffer, weight in weights}
-    less = frozenset(buffer for buffer, weight in weights if weight.plus_one)
-    return Naming(names, halved, False, ("rotary_emb.inv_freq",), config.experts, less)
+    return Naming(config, "safetensors", ("rotary_emb.inv_freq",))
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:

@@ -9,18 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import BUFFERS, Buffer, Dtype, Split
-from .checkpoint import (
-    Checkpoint,
-    Storage,
-    StoredRows,
-    WeightRows,
-    column_bytes,
-    column_share,
-    converted,
-    row_shares,
-    vector,
-)
+from ..isa import BUFFERS, Buffer, Dtype, Split, column_share, row_shares
+from .checkpoint import Checkpoint, Storage, StoredRows, WeightRows, column_bytes, converted, vector
 from .config import ModelConfig
 from .families import weights
 from .quantise import quantise

@@ -122,6 +122,16 @@ def test_every_family_is_tested() -> None:
     assert {name for _, name, _ in GGUF} == {name for family in FAMILIES.values() for name in family.gguf}
 
 
+def test_the_documents_list_every_family() -> None:
+    rows = [
+        f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.gguf) or '—'} | {family.models} |"
+        for family in FAMILIES.values()
+    ]
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    table = text[text.index("| `llama` |") : text.index("\n\nTests compare")]
+    assert table.splitlines() == rows
+
+
 @pytest.mark.parametrize(("family", "architecture", "permuted"), GGUF)
 def test_files_hold_the_same_model(tmp_path: Path, family: str, architecture: str, permuted: bool) -> None:
     # GGUF stores rms_eps as float32. A power of two stays exact.

@@ -271,14 +271,14 @@ def test_layers_without_windows_are_those_of_llama_cpp(architecture: str, patter
     values |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
     values |= {} if pattern is None else {"attention.sliding_window_pattern": pattern}
     family = next(family for family in FAMILIES.values() if architecture in family.gguf)
-    found = family.read_gguf(Keys(values, "m.gguf"))
+    found = family.gguf_config_fields(Keys(values, "m.gguf"))
     assert (found["window"], found["full_layers"]) == (96, full[architecture] if pattern is None else full)
     for no_window in ({"attention.sliding_window": 0}, {"attention.sliding_window_pattern": 1}):
-        found = family.read_gguf(Keys(values | no_window, "m.gguf"))
+        found = family.gguf_config_fields(Keys(values | no_window, "m.gguf"))
         assert found["window"] == 0 and not found.keys() & {"full_layers", "local_theta"}
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.gguf_keys])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.metadata_keys])
 def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
     """A key that is accepted and not used would make results wrong without a word."""
     asked = set()
@@ -290,8 +290,8 @@ def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
 
     values = {"attention.sliding_window": 96, "block_count": 6, "embedding_length": 64, "attention.head_count": 4}
     values |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
-    FAMILIES[family].read_gguf(Keys(Metadata(values), "m.gguf"))
-    assert FAMILIES[family].gguf_keys <= asked
+    FAMILIES[family].gguf_config_fields(Keys(Metadata(values), "m.gguf"))
+    assert FAMILIES[family].metadata_keys <= asked
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class TinyCheckpoint(FileCheckpoint):
     """A Checkpoint with the weights and the RoPE frequencies of a transformers model."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
-        super().__init__("tiny", config, split_experts(_StateDict(model)), safetensors_naming(config))
+        super().__init__("tiny", split_experts(_StateDict(model)), safetensors_naming(config))
         # Use the RoPE frequencies of transformers, with two exceptions. For LongRoPE, transformers changes the
         # frequencies only when a text is long. And frequencies do not express layers without RoPE or with another
         # RoPE, or factors of attention scores.
@@ -112,7 +112,7 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
     config.json of the model."""
     needed = OWN.get(family, {})
     shape = needed | shape
-    own = {key: shape.pop(key) for key in (FAMILIES[family].keys | set(needed) - set(SHAPE)) & set(shape)}
+    own = {key: shape.pop(key) for key in (FAMILIES[family].config_keys | set(needed) - set(SHAPE)) & set(shape)}
     unknown = set(shape) - set(SHAPE)
     if unknown:
         raise TypeError(f"unknown shape keys {unknown}")

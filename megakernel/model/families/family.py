@@ -1,61 +1,98 @@
-"""The fields that each model family declares: its phases, its weight names and its config.json keys."""
+"""The fields that each model family declares: its phases, its weight names and its configuration keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...isa import Buffer, Forward
 from ..config import Keys, ModelConfig
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """Names the tensors that contain a buffer's rows, in safetensors and in GGUF files, in the order of the rows. `{}`
-    stands for the layer's number. A repeated name means one tensor that contains the rows of several matrices.
-
-    The rows of the first `rotated` tensors are rotated by RoPE. If `plus_one` is true, a safetensors file contains each
-    weight minus 1, and 1 is added when the file is read.
+    stands for the layer's number, and `{expert}` for the expert's. A repeated name means one tensor that contains the
+    rows of several matrices.
     """
 
     safetensors: tuple[str, ...]
     gguf: tuple[str, ...]
-    rotated: int = 0
-    plus_one: bool = False
 
 
-@dataclass(frozen=True)
+def of_layer(safetensors: str, gguf: str, end: str = ".weight") -> Weight:
+    """The tensors of a layer. The arguments leave out what all names begin and end with. Spaces separate names."""
+    return Weight(
+        tuple(f"model.layers.{{}}.{name}{end}" for name in safetensors.split()),
+        tuple(f"blk.{{}}.{name}{end}" for name in gguf.split()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Declares a model family: its forward pass, and how to read its files.
 
-    `name`           `model_type` in config.json
-    `architecture`   the class name in config.json
-    `gguf`           the architecture's names in GGUF files; the first is used when a file is written
-    `weights`        the tensor names of each buffer
-    `interleaved`    whether the two rows of a RoPE pair are adjacent in GGUF files
-    `read`           returns fields of ModelConfig that the reader of config.json does not set for all families. Its
-                     result may also have the entry `longest`, a limit of the context in tokens.
-    `keys`           the keys of config.json that only this family has
-    `defaults`       the values of keys that are absent in config.json, where they are not those of Llama. The key
-                     `partial_rotary_factor` is supported only if it is listed here.
-    `activations`    the allowed names of the MLP's activation in config.json
-    `two_ropes`      `rope_parameters` in config.json has one table for layers with sliding windows, one for others
-    `read_gguf`      as `read`, but for GGUF files. If its result has no `window`, no layer gets a sliding window, and a
-                     window in the file limits the context instead.
-    `gguf_keys`      as `keys`, but for GGUF files
+    `name`            `model_type` in config.json
+    `architecture`    the class name in config.json
+    `gguf`            the architecture's names in GGUF files; the first is used when a file is written
+    `models`          published models of the family, for the documentation
+    `weights`         the tensor names of each buffer
+    `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
+                      formats, the rows are half of a head's rotated part apart
+    `norms_minus_one` safetensors files contain the scales of norms minus 1
+    `fixed`           fields of ModelConfig with the same value in all models of the family
+    `fields`          fields of ModelConfig that have a key in config.json: the key, and the value if it is absent
+    `only`            keys of config.json for which only these values are supported
+    `read`            returns the other fields of ModelConfig that the reader of config.json does not set for all
+                      families. Its result may also have the entry `longest`, a limit of the context in tokens.
+    `keys`            the keys that `read` needs, or that have no effect in this family, separated by spaces
+    `defaults`        the values of keys that are absent in config.json, where they are not those of Llama. The key
+                      `partial_rotary_factor` is supported only if it is listed here.
+    `activations`     the allowed names of the MLP's activation in config.json
+    `two_ropes`       `rope_parameters` in config.json has one table for layers with sliding windows, one for others
+    `gguf_fields`     as `fields`, but for GGUF files, in which a value of 0 counts as absent
+    `read_gguf`       as `read`, but for GGUF files. If its result has no `window`, no layer gets a sliding window, and
+                      a window in the file limits the context instead.
+    `gguf_keys`       as `keys`, but for GGUF files
     """
 
     name: str
     architecture: str
-    gguf: tuple[str, ...]
+    gguf: tuple[str, ...] = ()
+    models: str
     forward: Callable[[ModelConfig], Forward]
     weights: Mapping[Buffer, Weight]
-    read: Callable[[Keys], dict[str, Any]]
-    keys: frozenset[str] = frozenset()
-    interleaved: bool = True
+    adjacent: tuple[str, ...] = ("gguf",)
+    norms_minus_one: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    read: Callable[[Keys], dict[str, Any]] = lambda keys: {}
+    keys: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
-    gguf_keys: frozenset[str] = frozenset()
     activations: tuple[str, ...] = ("silu", "swish")
     two_ropes: bool = False
+    gguf_fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
+    gguf_keys: str = ""
+
+    def config_fields(self, keys: Keys) -> dict[str, Any]:
+        """Return the fields of ModelConfig that depend on the family, from config.json. Raises MegakernelError."""
+        for key, values in self.only.items():
+            keys.only(key, *values)
+        return {**keys.fields(self.fields), **self.fixed, **self.read(keys)}
+
+    def gguf_config_fields(self, keys: Keys) -> dict[str, Any]:
+        """As `config_fields`, but from the metadata of a GGUF file."""
+        given = {name: value for name, value in keys.fields(self.gguf_fields).items() if value}
+        return {**given, **self.fixed, **self.read_gguf(keys)}
+
+    @property
+    def config_keys(self) -> set[str]:
+        """The keys of config.json that only some families have, and that this family supports."""
+        return {*self.keys.split(), *self.only, *(key for key, _ in self.fields.values())}
+
+    @property
+    def metadata_keys(self) -> set[str]:
+        """As `config_keys`, but for GGUF files, without the architecture's name."""
+        return {*self.gguf_keys.split(), *(key for key, _ in self.gguf_fields.values())}

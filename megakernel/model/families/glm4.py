@@ -4,52 +4,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...isa import Buffer, Forward, Operation, Phase, Result
+from ...isa import Buffer, Forward
 from ..config import ModelConfig
-from . import glm, llama
-from .family import Family, Weight
-from .verbs import add_norm
+from .family import of_layer
+from .like_llama import GLM
+from .llama import AFTER, BEFORE
+from .verbs import add_norm, attention, matmul, norm, qkv, silu_matmul
 
 B = Buffer
 
 
-def post_norms(f: Forward) -> Forward:
-    """Let norms follow the matmuls whose results a layer adds to the residual."""
-
-    def split(phase: Phase) -> list[Phase]:
-        if phase.result is not Result.RESIDUAL or phase.operation is not Operation.MATMUL:
-            return [phase]
-        name, scale = ("attn", B.POST_ATTN_NORM) if phase.inputs is B.ATTN else ("mlp", B.POST_MLP_NORM)
-        return [
-            replace(phase, result=Result.STORED, output=B.SUBLAYER),
-            add_norm(f"post_{name}_norm", inputs=B.SUBLAYER, scale=scale, output=B.X),
-        ]
-
-    return Forward.of(f.prologue, [part for phase in f.body for part in split(phase)], f.epilogue)
-
-
 def forward(c: ModelConfig) -> Forward:
-    """Llama's phases, and two norms more in each layer."""
-    return post_norms(llama.forward(c))
+    """Norms follow the matmuls whose results a layer adds to the residual."""
+    return Forward.of(
+        BEFORE,
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            matmul("o_proj", inputs=B.ATTN, weights=B.W_O, output=B.SUBLAYER),
+            add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+            matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.SUBLAYER),
+            add_norm("post_mlp_norm", inputs=B.SUBLAYER, scale=B.POST_MLP_NORM, output=B.X),
+        ],
+        AFTER,
+    )
 
 
-def norm(safetensors: str, gguf: str) -> Weight:
-    """The names of the scales of a layer's norm."""
-    return Weight((f"model.layers.{{}}.{safetensors}.weight",), (f"blk.{{}}.{gguf}.weight",))
-
-
-GLM4 = Family(
-    "glm4",
-    "Glm4ForCausalLM",
-    ("glm4",),
-    forward,
-    {
-        **glm.GLM.weights,
-        B.POST_ATTN_NORM: norm("post_self_attn_layernorm", "post_attention_norm"),
-        B.POST_MLP_NORM: norm("post_mlp_layernorm", "post_ffw_norm"),
+GLM4 = replace(
+    GLM,
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    gguf=("glm4",),
+    models="GLM-4-9B-0414, GLM-4-32B-0414",
+    forward=forward,
+    weights={
+        **GLM.weights,
+        B.POST_ATTN_NORM: of_layer("post_self_attn_layernorm", "post_attention_norm"),
+        B.POST_MLP_NORM: of_layer("post_mlp_layernorm", "post_ffw_norm"),
     },
-    lambda config: glm.read(config) | {"post_norms": True},
-    glm.GLM.keys,
-    defaults=glm.GLM.defaults,
-    read_gguf=lambda config: {"post_norms": True},
+    fixed={"post_norms": True},
 )

@@ -2,85 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...isa import Buffer, Forward
 from ..config import Keys, ModelConfig
-from .family import Family, Weight
+from .family import Family, Weight, of_layer
 from .verbs import add_matmul, attention, gather, last_norm, logits, norm, qkv, rope, sample, silu_matmul
 
 B = Buffer
 
+# The phases before and after the layers, which are the same in all families. X is the residual.
+BEFORE = (gather("embed", table=B.EMBED, output=B.X), rope("rope", frequencies=B.INV_FREQ, output=B.ROPE))
+AFTER = (
+    last_norm("final_norm", inputs=B.X, scale=B.FINAL_NORM, output=B.Y),
+    logits("lm_head", inputs=B.Y, weights=B.LM_HEAD, output=B.LOGITS),
+    sample("sample", inputs=B.LOGITS),
+)
+
 
 def forward(c: ModelConfig) -> Forward:
-    """The phases of a step: those before the layers, those of each layer, those after the layers. X is the residual."""
-    qkv_bias, o_bias = (B.B_QKV if c.qkv_bias else None), (B.B_O if c.o_bias else None)
-    up_bias, down_bias = (B.B_GATE_UP, B.B_DOWN) if c.mlp_bias else (None, None)
+    """The phases of a step: those before the layers, those of each layer, those after the layers."""
     return Forward.of(
-        [gather("embed", table=B.EMBED, output=B.X), rope("rope", frequencies=B.INV_FREQ, output=B.ROPE)],
+        BEFORE,
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=qkv_bias, output=B.Q),
+            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.Q),
             attention("attention", inputs=B.Q, output=B.ATTN),
-            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=o_bias, output=B.X),
+            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
             norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, bias=up_bias, output=B.ACT),
-            add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=down_bias, output=B.X),
+            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), output=B.ACT),
+            add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.X),
         ],
-        [
-            last_norm("final_norm", inputs=B.X, scale=B.FINAL_NORM, output=B.Y),
-            logits("lm_head", inputs=B.Y, weights=B.LM_HEAD, output=B.LOGITS),
-            sample("sample", inputs=B.LOGITS),
-        ],
+        AFTER,
     )
 
 
-_HF, _GGUF = "model.layers.{}.", "blk.{}."
+_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attn_q attn_k attn_v"
+_O = "self_attn.o_proj", "attn_output"
+_GATE_UP = "mlp.gate_proj mlp.up_proj", "ffn_gate ffn_up"
+_DOWN = "mlp.down_proj", "ffn_down"
 WEIGHTS: dict[Buffer, Weight] = {
     B.EMBED: Weight(("model.embed_tokens.weight",), ("token_embd.weight",)),
-    B.ATTN_NORM: Weight((_HF + "input_layernorm.weight",), (_GGUF + "attn_norm.weight",)),
-    B.W_QKV: Weight(
-        tuple(f"{_HF}self_attn.{p}_proj.weight" for p in "qkv"), tuple(f"{_GGUF}attn_{p}.weight" for p in "qkv"), 2
-    ),
-    B.B_QKV: Weight(
-        tuple(f"{_HF}self_attn.{p}_proj.bias" for p in "qkv"), tuple(f"{_GGUF}attn_{p}.bias" for p in "qkv"), 2
-    ),
-    B.W_O: Weight((_HF + "self_attn.o_proj.weight",), (_GGUF + "attn_output.weight",)),
-    B.B_O: Weight((_HF + "self_attn.o_proj.bias",), (_GGUF + "attn_output.bias",)),
-    B.MLP_NORM: Weight((_HF + "post_attention_layernorm.weight",), (_GGUF + "ffn_norm.weight",)),
-    B.W_GATE_UP: Weight(
-        (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), (_GGUF + "ffn_gate.weight", _GGUF + "ffn_up.weight")
-    ),
-    B.B_GATE_UP: Weight(
-        (_HF + "mlp.gate_proj.bias", _HF + "mlp.up_proj.bias"), (_GGUF + "ffn_gate.bias", _GGUF + "ffn_up.bias")
-    ),
-    B.W_DOWN: Weight((_HF + "mlp.down_proj.weight",), (_GGUF + "ffn_down.weight",)),
-    B.B_DOWN: Weight((_HF + "mlp.down_proj.bias",), (_GGUF + "ffn_down.bias",)),
+    B.ATTN_NORM: of_layer("input_layernorm", "attn_norm"),
+    B.W_QKV: of_layer(*_QKV),
+    B.B_QKV: of_layer(*_QKV, ".bias"),
+    B.W_O: of_layer(*_O),
+    B.B_O: of_layer(*_O, ".bias"),
+    B.MLP_NORM: of_layer("post_attention_layernorm", "ffn_norm"),
+    B.W_GATE_UP: of_layer(*_GATE_UP),
+    B.B_GATE_UP: of_layer(*_GATE_UP, ".bias"),
+    B.W_DOWN: of_layer(*_DOWN),
+    B.B_DOWN: of_layer(*_DOWN, ".bias"),
     B.FINAL_NORM: Weight(("model.norm.weight",), ("output_norm.weight",)),
     B.LM_HEAD: Weight(("lm_head.weight",), ("output.weight",)),
 }
+# Fields of ModelConfig for the biases of attention and of the MLP, as many families name their keys.
+ATTENTION_BIAS = {"qkv_bias": ("attention_bias", False), "o_bias": ("attention_bias", False)}
+BIASES = ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)}
 
 
-def biases(config: Keys) -> dict[str, Any]:
-    """Read which matmuls have biases: `attention_bias` means those of attention, `mlp_bias` those of the MLP."""
-    attention = config.flag("attention_bias")
-    return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": config.flag("mlp_bias")}
-
-
-def read(config: Keys) -> dict[str, Any]:
-    """Read the biases and the sliding window. Some programs apply the window and others ignore it, but they agree on
-    contexts that are not longer.
-    """
-    window = {"longest": config.count("sliding_window")} if config.get("sliding_window") else {}
-    return biases(config) | window
+def _window(config: Keys) -> dict[str, int]:
+    """Read the sliding window. Some programs apply it and others ignore it, but they agree on contexts that are not
+    longer."""
+    return {"longest": config.count("sliding_window")} if config.get("sliding_window") else {}
 
 
 LLAMA = Family(
-    "llama",
-    "LlamaForCausalLM",
-    ("llama",),
-    forward,
-    WEIGHTS,
-    read,
-    frozenset({"attention_bias", "mlp_bias", "sliding_window"}),
+    name="llama",
+    architecture="LlamaForCausalLM",
+    gguf=("llama",),
+    models="Llama 1 to 3.3, SmolLM2, Falcon3, and all others whose config.json says `LlamaForCausalLM`",
+    forward=forward,
+    weights=WEIGHTS,
+    fields=BIASES,
+    read=_window,
+    keys="sliding_window",
 )

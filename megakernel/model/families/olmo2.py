@@ -6,78 +6,72 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...isa import Buffer, Forward, Operation, Phase, Result
+from ...isa import Buffer, Forward
 from ..config import Keys, ModelConfig
-from . import glm4, llama, qwen3
-from .family import Family
-from .verbs import heads_norm, raw_qkv, rounded
-from .windows import every_nth, read_gguf_windows, windows_with_rope
+from .family import Family, of_layer
+from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS
+from .qwen3 import QK_NORM
+from .verbs import add_norm, attention, heads_norm, matmul, raw_qkv, rope, rounded, silu_matmul
+from .windows import every_nth, layers_of, read_gguf_windows, windows_with_rope
 
 B = Buffer
 
 
 def forward(c: ModelConfig) -> Forward:
-    """Llama's phases with other norms. If the RoPE of layers differs, each layer ends with the next one's table."""
-
-    def changed(p: Phase) -> list[Phase]:
-        if p.operation is Operation.NORM and p.result is Result.NONE:
-            return [rounded(p.name.replace("norm", "input"), inputs=B.X, output=B.H)]
-        if p.result is Result.HEADS:
-            return [
-                raw_qkv("qkv", inputs=B.H, weights=B.W_QKV, bias=p.bias, output=B.QKV),
-                heads_norm("qk_norm_rope", inputs=B.QKV, scale=B.QK_NORM, output=B.Q),
-            ]
-        return [p]
-
-    f = glm4.post_norms(llama.forward(c))
-    ahead = [replace(f.prologue[1], name="next_rope", ahead=1)] if c.local_theta else []
-    return Forward.of(f.prologue, [*(part for phase in f.body for part in changed(phase)), *ahead], f.epilogue)
-
-
-_NORMS = {"post_norms": True, "whole_norms": True}
-
-
-def read(config: Keys) -> dict[str, Any]:
-    """Read `attention_bias`, which adds a bias to all attention projections."""
-    attention = config.flag("attention_bias")
-    return {"qkv_bias": attention, "o_bias": attention} | _NORMS
+    """If the RoPE of layers differs, each layer ends with the next one's table."""
+    next_rope = [rope("next_rope", frequencies=B.INV_FREQ, output=B.ROPE, ahead=1)] if c.local_theta else []
+    return Forward.of(
+        BEFORE,
+        [
+            rounded("attn_input", inputs=B.X, output=B.H),
+            raw_qkv("qkv", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.QKV),
+            heads_norm("qk_norm_rope", inputs=B.QKV, scale=B.QK_NORM, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.SUBLAYER),
+            add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
+            rounded("mlp_input", inputs=B.X, output=B.H),
+            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+            matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.SUBLAYER),
+            add_norm("post_mlp_norm", inputs=B.SUBLAYER, scale=B.POST_MLP_NORM, output=B.X),
+            *next_rope,
+        ],
+        AFTER,
+    )
 
 
 def read3(config: Keys) -> dict[str, Any]:
-    """Read also which layers have windows, and their RoPE base."""
-    full, theta = every_nth(config.count("num_hidden_layers"), 4), config.number("rope_theta", 5e5)
-    return read(config) | windows_with_rope(config, full, theta)
-
-
-def read_gguf(config: Keys) -> dict[str, Any]:
-    """Read the windows, which only files of OLMo 3 have, and their RoPE base."""
-    return _NORMS | read_gguf_windows(config, 4, config.number("rope.freq_base", 1e4))
+    """Read which layers have windows, and their RoPE base."""
+    return windows_with_rope(config, every_nth(layers_of(config), 4), config.number("rope_theta", 5e5))
 
 
 OLMO2 = Family(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    ("olmo2",),
-    forward,
-    qwen3.WEIGHTS
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    gguf=("olmo2",),
+    models="OLMo-2-1B to 32B",
+    forward=forward,
+    weights=WEIGHTS
     | {
-        B.POST_ATTN_NORM: glm4.norm("post_attention_layernorm", "post_attention_norm"),
-        B.POST_MLP_NORM: glm4.norm("post_feedforward_layernorm", "post_ffw_norm"),
+        B.QK_NORM: QK_NORM,
+        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
     },
-    read,
-    frozenset({"attention_bias"}),
-    interleaved=False,
+    adjacent=(),
+    fixed={"post_norms": True, "whole_norms": True},
+    fields=ATTENTION_BIAS,
     defaults={"rms_norm_eps": 1e-5},
-    read_gguf=read_gguf,
-    gguf_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
+    # Only files of OLMo 3 have windows.
+    read_gguf=lambda config: read_gguf_windows(config, 4, config.number("rope.freq_base", 1e4)),
+    gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
 )
 
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
     architecture="Olmo3ForCausalLM",
+    models="Olmo-3-7B and 32B",
     read=read3,
-    keys=OLMO2.keys | {"layer_types", "sliding_window"},
+    keys="layer_types sliding_window",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     two_ropes=True,
 )

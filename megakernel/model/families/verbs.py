@@ -14,9 +14,9 @@ def gather(name: str, table: Buffer, output: Buffer) -> Phase:
     return Phase(name, Operation.GATHER, weights=table, output=output)
 
 
-def rope(name: str, frequencies: Buffer, output: Buffer) -> Phase:
-    """output[r] = the cosines and sines by which `qkv` rotates row r"""
-    return Phase(name, Operation.ROPE, weights=frequencies, output=output)
+def rope(name: str, frequencies: Buffer, output: Buffer, ahead: int = 0) -> Phase:
+    """output[r] = the cosines and sines by which `qkv` rotates row r, in the layer that is `ahead` layers later"""
+    return Phase(name, Operation.ROPE, weights=frequencies, output=output, ahead=ahead)
 
 
 def norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
@@ -34,9 +34,18 @@ def add_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
     return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.RESIDUAL)
 
 
-def qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
-    """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q"""
-    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias)
+def qkv(
+    name: str,
+    inputs: Buffer,
+    weights: Buffer,
+    output: Buffer,
+    bias: Buffer | None = None,
+    head_norm: Buffer | None = None,
+) -> Phase:
+    """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q. If
+    `head_norm` is given, the RMS norm of each head of q and k, times these scales, comes before the rotation.
+    """
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias, head_norm=head_norm)
 
 
 def rounded(name: str, inputs: Buffer, output: Buffer) -> Phase:
@@ -54,9 +63,16 @@ def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phas
     return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
 
 
-def attention(name: str, inputs: Buffer, output: Buffer) -> Phase:
-    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence"""
-    return Phase(name, Operation.ATTENTION, inputs=inputs, output=output)
+def attention(name: str, inputs: Buffer, output: Buffer, sinks: Buffer | None = None) -> Phase:
+    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence. `sinks` has for each
+    head a score that no token has.
+    """
+    return Phase(name, Operation.ATTENTION, weights=sinks, inputs=inputs, output=output)
+
+
+def matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+    """output[r] = inputs[r] weights^T + bias, not rounded"""
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.STORED, bias)
 
 
 def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
@@ -67,6 +83,11 @@ def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias:
 def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
     """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up"""
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
+
+
+def gelu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
+    """gate, up = inputs[r] weights^T; output[r] = gelu(gate) * up, with the approximation of GELU by tanh"""
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GELU_GATED)
 
 
 def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:

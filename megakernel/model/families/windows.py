@@ -14,23 +14,28 @@ def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict
     """Return the fields of ModelConfig about sliding windows. Layers without a window are those that `layer_types`
     names or, if that key is absent, those in `full`. If the key `sliding_window` is absent, a window has `default`
     tokens; null means that no layer has a window."""
-    layers = min(config.count("num_hidden_layers"), MOST_LAYERS)
+    layers = layers_of(config)
     types = config.names("layer_types", "full_attention", "sliding_attention")
-    if types and len(types) < layers:
-        raise MegakernelError(f"{config.source}: layer_types has {len(types)} entries for {layers} layers")
+    if types and len(types) < len(layers):
+        raise MegakernelError(f"{config.source}: layer_types has {len(types)} entries for {len(layers)} layers")
     if types:
-        full = [layer for layer in range(layers) if types[layer] == "full_attention"]
+        full = [layer for layer in layers if types[layer] == "full_attention"]
     full = tuple(full)
-    if config.raw.get("sliding_window", default) is None or len(full) >= layers:
+    if config.raw.get("sliding_window", default) is None or len(full) >= len(layers):
         return {}
     if (window := config.count("sliding_window", default)) < 1:
         raise MegakernelError(f"{config.source}: sliding_window is {short(window)}; it must be at least 1")
     return {"window": window, "full_layers": full}
 
 
-def every_nth(layers: int, every: int) -> range:
+def layers_of(config: Keys, key: str = "num_hidden_layers") -> range:
+    """The numbers of a model's layers. `check_config` later refuses a number of layers above the limit."""
+    return range(min(config.count(key), MOST_LAYERS))
+
+
+def every_nth(layers: range, every: int) -> range:
     """The last of each `every` layers."""
-    return range(every - 1, min(layers, MOST_LAYERS), every)
+    return layers[every - 1 :: every]
 
 
 def read_gguf_window(config: Keys) -> dict[str, Any]:
@@ -43,18 +48,18 @@ def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str,
     """Read the windows of GGUF files in which some layers have them. The pattern is a list with true for these layers,
     or a number n if only every n-th layer has no window (0: all have one). If it is absent, n is `every`. If `theta` is
     not 0, layers with windows have a RoPE of their own, whose base is `theta` unless the file gives one."""
-    layers, pattern = min(config.count("block_count"), MOST_LAYERS), config.get("attention.sliding_window_pattern")
+    layers, pattern = layers_of(config, "block_count"), config.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
-        if len(pattern) < layers or not all(isinstance(windowed, int) for windowed in pattern):
+        if len(pattern) < len(layers) or not all(isinstance(windowed, int) for windowed in pattern):
             raise MegakernelError(
                 f"{config.source}: {config.prefix}attention.sliding_window_pattern = {short(pattern)} does not say "
-                f"which of {layers} layers have windows"
+                f"which of {len(layers)} layers have windows"
             )
-        full = tuple(layer for layer in range(layers) if not pattern[layer])
+        full = tuple(layer for layer in layers if not pattern[layer])
     else:
         every = config.count("attention.sliding_window_pattern", every)
         full = tuple(every_nth(layers, every)) if every > 0 else ()
-    if (window := config.count("attention.sliding_window", 0)) < 1 or len(full) >= layers:
+    if (window := config.count("attention.sliding_window", 0)) < 1 or len(full) >= len(layers):
         return {"window": 0}
     local = {"local_theta": config.number("rope.freq_base_swa", theta)} if theta else {}
     return {"window": window, "full_layers": full, **local}

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype
+from ...isa import BUFFERS, Buffer, Dims, Dtype, column_share, row_shares
 from ...model import families
-from ...model.checkpoint import Checkpoint, WeightRows, column_share, converted, row_shares, rows_of
+from ...model.checkpoint import Checkpoint, WeightRows, converted, rows_of
 from .heap import Heap, copy_bytes
 from .maps import layers
 

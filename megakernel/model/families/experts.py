@@ -1,0 +1,236 @@
+"""Families whose MLP is a mixture of experts, of which a router chooses some for each token: Mixtral, Qwen3-MoE and
+gpt-oss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import MegakernelError
+from ...isa import Buffer, Forward
+from ...isa.dims import MOST_EXPERTS
+from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
+from ..config import Keys, ModelConfig
+from .family import Family, Weight, of_layer
+from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS
+from .qwen3 import QK_NORM
+from .verbs import add_experts, add_matmul, attention, experts, norm, qkv, route, silu_experts
+from .windows import every_nth, layers_of, read_gguf_windows, windows
+
+B = Buffer
+
+
+def forward(c: ModelConfig) -> Forward:
+    """Mixtral: Llama's attention, then experts."""
+    return Forward.of(
+        BEFORE,
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            route("route", inputs=B.H, router=B.W_ROUTER, output=B.ROUTES),
+            silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, output=B.EXPERTS_OUT),
+            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
+        ],
+        AFTER,
+    )
+
+
+def forward_qwen3(c: ModelConfig) -> Forward:
+    """Qwen3's attention, with an RMS norm of each head of q and k, then experts."""
+    return Forward.of(
+        BEFORE,
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norm=B.QK_NORM, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            route("route", inputs=B.H, router=B.W_ROUTER, output=B.ROUTES),
+            silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, output=B.EXPERTS_OUT),
+            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
+        ],
+        AFTER,
+    )
+
+
+def forward_gpt_oss(c: ModelConfig) -> Forward:
+    """Llama's attention with sinks, then experts with biases."""
+    return Forward.of(
+        BEFORE,
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.Q),
+            attention("attention", inputs=B.Q, sinks=B.SINKS, output=B.ATTN),
+            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            route("route", inputs=B.H, router=B.W_ROUTER, bias=B.B_ROUTER, output=B.ROUTES),
+            silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, bias=B.B_GATE_UP, output=B.ACT),
+            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, bias=B.B_DOWN, output=B.EXPERTS_OUT),
+            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
+        ],
+        AFTER,
+    )
+
+
+def _weights(router: str, gate_up: str, down: str) -> dict[Buffer, Weight]:
+    """The weights of experts. The arguments are names in safetensors files. GGUF files have one tensor for all experts
+    of a layer."""
+    return {
+        B.W_ROUTER: of_layer(router, "ffn_gate_inp"),
+        B.W_GATE_UP: of_layer(gate_up, "ffn_gate_exps ffn_up_exps"),
+        B.W_DOWN: of_layer(down, "ffn_down_exps"),
+    }
+
+
+# The names of the number of experts that transformers 4 and 5 write; keys for training, and whether the model also
+# returns the router's logits.
+_KEYS = (
+    "num_local_experts num_experts num_experts_per_tok output_router_logits router_aux_loss_coef router_jitter_noise"
+)
+_GGUF_KEYS = "expert_count expert_used_count"
+
+
+def _counts(config: Keys, every: tuple[str, ...], used: str) -> dict[str, Any]:
+    """Read the numbers of experts: of a layer, by any of the names `every`, and of a token."""
+    name = next((key for key in every if config.get(key) is not None), every[0])
+    count, per_token = config.count(name), config.count(used)
+    for key in every:
+        config.only(key, count)
+    if not 0 < per_token <= count <= MOST_EXPERTS:
+        raise MegakernelError(
+            f"{config.source}: {config.prefix}{name} = {count} with {config.prefix}{used} = {per_token} is not "
+            f"supported: a layer has at most {MOST_EXPERTS} experts, and a token uses 1 or more of them"
+        )
+    return {"experts": count, "experts_per_token": per_token}
+
+
+def counts(config: Keys) -> dict[str, Any]:
+    """Read the numbers of experts from config.json."""
+    return _counts(config, ("num_local_experts", "num_experts"), "num_experts_per_tok")
+
+
+def gguf_counts(config: Keys) -> dict[str, Any]:
+    """Read the numbers of experts from a GGUF file, and the width of one, where that is not the key of an MLP."""
+    width = "expert_feed_forward_length"
+    own = {} if config.get(width) is None else {"ffn": config.count(width)}
+    return _counts(config, ("expert_count",), "expert_used_count") | own
+
+
+def read(config: Keys) -> dict[str, Any]:
+    """Read the sliding window, which a config.json without the key does not have, and the experts."""
+    window = {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
+    return window | counts(config)
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    gguf=("llama",),
+    models="Mixtral 8x7B and 8x22B",
+    forward=forward,
+    weights=WEIGHTS
+    | _weights(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts.{expert}.w1 block_sparse_moe.experts.{expert}.w3",
+        "block_sparse_moe.experts.{expert}.w2",
+    ),
+    fixed={"normalised_routes": True},
+    read=read,
+    keys=f"{_KEYS} sliding_window",
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    read_gguf=gguf_counts,
+    gguf_keys=_GGUF_KEYS,
+)
+
+
+def read_qwen3(config: Keys) -> dict[str, Any]:
+    """Read the sliding window, which all layers have if it is turned on, and the experts."""
+    windowed = config.flag("use_sliding_window") and config.raw.get("sliding_window", 4096) is not None
+    return ({"window": config.count("sliding_window", 4096)} if windowed else {}) | counts(config)
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    gguf=("qwen3moe",),
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B",
+    forward=forward_qwen3,
+    weights=WEIGHTS
+    | {B.QK_NORM: QK_NORM}
+    | _weights(
+        "mlp.gate",
+        "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
+        "mlp.experts.{expert}.down_proj",
+    ),
+    adjacent=(),
+    fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False), "ffn": ("moe_intermediate_size", None)},
+    only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "use_qk_norm": (True,)},
+    read=read_qwen3,
+    keys=f"{_KEYS} layer_types max_window_layers sliding_window use_sliding_window",
+    defaults={"max_position_embeddings": 32768},
+    read_gguf=lambda config: gguf_counts(config) | {"normalised_routes": True},
+    gguf_keys=f"{_GGUF_KEYS} expert_feed_forward_length",
+)
+
+
+def read_gpt_oss(config: Keys) -> dict[str, Any]:
+    """Read the windows and the experts. The type in which experts are stored may be MXFP4."""
+    if (quantised := config.get("quantization_config")) is not None:
+        given = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
+        Keys(given, f"{config.source}: quantization_config").only("quant_method", "mxfp4")
+    config.only("experts_per_token", config.get("num_experts_per_tok"))
+    return windows(config, every_nth(layers_of(config), 2), 128) | counts(config)
+
+
+def read_gguf_gpt_oss(config: Keys) -> dict[str, Any]:
+    """Read the windows, which no file lacks, and the experts. All layers have the same RoPE."""
+    config.only("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
+    config.count("attention.sliding_window")
+    return read_gguf_windows(config, 2) | gguf_counts(config)
+
+
+_GATE_UP = "mlp.experts.gate_proj mlp.experts.up_proj"
+GPT_OSS = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    gguf=("gpt-oss",),
+    models="gpt-oss-20b and 120b",
+    forward=forward_gpt_oss,
+    weights=WEIGHTS
+    | {
+        B.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+        B.SINKS: of_layer("self_attn.sinks", "attn_sinks.weight", ""),
+        B.W_ROUTER: of_layer("mlp.router", "ffn_gate_inp"),
+        B.B_ROUTER: of_layer("mlp.router", "ffn_gate_inp", ".bias"),
+        B.W_GATE_UP: of_layer(_GATE_UP, "ffn_gate_exps.weight ffn_up_exps.weight", ""),
+        B.B_GATE_UP: of_layer(_GATE_UP.replace("_proj", "_proj_bias"), "ffn_gate_exps.bias ffn_up_exps.bias", ""),
+        B.W_DOWN: of_layer("mlp.experts.down_proj", "ffn_down_exps.weight", ""),
+        B.B_DOWN: of_layer("mlp.experts.down_proj_bias", "ffn_down_exps.bias", ""),
+    },
+    adjacent=(),
+    fixed={"normalised_routes": True, "clipped_gates": True, "mlp_bias": True},
+    fields=dict.fromkeys(("qkv_bias", "o_bias"), ("attention_bias", True)),
+    only={"swiglu_alpha": (GATE_SLOPE,), "swiglu_limit": (GATE_LIMIT,)},
+    read=read_gpt_oss,
+    keys=f"{_KEYS} experts_per_token initial_context_length layer_types quantization_config sliding_window",
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "head_dim": 64,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    read_gguf=read_gguf_gpt_oss,
+    gguf_keys=f"{_GGUF_KEYS} attention.sliding_window_pattern expert_feed_forward_length rope.freq_base_swa",
+)

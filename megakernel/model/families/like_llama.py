@@ -1,0 +1,150 @@
+"""Families with Llama's forward pass, as data: other keys and defaults in files, other names or orders of weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...isa import Buffer
+from ..config import Keys
+from .family import Family, of_layer
+from .llama import BIASES, WEIGHTS, forward
+from .windows import layers_of, read_gguf_window, windows
+
+# gate and up in one tensor
+_ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
+
+ERNIE4_5 = Family(
+    name="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    gguf=("ernie4_5",),
+    models="ERNIE-4.5-0.3B",
+    forward=forward,
+    weights=WEIGHTS,
+    adjacent=("safetensors", "gguf"),
+    fields=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), ("use_bias", False)),
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
+)
+
+GLM = Family(
+    name="glm",
+    architecture="GlmForCausalLM",
+    models="GLM-4-9B-chat",
+    forward=forward,
+    weights=WEIGHTS | {Buffer.W_GATE_UP: _ONE_GATE_UP},
+    adjacent=("safetensors", "gguf"),
+    fields={"qkv_bias": ("attention_bias", True)},
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
+    | {"head_dim": 128},
+)
+
+# The names of Granite's multipliers in config.json and in GGUF files. ModelConfig folds them into other numbers.
+_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+GRANITE = Family(
+    name="granite",
+    architecture="GraniteForCausalLM",
+    gguf=("granite",),
+    models="Granite 3 without experts",
+    forward=forward,
+    weights=WEIGHTS,
+    fields=BIASES | {name: (name, 1.0) for name in _MULTIPLIERS},
+    gguf_fields={name: (key, 0.0) for name, key in _MULTIPLIERS.items()},
+)
+
+# GGUF files of the architecture "llama" may also contain Mistral models, because the forward pass is the same.
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    gguf=("llama", "mistral3"),
+    models="Mistral 7B, and the text part of Mistral-Small-3.1 (`Mistral3ForConditionalGeneration`)",
+    forward=forward,
+    weights=WEIGHTS,
+    read=windows,
+    keys="sliding_window",
+    defaults={"max_position_embeddings": 131072},
+    read_gguf=read_gguf_window,
+)
+
+MINISTRAL = replace(
+    MISTRAL,
+    name="ministral",
+    architecture="MinistralForCausalLM",
+    models="Ministral 8B",
+    keys="sliding_window layer_types",
+)
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="ministral3",
+    architecture="Ministral3ForCausalLM",
+    models="Ministral 3, with contexts of at most 16,384 tokens",
+    read=lambda config: windows(config) if "sliding_window" in config.raw else {},
+    defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
+)
+
+
+def _phi3(config: Keys) -> dict[str, Any]:
+    """Read the sliding window. Other programs take the RoPE kind "yarn" of this family for "longrope"."""
+    scaling = Keys(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.source)
+    for spelling in ("rope_type", "type"):
+        scaling.only(spelling, "default", "longrope", "su")
+    return windows(config) if config.get("sliding_window") else {}
+
+
+PHI3 = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    gguf=("phi3",),
+    models="Phi-3, Phi-4, Phi-4-mini",
+    forward=forward,
+    weights=WEIGHTS
+    | {Buffer.W_QKV: of_layer("self_attn.qkv_proj " * 3, "attn_qkv " * 3), Buffer.W_GATE_UP: _ONE_GATE_UP},
+    adjacent=(),
+    only={"full_attn_mod": (1,), "interpolate_factor": (1,)},  # in the files of Phi-4-mini; no program reads them
+    read=_phi3,
+    keys="sliding_window",
+    defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    | {"partial_rotary_factor": 1.0},
+    read_gguf=read_gguf_window,
+)
+
+
+def read_qwen2(config: Keys) -> dict[str, Any]:
+    """Read the sliding window, which only the layers from `max_window_layers` on use, and only if it is turned on."""
+    if not config.flag("use_sliding_window"):
+        config.names("layer_types", "full_attention")
+        return {}
+    return windows(config, layers_of(config)[: max(config.count("max_window_layers", 28), 0)])
+
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    gguf=("qwen2",),
+    models="Qwen2, Qwen2.5",
+    forward=forward,
+    weights=WEIGHTS,
+    adjacent=(),
+    fixed={"qkv_bias": True},
+    read=read_qwen2,
+    keys="layer_types max_window_layers sliding_window use_sliding_window",
+    defaults={"max_position_embeddings": 32768},
+)
+
+SEED_OSS = Family(
+    name="seed_oss",
+    architecture="SeedOssForCausalLM",
+    gguf=("seed_oss",),
+    models="Seed-OSS-36B",
+    forward=forward,
+    # GGUF files name the norm before the MLP after its place in the layer, which is behind attention.
+    weights=WEIGHTS | {Buffer.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm")},
+    adjacent=(),
+    fields=BIASES | {"qkv_bias": ("attention_bias", True), "o_bias": ("attention_out_bias", False)},
+    defaults={"max_position_embeddings": 524288, "head_dim": 128},
+)
