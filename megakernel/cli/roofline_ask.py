@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from ..errors import MegakernelError
-from ..roofline.ask import EXAMPLES, NEEDED, QUESTIONS, Input, Question
+from ..roofline.ask import BOOK, EXAMPLES, QUESTIONS, Input, Question
 from ..settings import above_zero, positive
 from . import output
 from .host import hardware_of
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         ("question", question.what),
         *((_words(name), _figure(name, value)) for name, value in shown),
         ("formula", question.formula),
-        ("source", question.source),
+        ("source", BOOK),
     )
     return 0
 
@@ -91,26 +92,16 @@ def _add_input(parser: argparse.ArgumentParser, one: Input) -> None:
     if one.kind == "flag":
         parser.add_argument(flag, action="store_true", help=one.what)
         return
-    default = _MACHINE if one.kind == "machine" and one.default is NEEDED else one.default
+    default = _MACHINE if one.kind == "machine" else one.default
+    needed = one.needed and default is None
+    said = one.what if default is None else f"{one.what} (default: {default})"
     read = {"count": positive, "amount": _amount}.get(one.kind, str)
-    needed = default is NEEDED
-    said = one.what if needed or default is None else f"{one.what} (default: {default})"
-    metavar = "NAME" if one.kind == "machine" else "N" if one.kind == "count" else "X"
-    parser.add_argument(
-        flag, type=read, required=needed, default=None if needed else default, metavar=metavar, help=said
-    )
+    metavar = {"machine": "NAME", "count": "N"}.get(one.kind, "X")
+    parser.add_argument(flag, type=read, required=needed, default=default, metavar=metavar, help=said)
 
 
 def _about(question: Question) -> dict[str, Any]:
-    inputs = [{"name": i.name, "what": i.what} for i in question.inputs]
-    return {
-        "question": question.name,
-        "what": question.what,
-        "formula": question.formula,
-        "source": question.source,
-        "numbers": question.numbers,
-        "inputs": inputs,
-    }
+    return {"question": question.name, "source": BOOK, **asdict(question)}
 
 
 def _list() -> None:

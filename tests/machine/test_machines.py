@@ -11,7 +11,7 @@ from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.machine import MACHINES, Hardware, hardware
 from megakernel.machine.files import KNOWN_FOLDER, names
-from megakernel.roofline.ask import networks
+from megakernel.roofline.ask import FACTS, SWITCH_PORTS
 
 FILES = sorted(KNOWN_FOLDER.glob("*.toml"))
 KNOWN = names()
@@ -37,18 +37,18 @@ def test_units_are_in_the_names(name: str) -> None:
         assert key in counts or key.endswith(units), key
 
 
-@pytest.mark.parametrize(("name", "links"), networks.LINKS_PER_SWITCH.items())
+@pytest.mark.parametrize(("name", "links"), FACTS["links_per_switch"].items())
 def test_links_and_switches_agree(name: str, links: tuple[int, ...]) -> None:
     node = hardware(name).node
     assert len(links) == node.switches and sum(links) == hardware(name).link.ports
     assert all(n * node.gpus <= node.switch_ports for n in links)
 
 
-@pytest.mark.parametrize(("name", "leaves"), networks.LEAF_SWITCHES_PER_UNIT.items())
+@pytest.mark.parametrize(("name", "leaves"), FACTS["leaf_switches"].items())
 def test_leaves_have_a_port_for_each_cable(name: str, leaves: int) -> None:
     found = hardware(name)
     assert found.fabric
-    down = leaves * networks.SWITCH_PORTS // 2 * 50e9  # a port carries 50 GB/s
+    down = leaves * SWITCH_PORTS // 2 * 50e9  # a port carries 50 GB/s
     assert down == pytest.approx(found.fabric.nodes_per_unit * found.node.egress_bytes_per_s)
 
 

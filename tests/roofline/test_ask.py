@@ -11,8 +11,7 @@ import pytest
 from commands import fails, run, run_json
 
 from megakernel.machine import Hardware, Level, hardware
-from megakernel.roofline.ask import EXAMPLES, QUESTIONS
-from megakernel.roofline.ask.networks import level_seconds
+from megakernel.roofline.ask import EXAMPLES, QUESTIONS, level_seconds
 from megakernel.roofline.program_step import measured_s
 
 # Answers of the book, by question: (key of our answer, value, tolerance; default 0.5 %).
