@@ -19,7 +19,7 @@ from ..errors import MegakernelError
 from ..isa import Split
 from ..model import PACKAGES, ModelConfig, load_config, load_tokenizer, local_checkpoint
 from ..model.families import forward
-from ..model.stored import bits_of, storage_of
+from ..model.weight_types import bits_of, storage_of
 from ..roofline import Ceilings, machine_ceilings
 from ..settings import above_zero
 from . import output

@@ -14,7 +14,7 @@ from pathlib import Path
 from .. import machine
 from ..errors import MegakernelError
 from ..model.cache import cache_folder
-from ..model.stored import KV_TYPES, WEIGHT_TYPES
+from ..model.weight_types import KV_TYPES, WEIGHT_TYPES
 from ..roofline import Ceilings
 from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting

@@ -14,7 +14,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
-from ..model.stored import bits_of, quantised_kv, rounds_activations, storage_of
+from ..model.weight_types import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
 from ..settings import SETTINGS, positive, switch
 from . import output

@@ -13,7 +13,7 @@ from ..errors import MegakernelError
 from .chat_template import ChatTemplate
 from .config import Keys, short
 from .limits import MOST_SPLIT_CHARACTERS
-from .splits import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
+from .pre_tokenizers import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors
 
 # The types of tokens, with the numbers that GGML gives them.

@@ -17,8 +17,15 @@ from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
-from megakernel.model.stored import bits_of, bytes_by_type, for_contexts, quantised_kv, rounds_activations, stored_as
 from megakernel.model.tokenizer import Tokenizer
+from megakernel.model.weight_types import (
+    bits_of,
+    bytes_by_type,
+    for_contexts,
+    quantised_kv,
+    rounds_activations,
+    stored_as,
+)
 from megakernel.runtime import choose_backend, create, rank_machine, registered
 from megakernel.scheduler import Options, step_seconds, with_matmul
 from megakernel.scheduler.tune import Fastest

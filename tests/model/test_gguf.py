@@ -29,7 +29,7 @@ from megakernel.model.gguf_checkpoint import GgufFile, gguf_naming
 from megakernel.model.hf_config import parse_hf_config
 from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
-from megakernel.model.stored import for_contexts, stored_as
+from megakernel.model.weight_types import for_contexts, stored_as
 
 
 @pytest.mark.parametrize("quantise", [None, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1])

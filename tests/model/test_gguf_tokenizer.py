@@ -16,7 +16,7 @@ from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.gguf_tokenizer import open_gguf_tokenizer
-from megakernel.model.splits import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
+from megakernel.model.pre_tokenizers import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
 from megakernel.model.tokenizer import UnknownTokenizer
 
 pytestmark = pytest.mark.usefixtures("templates_here")

@@ -19,7 +19,7 @@ from megakernel.model import Checkpoint, RandomCheckpoint, RopeKind, load_config
 from megakernel.model.families import FAMILIES, weights
 from megakernel.model.gguf_writer import write_gguf
 from megakernel.model.random_checkpoint import KNOWN_SHAPES
-from megakernel.model.stored import stored_as
+from megakernel.model.weight_types import stored_as
 
 
 def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:

@@ -17,7 +17,7 @@ from megakernel.errors import MegakernelError
 from megakernel.model import chat_template, load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
 from megakernel.model.gguf_checkpoint import GgufFile
-from megakernel.model.splits import SPLITS
+from megakernel.model.pre_tokenizers import SPLITS
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 SAMPLES = [

@@ -24,7 +24,7 @@ from megakernel.machine import MACHINES, host
 from megakernel.model import KNOWN_SHAPES, families
 from megakernel.model import RandomCheckpoint as Seeded
 from megakernel.model.config import ModelConfig
-from megakernel.model.stored import stored_as
+from megakernel.model.weight_types import stored_as
 from megakernel.roofline.work import step_work
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import model_refusal, phase_refusal, refusal

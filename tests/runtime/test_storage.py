@@ -28,7 +28,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import BUFFERS, Buffer, Dtype, Split, to_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.model.checkpoint import Storage, StoredRows, WeightRows
-from megakernel.model.stored import stored_as
+from megakernel.model.weight_types import stored_as
 from megakernel.roofline import step_work
 from megakernel.runtime import choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend

@@ -11,7 +11,7 @@ from cpu_support import DIMS, PAGES, Array, RandomCheckpoint
 from megakernel.isa import Buffer, Dims, Dtype, Split, column_share
 from megakernel.machine import host
 from megakernel.model.checkpoint import Checkpoint, Storage, StoredRows, WeightRows, converted
-from megakernel.model.stored import bits_of, stored_as
+from megakernel.model.weight_types import bits_of, stored_as
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler.options import Options

@@ -75,7 +75,7 @@ def contests(
                 kind = f"as in {file.name}"
             else:
                 from megakernel.model.gguf_writer import write_gguf
-                from megakernel.model.stored import WEIGHT_TYPES
+                from megakernel.model.weight_types import WEIGHT_TYPES
 
                 file = Path(stack.enter_context(TemporaryDirectory(prefix="megakernel-"))) / "model.gguf"
                 write_gguf(open_checkpoint(model), file, WEIGHT_TYPES[kind])
