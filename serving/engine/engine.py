@@ -35,7 +35,7 @@ from megakernel.serving.engine.request import Objects, Request, Sequence
 from megakernel.serving.engine.sampling import FINISH, SamplingParams
 from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.engine.tokens import Score, Tokens
+from megakernel.serving.engine.tokens import Score, TokenIds, Tokens
 
 _BLOCK = 64  # size of the blocks of logits in `top_logprobs`
 _NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)
@@ -129,7 +129,7 @@ class Engine:
 
     def add(
         self,
-        prompt_ids: Seq[int],
+        prompt_ids: Seq[int] | TokenIds,
         params: SamplingParams,
         *,
         first: int | None = None,
@@ -160,14 +160,15 @@ class Engine:
         self._batch.add(request)
         return request
 
-    def check(self, prompt_ids: Seq[int], params: SamplingParams) -> list[int]:
-        """Return the prompt as a list of Python ints. Raises MegakernelError with the reason if it can never run."""
-        prompt = [int(token) for token in prompt_ids]
-        if not prompt:
+    def check(self, prompt_ids: Seq[int] | TokenIds, params: SamplingParams) -> TokenIds:
+        """Return the prompt as an array of int32. Raises MegakernelError with the reason if it can never run."""
+        given = np.asarray(prompt_ids)
+        if not len(given):
             raise MegakernelError("the prompt is empty: give it at least one token")
-        wrong = next((t for t in prompt if not 0 <= t < self.dims.model.vocab), None)
-        if wrong is not None:
-            raise MegakernelError(f"prompt token {wrong} is outside the vocabulary of {self.dims.model.vocab}")
+        outside = given[(given < 0) | (given >= self.dims.model.vocab)]
+        if len(outside):
+            raise MegakernelError(f"prompt token {outside[0]} is outside the vocabulary of {self.dims.model.vocab}")
+        prompt = given.astype(np.int32, copy=False)
         if len(prompt) >= self.dims.bucket.max_context:
             raise MegakernelError(
                 f"the prompt has {len(prompt)} tokens, but the context of {self.dims.bucket.max_context} tokens must "

@@ -17,6 +17,7 @@ from megakernel.runtime.steps import FLOATS, Ints, SampleRow, Sampling, Sequence
 from megakernel.serving.engine.grammars import Constraint
 from megakernel.serving.engine.pages import ROOT, page_hash
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.tokens import TokenIds
 
 Objects = NDArray[np.object_]
 POOLED = -2  # in place of a number of top log-probabilities: the request wants hidden states
@@ -38,11 +39,11 @@ class Sequence:
     first_token_at: float = 0.0  # like last_token_at, kept in `slots` instead while the choice runs
     last_token_at: float = 0.0
     admitted_at: float = 0.0  # time at which the choice began to run
-    saved: list[int] = field(init=False)  # its tokens, up to the time when it last left its slot
+    saved: TokenIds = field(init=False)  # its tokens, up to the time when it last left its slot
     _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.saved = list(self.request.prompt_ids)
+        self.saved = self.request.prompt_ids
 
     @property
     def tokens(self) -> list[int]:
@@ -50,9 +51,8 @@ class Sequence:
         return self.tokens_from(0)
 
     def tokens_from(self, start: int) -> list[int]:
-        if self.slot < 0:
-            return self.saved[start:]
-        return self.slots.known_tokens(self.slot)[start:].tolist()  # type: ignore[no-any-return]
+        known = self.saved if self.slot < 0 else self.slots.known_tokens(self.slot)
+        return known[start:].tolist()  # type: ignore[no-any-return]
 
     @property
     def outputs(self) -> int:
@@ -73,7 +73,7 @@ class Sequence:
     def append(self, token: int, now: float) -> int:
         """Append a token that was being sampled when the sequence was preempted and lost its slot. Returns what
         `Slots.append` returns: 0, or an index into FINISH if the token ends the sequence."""
-        self.saved.append(token)
+        self.saved = np.append(self.saved, np.int32(token))
         self.first_token_at, self.last_token_at = self.first_token_at or now, now
         self.sampling = False
         return 1 if token in self.request.stop_ids else 2 * (len(self.saved) >= self.length_limit)
@@ -107,7 +107,7 @@ class Request:
     """A prompt with its parameters and choices."""
 
     id: int
-    prompt_ids: list[int]
+    prompt_ids: TokenIds
     params: SamplingParams
     stop_ids: frozenset[int]  # token ids that end a choice
     first: int = 0  # number of the first choice; the others follow, and each token carries the number of its choice
@@ -201,14 +201,14 @@ class Slots:
     def leave(self, sequence: Sequence) -> list[int]:
         """Remove a sequence from its slot, copy its tokens to the sequence, and return its KV pages."""
         slot = sequence.slot
-        sequence.saved += self.tokens[slot, len(sequence.saved) : self.known[slot]].tolist()
+        sequence.saved = self.known_tokens(slot).copy()
         sequence.first_token_at = float(self.first_token_at[slot])
         sequence.last_token_at = float(self.last_token_at[slot]) if sequence.first_token_at else 0.0
         sequence.slot, self.ticket[slot], self.sequence[slot], self.constrained[slot] = -1, -1, None, False
         self.order = self.order[self.order != slot]
         return self.pages_of(slot)
 
-    def known_tokens(self, slot: int) -> NDArray[np.int32]:
+    def known_tokens(self, slot: int) -> TokenIds:
         """Return a view of the known tokens of a slot's sequence, prompt included."""
         return self.tokens[slot, : self.known[slot]]
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megakernel.serving.engine.sampling import FINISH
 
+TokenIds = NDArray[np.int32]
 _NO_TOP: dict[int, float] = {}
 
 

@@ -118,7 +118,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         else:
             tokens = await service.encode_chat(body)
         service.check_count(tokens)
-        return bodies.TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens)
+        return bodies.TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens.tolist())
 
     @app.post("/detokenize", response_model=bodies.DetokenizeResponse, responses=_POST)
     async def detokenize(body: requests.DetokenizeRequest) -> bodies.DetokenizeResponse:

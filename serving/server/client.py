@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.engine.tokens import Token, Tokens
+from megakernel.serving.engine.tokens import Token, TokenIds, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.text.codec import Transcript
@@ -73,7 +73,7 @@ class Answers:
         self,
         client: EngineClient,
         first: int,
-        prompts: Seq[Seq[int]],
+        prompts: Seq[TokenIds],
         params: SamplingParams,
         transcripts: list[Transcript],
         metrics: Metrics | None,
@@ -225,7 +225,7 @@ class EngineClient:
 
     def submit(
         self,
-        prompts: Seq[Seq[int]],
+        prompts: Seq[TokenIds],
         params: SamplingParams,
         client: str,
         transcripts: list[Transcript],
@@ -242,7 +242,7 @@ class EngineClient:
         self._next += answers.choices
         for number in range(answers.first, self._next):
             self._choices[number] = answers
-        self._send(messages.Submit(answers.first, list(map(messages.prompt_bytes, prompts)), params, client, seed))
+        self._send(messages.Submit(answers.first, [ids.tobytes() for ids in prompts], params, client, seed))
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:

@@ -300,7 +300,7 @@ class EngineLoop:
         """Queue all prompts of a job for the engine. Raises MegakernelError if the job must be refused."""
         frontend, first = key
         self._check_room(asked)
-        prompts, n = [messages.prompt_ids(prompt) for prompt in asked.prompts], asked.params.n
+        prompts, n = [np.frombuffer(ids, np.int32) for ids in asked.prompts], asked.params.n
         # Check all prompts before the first one is queued, so that a job is refused as a whole.
         for prompt in prompts if len(prompts) > 1 else ():
             self.engine.check(prompt, asked.params)

@@ -6,11 +6,9 @@ process sends a frontend at most one `Tokens` message."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.tokens import Tokens, pack, unpack
@@ -139,13 +137,3 @@ class Description(msgspec.Struct, frozen=True):
 encode = msgspec.msgpack.Encoder(enc_hook=pack).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend, dec_hook=unpack).decode
-
-
-def prompt_bytes(ids: Seq[int]) -> bytes:
-    """Return token ids in the form in which `Submit` carries them."""
-    return np.array(ids, np.int32).tobytes()
-
-
-def prompt_ids(data: bytes) -> list[int]:
-    found: list[int] = np.frombuffer(data, np.int32).tolist()
-    return found

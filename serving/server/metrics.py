@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megakernel.serving.engine.scheduler import Counts
+from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -100,7 +101,7 @@ class Metrics(Collector):
         self._kv_page = kv_page
         self._labels = {"model_name": model, "engine": "0"}
 
-    def prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+    def prompts(self, prompts: Sequence[TokenIds]) -> None:
         for prompt in prompts:
             self._add("prompt_tokens", len(prompt))
             self._observe("request_prompt_tokens", len(prompt))

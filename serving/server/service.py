@@ -14,10 +14,12 @@ from random import Random
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi.responses import Response
 
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, Delta, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
@@ -95,20 +97,21 @@ class Service:
             )
         return name
 
-    def _encode(self, text: str, add_special: bool) -> list[int]:
-        if add_special or self.tokenizer is None:
-            return self.codec.encode(text)
-        return self.tokenizer.encode(text, add_special=False)
+    def _encode(self, text: str, add_special: bool) -> TokenIds:
+        tokenizer = self.codec.need("give token ids instead of text")
+        return np.array(tokenizer.encode(text, add_special=add_special), np.int32)
 
-    async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool) -> list[list[int]]:
+    async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool) -> list[TokenIds]:
         """Return the token ids of each prompt of a completion request."""
         self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
         return [
-            await self._turns.run(partial(self._encode, prompt, add_special)) if isinstance(prompt, str) else prompt
+            await self._turns.run(partial(self._encode, prompt, add_special))
+            if isinstance(prompt, str)
+            else np.array(prompt, np.int32)
             for prompt in prompts
         ]
 
-    async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> TokenIds:
         """Return the token ids of a conversation, up to where the answer begins. The model may call `tools`."""
         plain = [message.plain() for message in asked.messages]
         told = [encode_json(tools).decode()] if tools else []
@@ -123,9 +126,9 @@ class Service:
             continue_final=bool(asked.continue_final_message),
             add_special=bool(asked.add_special_tokens),
         )
-        return await self._turns.run(conversation)
+        return np.array(await self._turns.run(conversation), np.int32)
 
-    async def decode(self, ids: list[int]) -> str:
+    async def decode(self, ids: Sequence[int] | TokenIds) -> str:
         tokenizer = self.codec.need("token ids cannot be converted to text")
         self.check_count(ids)
         vocab = self.description.vocab
@@ -133,7 +136,7 @@ class Service:
             raise APIError(400, f"token {wrong} is outside the vocabulary of {vocab} tokens", param="tokens")
         return await self._turns.run(partial(tokenizer.decode, ids, skip_special=False))
 
-    def check_count(self, ids: list[int]) -> None:
+    def check_count(self, ids: Sequence[int] | TokenIds) -> None:
         """Raise a 400 if there are more tokens than the context has room for."""
         if len(ids) > self.max_context:
             raise APIError(
@@ -152,7 +155,7 @@ class Service:
                 f" {self._longest} bytes, so a text may have at most {most} bytes, not {size}: shorten the prompt",
             )
 
-    def room(self, prompts: list[list[int]], wanted: int | None) -> None:
+    def room(self, prompts: list[TokenIds], wanted: int | None) -> None:
         """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context. The error
         is also raised if all prompts of the request together have too many tokens."""
         most, total = max_values(self.max_context), sum(map(len, prompts))
@@ -169,7 +172,7 @@ class Service:
                 f" and {asked}: shorten the prompt or lower max_tokens",
             )
 
-    def truncated(self, prompt: list[int], body: Truncated, wanted: int | None) -> list[int]:
+    def truncated(self, prompt: TokenIds, body: Truncated, wanted: int | None) -> TokenIds:
         """Return the last `truncate_prompt_tokens` tokens of the prompt, or the whole prompt if that field is absent.
         If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one)."""
         most = body.truncate_prompt_tokens
@@ -182,7 +185,7 @@ class Service:
             raise APIError(400, told, param="truncate_prompt_tokens")
         return prompt[-most:]
 
-    def answers(self, prompts: list[list[int]], params: SamplingParams, *, special: bool = False) -> Answers:
+    def answers(self, prompts: list[TokenIds], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
         text. Raises EngineDead if the engine has stopped, and MegakernelError for stop strings without a tokenizer."""
         replay = REPLAYED.get()
@@ -230,7 +233,7 @@ class AnswerFormat(ABC):
     last = event(b"[DONE]")
 
     def __init__(
-        self, service: Service, kind: str, body: Sampled, model: str, prompts: list[list[int]], answers: Answers
+        self, service: Service, kind: str, body: Sampled, model: str, prompts: list[TokenIds], answers: Answers
     ) -> None:
         self._service, self._prompts, self._answers = service, prompts, answers
         # Log-probabilities show tokens as text, or as `token_id:N` if the request asks for that or there is no
@@ -283,7 +286,7 @@ class AnswerFormat(ABC):
         if `count` is None. The engine must have sent the prompt's log-probabilities already."""
         if count is None:
             return None
-        return prompt_logprobs(self._tokenizer, self._prompts[index], self._answers.scores[index][1], count)
+        return prompt_logprobs(self._tokenizer, self._prompts[index].tolist(), self._answers.scores[index][1], count)
 
     def _usage(self, completion: int) -> Usage:
         prompt = sum(map(len, self._prompts))

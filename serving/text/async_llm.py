@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
+
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
@@ -50,7 +52,7 @@ class AsyncLLM:
             self._client.start()
         name = str(number) if request_id is None else request_id
         question = Question(name, asked[0], ids, params, self._llm.tokenizer)
-        answers = self._client.submit([ids], params, "", self._llm.codec.transcripts(ids, params))
+        answers = self._client.submit([np.array(ids, np.int32)], params, "", self._llm.codec.transcripts(ids, params))
         try:
             while not answers.finished:
                 await answers.take()

@@ -3,7 +3,7 @@ results convert the ids to text outside the engine's thread, so a slow reader ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,7 @@ class Codec:
         if params.stop_strings and self.tokenizer is None:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
-    def transcripts(self, prompt: Sequence[int], params: SamplingParams, *, special: bool = False) -> list[Transcript]:
+    def transcripts(self, prompt: Iterable[int], params: SamplingParams, *, special: bool = False) -> list[Transcript]:
         """Return a new transcript for each choice (completion). `special` keeps special tokens, whatever `params`
         say."""
         if (tokenizer := self.tokenizer) is None:

@@ -210,7 +210,7 @@ class LLM:
             raise
         results = []
         for given_as, request, transcripts in zip(asked, requests, texts, strict=True):
-            question = Question(str(request.id), given_as, request.prompt_ids, request.params, self.tokenizer)
+            question = Question(str(request.id), given_as, request.prompt_ids.tolist(), request.params, self.tokenizer)
             outputs = [
                 question.output(i, text, (request.added_at, choice.first_token_at, choice.last_token_at), "abort")
                 for i, (text, choice) in enumerate(zip(transcripts, request.choices, strict=True))

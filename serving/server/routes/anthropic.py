@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, Vali
 from pydantic_core import PydanticCustomError
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS
@@ -265,7 +266,7 @@ class _Message(AnswerFormat):
     last = b""  # empty, because the last event of an answer is message_stop
 
     def __init__(
-        self, service: Service, body: MessagesRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
+        self, service: Service, body: MessagesRequest, model: str, prompt: TokenIds, answers: Answers, tools: Tools
     ) -> None:
         super().__init__(service, "msg", body, model, [prompt], answers)
         self._reader = tools.reader(service.codec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi.responses import Response
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
@@ -41,7 +42,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
 
 class _Chat(AnswerFormat):
     def __init__(
-        self, service: Service, body: ChatRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
+        self, service: Service, body: ChatRequest, model: str, prompt: TokenIds, answers: Answers, tools: Tools
     ) -> None:
         super().__init__(service, "chatcmpl", body, model, [prompt], answers)
         self._body, self._tools = body, tools
@@ -66,7 +67,7 @@ class _Chat(AnswerFormat):
                 for message in [self._message(choice)]
             ],
             usage=self._usage(self._answers.completion_tokens),
-            prompt_token_ids=self._prompts[0] if self._shows_ids else None,
+            prompt_token_ids=self._prompts[0].tolist() if self._shows_ids else None,
             prompt_logprobs=self._prompt_logprobs(0, self._body.prompt_logprobs),
         )
         return response.model_dump_json().encode()

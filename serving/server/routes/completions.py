@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 from fastapi.responses import Response
 
 from megakernel.model.tokenizer import TextStream
+from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.http import event
 from megakernel.serving.server.routes import bodies
@@ -33,18 +34,20 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in scored if count is not None), default=None),
     )
-    given = asked if body.truncate_prompt_tokens is None else prompts
-    texts = await _texts(service, given, prompts) if body.echo else []
+    whole = asked if body.truncate_prompt_tokens is None else []
+    texts = await _texts(service, whole, prompts) if body.echo else []
     answers = service.answers(prompts, params)
     completion = _Completion(service, body, model, prompts, texts, answers)
     return await service.respond(answers, completion, bool(body.stream))
 
 
-async def _texts(service: Service, given: Sequence[str] | Sequence[list[int]], prompts: list[list[int]]) -> list[str]:
-    """Return the prompts as text. A prompt that was sent as token ids is decoded."""
+async def _texts(service: Service, whole: Sequence[str | list[int]], prompts: list[TokenIds]) -> list[str]:
+    """Return the prompts as text. `whole` has the prompts as they were sent, or nothing if they were truncated. A
+    prompt that is not text there is decoded."""
     if service.tokenizer is None:
         return [""] * len(prompts)
-    return [one if isinstance(one, str) else await service.decode(ids) for one, ids in zip(given, prompts, strict=True)]
+    pairs = zip_longest(whole, prompts)
+    return [one if isinstance(one, str) else await service.decode(ids) for one, ids in pairs]
 
 
 class _Place:
@@ -66,7 +69,7 @@ class _Completion(AnswerFormat):
         service: Service,
         body: CompletionRequest,
         model: str,
-        prompts: list[list[int]],
+        prompts: list[TokenIds],
         texts: list[str],
         answers: Answers,
     ) -> None:
@@ -126,7 +129,7 @@ class _Completion(AnswerFormat):
             finish_reason=reason,
             stop_reason=stop,
             token_ids=[token.token_id for token in generated] if self._shows_ids else None,
-            prompt_token_ids=self._prompts[delta.prompt] if first and self._shows_ids else None,
+            prompt_token_ids=self._prompts[delta.prompt].tolist() if first and self._shows_ids else None,
         )
 
     def _stream(self, prompt: int) -> TextStream | None:
@@ -135,7 +138,7 @@ class _Completion(AnswerFormat):
 
     def _prompt_offsets(self, index: int) -> list[int]:
         """Return where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
-        ids, tokenizer = self._prompts[index], self._service.tokenizer
+        ids, tokenizer = self._prompts[index].tolist(), self._service.tokenizer
         if tokenizer is None:
             return [0] * len(ids)
         special = list(takewhile(lambda token: not tokenizer.token_bytes(token, skip_special=True), ids))
@@ -146,7 +149,7 @@ class _Completion(AnswerFormat):
     def _prompt_scores(self, index: int) -> list[bodies.Score]:
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
         token precedes it."""
-        prompt, (logprobs, tops) = self._prompts[index], self._answers.scores[index]
+        prompt, (logprobs, tops) = self._prompts[index].tolist(), self._answers.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)
         return [(prompt[0], None, None), *((token, p, bodies.likeliest(top, count, token)) for token, p, top in later)]

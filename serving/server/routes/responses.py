@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
+from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.http import event
@@ -387,7 +388,7 @@ class _Turn(AnswerFormat):
     last = b""  # empty, because the last event of an answer is response.completed or response.incomplete
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, model: str, prompt: list[int], answers: Answers, tools: Tools
+        self, service: Service, body: ResponsesRequest, model: str, prompt: TokenIds, answers: Answers, tools: Tools
     ) -> None:
         super().__init__(service, "resp", body, model, [prompt], answers)
         self._body = body
