@@ -44,8 +44,6 @@ _TABLE = """
     with auto on a GPU, simulation chooses the value of every auto option
 --matmul | text | auto | how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto
     (by a step's token rows)
---pairs | text | off | whether two SMs with matrix units form one worker that loads weight tiles once for both: on, off
-    or auto (whichever the simulator finds faster)
 --no-interleave | switch | off | each worker runs phases one after another instead of alternating between compute-bound
     and memory- or link-bound matmuls
 --no-rank-overlap | switch | off | instructions wait for whole phases of other ranks, not only for the row blocks that

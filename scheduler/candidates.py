@@ -61,29 +61,19 @@ def with_matmul(options: Options, config: ModelConfig, machine: Machine, *, tp: 
 
 
 def resolved(config: ModelConfig, machine: Machine, options: Options, *, tp: int, tokens: int) -> tuple[Machine, Units]:
-    """Return `machine` with the number of workers and the tile sizes that `options` ask for, and the kind of matmul
-    units. With `options.pairs`, two SMs form one worker, so there are half as many workers, and tiles may have twice
-    the rows. Tiles for dot products have fewer rows than tiles for matrix units, and widths that are multiples of
-    another number."""
+    """Return `machine` with the tile sizes that `options` ask for, and the kind of matmul
+    units. Tiles for dot products have fewer rows than tiles for matrix units, and widths that are multiples of another
+    number."""
     target = TARGETS[machine.target]
     units = target.chosen(with_matmul(options, config, machine, tp=tp, tokens=tokens).matmul)
-    sms = 2 if options.pairs == "on" else 1
-    if sms > 1 and units is not Units.TENSOR:
-        raise MegakernelError(
-            "cannot compile for pairs of SMs: only programs for the matrix units of a GPU can use them"
-        )
-    if sms > 1 and config.experts:
-        raise MegakernelError("cannot compile for pairs of SMs: they do not compute experts")
-    if machine.workers % sms:
-        raise MegakernelError(f"cannot compile for pairs of SMs: {machine.workers} is an odd number of workers")
-    rows = min(sms * machine.tile_rows, _tile_rows(config, machine, tp, units, options))
+    rows = min(machine.tile_rows, _tile_rows(config, machine, tp, units, options))
     if rows < 1:
         raise MegakernelError(
             f"cannot compile matmuls as dot products: the inputs of one token take more than {DOT_INPUT_PAGES} "
             "pages of shared memory; use --matmul tensor"
         )
     unit = target.col_unit[units] or machine.col_unit
-    return replace(machine, workers=machine.workers // sms, tile_rows=rows, col_unit=unit), units
+    return replace(machine, tile_rows=rows, col_unit=unit), units
 
 
 def _tile_rows(config: ModelConfig, machine: Machine, tp: int, units: Units, options: Options) -> int:
@@ -148,7 +138,7 @@ def fastest(
         bias_entries=min(_BIAS_PER_ROW * logit_rows, _MAX_BIAS),
         mask_rows=min(logit_rows, MOST_MASKS),
     )
-    dims = Dims(split, bucket, Worker(int(units), machine.ring_pages, 2 if options.pairs == "on" else 1))
+    dims = Dims(split, bucket, Worker(int(units), machine.ring_pages))
     one = Candidate(forward(config), weight_bits, dims, machine, options, stages or Stages())
     return _normed(_shared(one)).tasks
 

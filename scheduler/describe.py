@@ -21,7 +21,6 @@ def describe(program: Program) -> dict[str, Any]:
     by_opcode               the same instructions, counted by the name of their phase (operation)
     per_layer               the instructions of one layer, counted by the name of their phase
     workers, ranks, layers, counters (over all layers), bytes (size of the program file)
-    sms                     SMs per worker
     all_to_all_per_layer    counters of a layer that act as a barrier between two phases with several instructions
                             each: all instructions of one signal the counter, and all of the other wait for it
     waits_per_instruction   {number of waits: instructions}, with those of a layer counted once per layer
@@ -45,7 +44,6 @@ def describe(program: Program) -> dict[str, Any]:
         "by_opcode": dict(by_phase),
         "per_layer": _names(program, program.numbered(1)[0]),
         "workers": program.workers,
-        "sms": dims.worker.sms,
         "ranks": program.ranks,
         "layers": layers,
         "counters": program.total_counters,

@@ -12,7 +12,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("auto", "own", "next", "inside"),
     "queue": ("auto", "none", "attention", "body"),
     "matmul": ("auto", "dots", "tensor"),
-    "pairs": ("off", "on", "auto"),
 }
 
 
@@ -28,8 +27,6 @@ class Options:
     queue          what workers claim from a queue at run time: nothing (none), attention, or a whole layer (body).
                    For auto, `tune.Fastest` simulates all possibilities that these options leave open;
                    `compile_program` treats auto as none
-    pairs          whether a worker is two SMs, which load each weight tile once for both (matrix units of GPUs only);
-                   `compile_program` treats auto as off
     interleave     whether a worker may alternate between memory-bound and compute-bound work of neighbouring
                    operations; if off, operations run one after another
     matmul         dot products on CUDA cores (for few rows) or matrix units; `with_matmul` resolves auto. It has no
@@ -44,7 +41,6 @@ class Options:
     norm: str = "auto"
     queue: str = "auto"
     matmul: str = "auto"
-    pairs: str = "off"
     interleave: bool = True
     overlap_ranks: bool = True
     expert_parallel: bool = False

@@ -233,17 +233,15 @@ def compile_codes() -> dict[Units, Code]:
     return {units: compile_code(units) for units in (Units.DOTS, Units.TENSOR)}
 
 
-def compile_code(units: Units, sms: int = 1) -> Code:
-    """Compile the kernel without tracing, and return its disassembled code. `sms` is 2 for pairs of SMs.
-
-    Raises MegakernelError if a tool is missing.
-    """
+def compile_code(units: Units) -> Code:
+    """Compile the kernel without tracing, and return its disassembled code. Raises MegakernelError if a tool is
+    missing."""
     tool = disassembler()
     if tool is None:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "megakernel.cubin"
-        file.write_bytes(cuda.compiler().compile(cuda.Build(False, units, sms)).code)
+        file.write_bytes(cuda.compiler().compile(cuda.Build(False, units)).code)
         return disassemble(tool, file)
 
 
@@ -336,7 +334,6 @@ def main() -> None:
     codes = compile_codes()
     for units, code in codes.items():
         print_paths(units.name.lower(), Paths(code, units))
-    print_paths("tensor, for pairs of SMs", Paths(compile_code(Units.TENSOR, sms=2), Units.TENSOR))
     report(issue_of(codes))
 
 

@@ -167,7 +167,6 @@ struct Dims {
   int32_t mask_rows;
   int32_t units;
   int32_t ring_pages;
-  int32_t sms;
   MK_DIMS_FN int32_t row_blocks() const { return ceil_div(tokens, row_block); }
   MK_DIMS_FN int32_t pages_per_seq() const { return ceil_div(max_context, kv_page); }
   MK_DIMS_FN int32_t own_rows() const { if (replicated_residual) return tokens; return (ceil_div(row_blocks(), tp) * row_block); }

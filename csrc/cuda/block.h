@@ -24,14 +24,6 @@
 //   outputs  the consumer warps have issued and fenced all of their stores
 //   retired  no warp needs the slot any longer (loaders, storer and consumer warps)
 //
-// With Dims.sms = 2, a worker (which executes one instruction stream) is a pair of SMs with a thread block
-// each. Both blocks run the same instructions, but divide each one's rows or attention work items. Both need
-// the same pages of weights, so only one block loads such a page, and writes it to the rings of both. A slot
-// of the ring is therefore refilled only when the consumer warps of both blocks have released it. The
-// controller warp of SM 0 serves both blocks. Each block has its own `fetched` barriers, but `loaded` and
-// `retired` exist only in SM 0, where warps of both blocks arrive. Neither block exits before both have
-// finished, because until then the other block may access its shared memory.
-//
 // A wait that lasts a millisecond is recorded in `late` (watchdog.h). A wait that exceeds the timeout aborts
 // the launch.
 #pragma once
@@ -42,7 +34,6 @@ namespace mk {
 constexpr int kWarps = kThreads / 32;
 static_assert(kConsumerWarp + kConsumerWarps == kWarps);
 constexpr int kRetiring = 3 + kConsumerWarps;
-constexpr int kSharedPages = kSms > 1 ? kPages : 1;
 
 template <class Barrier>
 struct SlotMemory {
@@ -62,13 +53,8 @@ struct BlockMemory {
   unsigned char pages[kPages][kPageBytes];  // aligned to 1024 bytes on the device
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
-  Barrier parted;            // completes once all loader warps of the worker have finished
-  uint32_t passed[kSms][2];  // [SM][loader]: number of pages that the loader had processed when it ended
-
-  // For workers of two SMs, where one SM loads each page of weights for both. Entry s is for the newest page
-  // in slot s of the ring: the size of its weights in bytes, negative if the other SM loads them, or 0 if the
-  // page has no weights.
-  int32_t shared[kSharedPages];
+  Barrier parted;      // completes once both loader warps have finished
+  uint32_t passed[2];  // [loader]: number of pages that the loader had processed when it ended
   Late late[kWarps];
   Sizes dims;
   StepView step;
@@ -80,12 +66,6 @@ template <class P>
 using Slot = SlotMemory<typename P::Barrier>;
 template <class P>
 using Block = BlockMemory<typename P::Barrier>;
-
-// Returns which SM of its worker a block runs on.
-template <class Barrier>
-MK_FN int sm_of(const BlockMemory<Barrier>& block) {
-  return kSms == 1 ? 0 : block.index % kSms;
-}
 
 // Returns the instruction slot of instruction j of a block; slot_parity returns the parity of its barriers'
 // phase.
@@ -100,16 +80,5 @@ struct Page {
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }
-
-// Tells the loaders that `count` consumer warps of the block no longer need the page in slot `slot` of the
-// ring. It arrives `count` times and not once with a count. With two SMs per worker, warps that release the
-// slot's next page may already arrive at the other SM's barrier between this warp's two calls. Then the phase
-// completes before all of this warp's arrivals, and the rest count for the next phase. A single arrival that
-// exceeds its phase would break the barrier.
-template <class P>
-MK_FN void release_page(P& p, Block<P>& block, int slot, int count = 1) {
-  p.arrive(block.empty[slot], count);
-  if constexpr (kSms > 1) p.arrive_at(1 - sm_of(block), block.empty[slot], count);
-}
 
 }  // namespace mk

@@ -33,7 +33,7 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     p.fence_async();
     p.arrive(slot.outputs);
     if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COMPUTE, begin);
-    p.arrive_at(0, slot.retired);
+    p.arrive(slot.retired);
   }
 }
 

@@ -1,5 +1,5 @@
-// The controller warp reads its worker's stream of instructions and hands each one to the other warps, on
-// both SMs if the worker has two. It also claims instructions from queues that all workers of a rank share.
+// The controller warp reads its worker's stream of instructions and hands each one to the other warps. It
+// also claims instructions from queues that all workers of a rank share.
 #pragma once
 #include "counters.h"
 #include "plan.h"
@@ -15,7 +15,6 @@ class Controller {
   }
 
   MK_FN void run() {
-    if (sm_of(block_) != 0) return;
     walk();
     publish(nullptr, between());
   }
@@ -95,8 +94,8 @@ class Controller {
   }
   MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
-  // Hands an instruction's record to the other warps, in the blocks of all SMs of the worker. An experts
-  // record is handed over in parts (routes.h). A null record marks the end of the stream.
+  // Hands an instruction's record to the other warps. An experts record is handed over in parts (routes.h). A
+  // null record marks the end of the stream.
   MK_FN void publish(const int32_t* record, const Where& where) {
     int32_t done = 0;
     MK_LOOP do { done = publish_part(record, where, done); }
@@ -108,60 +107,34 @@ class Controller {
   MK_FN int32_t publish_part(const int32_t* record, const Where& where, [[maybe_unused]] int32_t done) {
     if (!wait_for_room(kSlots, where)) return 0;
     [[maybe_unused]] const uint64_t begin = p_.now();
-    Operation operation = Operation::kJoin;
-    int32_t ahead = 0, next = 0;
-    if constexpr (kSms > 1) {
-      if (record) operation = operation_of(record);
-      if (operation == Operation::kAttention)
-        ahead = pages_ahead(block_.dims, block_.step, operands<Attention>(record).slot,
-                            block_.dims.span(where.layer));
+    Slot<P>& slot = block_.slots[slot_of(published_)];
+    describe(slot.task, record, where);
+    int32_t next = 0;
+    if constexpr (kHasExperts) {
+      p_.sync_warp();
+      if (is_experts(slot.task)) {
+        if (!wait_words(p_, params_, block_.dims, slot.task)) return 0;
+        next = choose_rows(p_, Routes(params_, block_.dims), slot.task, done);
+      }
     }
-    MK_LOOP for (int sm = 0; sm < kSms; ++sm) {
-      Slot<P>& slot = block_.slots[slot_of(published_)];
-      Task& task = p_.at_sm(sm, slot.task);
-      for (int i = p_.lane(); i < kWords; i += P::kLanes)
-        task.record[i] = record ? word_of(record, i, operation, sm) : 0;
-      if (p_.lane() == 0) {
-        task.where = where;
-        if constexpr (kSms > 1) {
-          task.sm = sm;
-          const int32_t behind = sm == 0 ? -ahead : ahead;
-          task.empty = behind > 0 ? behind : 0;
-        }
-      }
-      const int32_t n = record ? record_phase(record) : 0;
-      if constexpr (kHolds) {
-        if (p_.lane() == n % P::kLanes) task.phase = held(n);
-      } else {
-        const auto* from = reinterpret_cast<const int32_t*>(&held(n));
-        auto* to = reinterpret_cast<int32_t*>(&task.phase);
-        for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
-      }
-      if constexpr (kHasExperts) {
-        p_.sync_warp();
-        if (is_experts(task)) {
-          if (!wait_words(p_, params_, block_.dims, task)) return 0;
-          next = choose_rows(p_, Routes(params_, block_.dims), task, done);
-        }
-      }
-      p_.arrive_at(sm, slot.fetched);
-    }
+    p_.arrive(slot.fetched);
     if (record) p_.trace(where, Role::CONTROLLER, IntervalKind::FETCH, begin);
     ++published_;
     return next;
   }
 
-  // Returns word i of an instruction record, as SM `sm` of the worker gets it. If a worker has two SMs, they
-  // divide the instruction's rows. So the operands "first row" and "number of rows" differ between the SMs,
-  // and all other words are those of `record`.
-  MK_FN static int32_t word_of(const int32_t* record, int i, Operation operation, int sm) {
-    if constexpr (kSms == 1) return record[i];
-    const bool rows = operation != Operation::kAttention && operation != Operation::kJoin;
-    if (!rows || i < kOperandWord || i > kOperandWord + 1) return record[i];
-    const int32_t all = record[kOperandWord + 1], unit = operation == Operation::kMatmul ? kBoxRows : 1;
-    const int32_t first = lower_of(all, ceil_div(all, kSms * unit) * unit);
-    if (i == kOperandWord) return record[i] + sm * first;
-    return sm == 0 ? first : all - first;
+  // Writes what the other warps must know of an instruction.
+  MK_FN void describe(Task& task, const int32_t* record, const Where& where) {
+    for (int i = p_.lane(); i < kWords; i += P::kLanes) task.record[i] = record ? record[i] : 0;
+    if (p_.lane() == 0) task.where = where;
+    const int32_t n = record ? record_phase(record) : 0;
+    if constexpr (kHolds) {
+      if (p_.lane() == n % P::kLanes) task.phase = held(n);
+    } else {
+      const auto* from = reinterpret_cast<const int32_t*>(&held(n));
+      auto* to = reinterpret_cast<int32_t*>(&task.phase);
+      for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
+    }
   }
 
   P& p_;
@@ -169,10 +142,9 @@ class Controller {
   const Params& params_;
   uint32_t published_ = 0;
   // A copy of the rank's phases (the model's operations, isa.h) in registers, divided among the lanes, so
-  // that they need no shared memory. With two SMs per worker, or with experts, registers are short, so lanes
-  // load a phase from memory, word by word. On two SMs this costs relatively little, because instructions
-  // take longer.
-  static constexpr bool kHolds = kSms == 1 && !kHasExperts;
+  // that they need no shared memory. With experts, registers are short, so lanes load a phase from memory,
+  // word by word.
+  static constexpr bool kHolds = !kHasExperts;
   static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
   static_assert(kHeld * P::kLanes == kMaxPhases + 1);
   Phase phases_[kHeld];

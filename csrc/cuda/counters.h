@@ -15,13 +15,11 @@ MK_FN Scope scope_of(const Params& params, const Sizes& d) {
 }
 
 // Returns the address of a counter, and the value that it must reach in this launch. Counters are not reset
-// between launches. So the value is the counter's total for one launch, times the number of launches so far,
-// times kSms, because each SM of a worker signals separately.
+// between launches. So the value is the counter's total for one launch, times the number of launches so far.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
   return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
-          params.launch * kSms *
-              static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
+          params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
 // Waits for the counters that an instruction record's wait words name directly (without the INDEXED bit).
@@ -133,7 +131,7 @@ MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepVie
                       : rank == kOwner  ? residual_ranks(d, row)
                                         : Ranks{rank, rank + 1};
   arrive(p, params, d, ranks, task.where.block, word_counter(word) + row / d.row_block,
-         kSms * s.item_rows[item] * s.item_kv_heads[item]);
+         s.item_rows[item] * s.item_kv_heads[item]);
 }
 
 }  // namespace mk

@@ -71,22 +71,15 @@ class Device {
   }
   MK_DEVICE void sync_block() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if constexpr (kSms == 1) {
-      asm volatile("bar.sync 0;" ::: "memory");
-    } else {
-      __syncwarp();
-      asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
-    }
+    asm volatile("bar.sync 0;" ::: "memory");
   }
 
-  MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where) {
-    return wait_for<kSms>(b, parity, where);
-  }
+  MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where) { return wait_for(b, parity, where); }
   MK_DEVICE bool wait_always(Barrier& b, uint32_t parity, const Where& where = between()) {
-    if (wait_for<kSms>(b, parity, where)) return true;
+    if (wait_for(b, parity, where)) return true;
     uint32_t since = 0;
     bool held = false;
-    while (!held && waited(since) <= kLeaveTicks) held = try_wait<kSms>(b, parity);
+    while (!held && waited(since) <= kLeaveTicks) held = try_wait(b, parity);
     return __all_sync(0xFFFFFFFFu, held);
   }
   MK_DEVICE void arrive(Barrier& b, int count = 1) {
@@ -94,23 +87,6 @@ class Device {
     if (lane_ < count)
       asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared::cta.b64 s, [%0]; }" ::"r"(at(b))
                    : "memory");
-  }
-  MK_DEVICE void arrive_at(int sm, Barrier& b, int count = 1) {
-    if constexpr (kSms == 1) return arrive(b, count);
-    __syncwarp();
-    if (lane_ < count)
-      asm volatile(
-          "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-          " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(at(b)),
-          "r"(sm)
-          : "memory");
-  }
-  template <class T>
-  MK_DEVICE T& at_sm(int sm, T& here) {
-    if constexpr (kSms == 1) return here;
-    T* there;
-    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(&here), "r"(sm));
-    return *there;
   }
   MK_DEVICE void expect(Barrier& b, uint32_t bytes) {
     if (lane_ == 0)
@@ -131,13 +107,6 @@ class Device {
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
         "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b))
-        : "memory");
-  }
-  MK_DEVICE void load_tile_for_all(void* to, const TensorMap& map, int x, int y, int z, Barrier& b) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(at(b)), "h"(static_cast<uint16_t>((1 << kSms) - 1))
         : "memory");
   }
   // Loads weights with the L2 policy "evict first". Each weight is read once per launch, so it need not stay
@@ -257,7 +226,7 @@ class Device {
   }
   MK_DEVICE void trace(const Where& where, Role role, IntervalKind kind, uint64_t begin, int slot = 0) {
     const uint64_t end = now();
-    if (lane_ != 0 || sm_of(block_) != 0) return;  // the first SM of a worker records for both SMs
+    if (lane_ != 0) return;
     const int32_t i = atomicAdd(traced_, 1);
     if (i >= params_.trace_capacity) return;
     const int32_t layer = where.segment == kPrologue   ? kTracePrologue
@@ -268,9 +237,9 @@ class Device {
         .end = end,
         .instruction = static_cast<uint32_t>(where.number),
         .launch = params_.launch,
-        .worker = static_cast<uint16_t>(blockIdx.x / kSms % params_.workers),
+        .worker = static_cast<uint16_t>(blockIdx.x % params_.workers),
         .layer = static_cast<uint16_t>(layer),
-        .rank = static_cast<uint8_t>(params_.first_rank + blockIdx.x / kSms / params_.workers),
+        .rank = static_cast<uint8_t>(params_.first_rank + blockIdx.x / params_.workers),
         .role = static_cast<uint8_t>(role),
         .kind = static_cast<uint8_t>(kind),
         .slot = static_cast<uint8_t>(slot),
@@ -298,34 +267,22 @@ class Device {
   MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }
 
   // Returns whether the barrier's phase with this parity has completed. If so, this warp sees everything that
-  // the arriving warps wrote before they arrived. The arriving warps may belong to any of kBlocks blocks of
-  // the cluster.
-  template <int kBlocks>
+  // the arriving warps wrote before they arrived.
   MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
     uint32_t done;
-    if constexpr (kBlocks == 1) {
-      asm volatile(
-          "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;"
-          " selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
-          : "memory");
-    } else {
-      asm volatile(
-          "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2, %3;"
-          " selp.u32 %0, 1, 0, p; }"
-          : "=r"(done)
-          : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
-          : "memory");
-    }
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
+        : "memory");
     return done != 0;
   }
-  template <int kBlocks>
   MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where) {
-    bool held = try_wait<kBlocks>(b, parity);
+    bool held = try_wait(b, parity);
     if (!held) {
       uint32_t since = 0;
-      while (!(held = try_wait<kBlocks>(b, parity)) && still_wait(since, &b, parity, where)) {
+      while (!(held = try_wait(b, parity)) && still_wait(since, &b, parity, where)) {
       }
       if (since != 0) forget_late();
     }

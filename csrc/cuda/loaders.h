@@ -7,39 +7,16 @@
 
 namespace mk {
 
-// Records in the block's state what is loaded into slot `slot` of the ring. Needed only if a worker is two
-// SMs, where one SM loads each page of weights for both. `bytes` is the size of the page's weights: negative
-// if the other SM loads them, 0 if the page has no weights.
-template <class P>
-MK_FN void note_shared(P& p, Block<P>& block, int slot, int32_t bytes) {
-  if (p.lane() == 0) block.shared[slot] = bytes;
-}
-
-// Starts the load of a page into slot `slot` of the ring. If a worker is two SMs, they take turns: each page
-// of weights is loaded by one SM for both. `rows` is the result of `pieces_of`. If a single copy loads a page
-// of weights for dot products, also prefetches a later page of weights into the L2 cache, so that memory
-// stays busy while workers wait for one another.
+// Starts the load of a page into slot `slot` of the ring. `rows` is the result of `pieces_of`. If a single
+// copy loads a page of weights for dot products, also prefetches a later page of weights into the L2 cache,
+// so that memory stays busy while workers wait for one another.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
   unsigned char* page = block.pages[slot];
   typename P::Barrier& full = block.full[slot];
-  const uint32_t bytes = use.bytes();
-  p.expect(full, bytes);
-  const bool shared = kSms > 1 && use.fill == Fill::kWeights;
-  if (shared) {
-    const bool turn = use.turn % kSms == sm_of(block);
-    note_shared(p, block, slot, turn ? static_cast<int32_t>(bytes) : -static_cast<int32_t>(bytes));
-    if (!turn) return;
-  }
+  p.expect(full, use.bytes());
   const TensorMap& map = map_of(params, block.rank, use.buffer, use.whole);
-  const auto load_tile = [&](void* to, int32_t x, int32_t y) {
-    if (shared) {
-      p.load_tile_for_all(to, map, x, y, use.z, full);
-    } else {
-      p.load_tile(to, map, x, y, use.z, full);
-    }
-  };
   if (use.whole) {
     if (p.lane() == 0) {
       if ((kHasExperts || uses_dots(block.dims)) && use.pieces) {
@@ -54,7 +31,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
         if (ahead > 0 && y + unit_cols(m) <= m.tile.col + m.tile.cols)
           p.prefetch_columns(map, piece, two ? y : use.member, two ? use.member : y / 2, use.z);
       } else {
-        load_tile(page, use.x, use.y);
+        p.load_tile(page, map, use.x, use.y, use.z, full);
       }
     }
   } else if (use.pieces) {
@@ -65,7 +42,8 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
   } else {
-    use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) { load_tile(page + box.at, box.x, box.y); });
+    use.for_boxes(p.lane(), P::kLanes,
+                  [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
   }
   p.sync_warp();
 }
@@ -88,37 +66,17 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
 // Called by a loader (0 weights, 1 inputs) when its stream ends, after `page` pages. It matters after an
 // abort: loads may still be in flight, and a block must not end before they complete. So this function waits
 // for the `full` barriers of all pages in the ring. Both loaders must arrive at each of these barriers. A
-// loader that has processed fewer pages than another therefore first arrives for the pages that it has
-// missed. A page is skipped if the other SM should have loaded it for both but has not.
+// loader that has processed fewer pages than the other therefore first arrives for the pages that it has
+// missed.
 template <class P>
 MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
-  const int own = sm_of(block), other = kSms - 1 - own;
-  MK_UNROLL for (int sm = 0; sm < kSms; ++sm) {
-    if (p.lane() == 0) p.at_sm(sm, block).passed[own][loader] = page;
-    p.arrive_at(sm, block.parted);
-  }
+  if (p.lane() == 0) block.passed[loader] = page;
+  p.arrive(block.parted);
   if (!p.wait_always(block.parted, 0)) return;
-  uint32_t last = page;
-  const auto include = [&](uint32_t passed) { last = passed > last ? passed : last; };
-  include(block.passed[own][1 - loader]);
-  if constexpr (kSms > 1) {
-    include(block.passed[other][0]);
-    include(block.passed[other][1]);
-  }
-  const uint32_t asked = block.passed[own][0], asked_there = block.passed[other][0];
-  MK_LOOP for (; page < last; ++page) {
-    const int slot = page_of(page).slot;
-    int32_t bytes = 0;
-    if (kSms > 1 && loader == 0 && page < asked_there) bytes = p.at_sm(other, block).shared[slot];
-    if (bytes > 0) {
-      p.expect(block.full[slot], bytes);
-    } else {
-      p.arrive(block.full[slot]);
-    }
-  }
+  const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
+  MK_LOOP for (; page < last; ++page) p.arrive(block.full[page_of(page).slot]);
   MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n) {
     const Page at = page_of(n);
-    if (kSms > 1 && n >= asked_there && n < asked && block.shared[at.slot] < 0) continue;
     if (!p.wait_always(block.full[at.slot], at.parity)) return;
   }
 }
@@ -162,11 +120,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              }
              const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
              if (kAblation != Ablation::kCopies && use.fill == own) {
-               // In builds for workers of two SMs, no register is left for `begin`.
-               if (kSms == 1 && begin == 0) begin = p.now();
+               if (begin == 0) begin = p.now();
                fill(p, block, params, task, use, at.slot, rows);
              } else {
-               if (kSms > 1 && !inputs) note_shared(p, block, at.slot, 0);
                p.arrive(block.full[at.slot]);
              }
              ++page;
@@ -174,8 +130,8 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
            });
     if (waits) p.arrive(slot.inputs);  // aborted, or there are no rows
     if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
-    p.arrive_at(0, slot.loaded);
-    p.arrive_at(0, slot.retired);
+    p.arrive(slot.loaded);
+    p.arrive(slot.retired);
   }
   settle_loads(p, block, inputs ? 1 : 0, page);
 }

@@ -1,7 +1,7 @@
 // The megakernel: each SM runs one block, which executes its worker's instruction stream from the first to
 // the last instruction. Compile this file, the only one with device code, for sm_90a. -DMK_TRACE=1 makes the
-// kernel record a trace. -DMK_UNITS and -DMK_SMS must equal Dims.units and Dims.sms of the programs to run.
-// For -DMK_EXPERTS and -DMK_WIDE see platform.h, and for -DMK_ABLATION ablation.h.
+// kernel record a trace. -DMK_UNITS must equal Dims.units of the programs to run. For -DMK_EXPERTS and
+// -DMK_WIDE see platform.h, and for -DMK_ABLATION ablation.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -47,18 +47,11 @@ MK_DEVICE void stamp(Device& p, uint64_t* to) {
 
 }  // namespace mk
 
-// If a worker is several SMs, its blocks form a cluster.
-#if defined(MK_SMS) && MK_SMS > 1
-#define MK_CLUSTER __cluster_dims__(mk::kSms)
-#else
-#define MK_CLUSTER
-#endif
-
-extern "C" __global__ void MK_CLUSTER __launch_bounds__(mk::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
     megakernel(const __grid_constant__ mk::Params params) {
   using namespace mk;
   extern __shared__ __align__(kAlignment) unsigned char memory[];
-  if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers * kSms) return;
+  if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers) return;
   Shared& shared =
       // `here` hides the address from the compiler, which would otherwise hoist all address computations
       *reinterpret_cast<Shared*>(memory + here(0));
@@ -81,9 +74,8 @@ extern "C" __global__ void MK_CLUSTER __launch_bounds__(mk::kThreads, 1)
   }
   Device last(params, shared.block);  // a new object: keeping `p` until here would cost registers
   report(last, shared.block, params);
-  if constexpr (kSms > 1) p.sync_block();
 #if MK_TRACE
-  if constexpr (kSms == 1) p.sync_block();
+  p.sync_block();
   if (threadIdx.x == 0) {
     params.trace_counts[blockIdx.x] = shared.traced;
     stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps + 2);

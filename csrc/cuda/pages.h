@@ -37,7 +37,7 @@ class Pages {
   // cores read through the async proxy and need no fence.
   MK_FN void release(int i, int n = 1) {
     if (generic_) p_.fence_pages();
-    for (const int end = i + n; i < end; ++i) release_page(p_, block_, page_of(first_ + i).slot);
+    for (const int end = i + n; i < end; ++i) p_.arrive(block_.empty[page_of(first_ + i).slot]);
     next_ += n;
   }
 

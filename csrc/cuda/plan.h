@@ -46,7 +46,6 @@ struct PageUse {
   // attention: whether this is the first page of an item. Before it loads such a page, the loader waits for
   // the item's counters.
   bool opens = false;
-  int32_t turn = 0;  // weights for tensor cores: SM turn % kSms of the worker loads the page
 
   // Calls each(Box) for every stride-th box or piece of the page, starting with number `first`.
   template <class Each>
@@ -197,8 +196,7 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
                  .x = x,
                  .y = col + first,
                  .z = z,
-                 .boxes = boxes,
-                 .turn = members == 3 ? member - 1 : x / kTileInner};
+                 .boxes = boxes};
         }
         if (++member == members) {
           member = 0;
@@ -317,10 +315,9 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// The attention work items of a task are [first_item(), end_item()). If a worker has two SMs, each SM
-// executes every second item, and first_item() is the first one of this SM.
+// The attention work items of a task are [first_item(), end_item()).
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
-  return s.slot_items[operands<Attention>(task.record).slot] + (kSms == 1 ? 0 : task.sm);
+  return s.slot_items[operands<Attention>(task.record).slot];
 }
 MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
@@ -365,23 +362,20 @@ MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4
 //
 // An item without KV blocks to read has one empty page, which becomes full once the item's counters are
 // complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.
-// With two SMs per worker, the SM that uses fewer pages adds `task.empty` empty ones, so both use equally
-// many.
 template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
-  const bool behind = kSms > 1 && item >= end_item(s, task);
-  const KvBlocks own = behind ? KvBlocks{0, 0} : visible_blocks(s, item, d.span(task.where.layer));
+  const KvBlocks own = visible_blocks(s, item, d.span(task.where.layer));
   const bool empty = own.begin == own.end;
   const int32_t of_head = empty ? 1 : head_units(d, s, item);
   const int32_t units = empty ? 1 : s.item_kv_heads[item] * of_head;
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows * head_parts(d));
   const int32_t halves = narrow ? 1 : 2 * head_parts(d), pages = empty ? 1 : 2 * halves;
-  bool opens = !behind;
+  bool opens = true;
   MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
     const int32_t first = s.item_kv_head[item] + pass / of_head;
     const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / of_head;
-    int32_t blocks = behind ? task.empty : empty ? 1 : own.end - own.begin;
+    int32_t blocks = empty ? 1 : own.end - own.begin;
     MK_LOOP for (int32_t block = own.begin; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
         const int64_t seq = s.item_seq[here(item)];
@@ -413,27 +407,6 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Returns the number of pages that `item_pages` lists for an item of the slot in a layer with this span.
-MK_FN int32_t item_page_count(const Sizes& d, const StepView& s, int32_t item, int32_t span) {
-  const KvBlocks own = visible_blocks(s, item, span);
-  if (own.begin == own.end) return 1;
-  const int32_t of_head = head_units(d, s, item);
-  // `unit` is the first unit of the current KV head. `passes` sums, over the heads, the number of passes that
-  // contain units of the head.
-  int32_t passes = 0, unit = 0;
-  MK_LOOP for (int32_t head = s.item_kv_heads[item]; head > 0; --head, unit += of_head) passes +=
-      (unit + of_head - 1) / kConsumerWarps - unit / kConsumerWarps + 1;
-  return passes * (own.end - own.begin) * kv_pages(d);
-}
-
-// Returns how many more pages the attention slot's items use on SM 0 of the worker than on SM 1.
-MK_FN int32_t pages_ahead(const Sizes& d, const StepView& s, int32_t slot, int32_t span) {
-  int32_t ahead = 0, sign = 1;
-  MK_LOOP for (int32_t item = s.slot_items[slot]; item < s.slot_items[slot + 1]; ++item, sign = -sign)
-      ahead += sign * item_page_count(d, s, item, span);
-  return ahead;
-}
-
 // Calls each(PageUse) for every page of the instruction, in order. Stops and returns false once `each`
 // returns false.
 template <class Each>
@@ -445,8 +418,7 @@ MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&&
     case PagedOperation::kMatmul:
       return by_dots(d, task) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
     case PagedOperation::kAttention: {
-      const auto end = [&] { return end_item(s, task) + (kSms > 1 && task.empty > 0 ? kSms : 0); };
-      MK_LOOP for (int32_t item = first_item(s, task); item < end(); item += kSms) {
+      MK_LOOP for (int32_t item = first_item(s, task); item < end_item(s, task); ++item) {
         if (!item_pages(d, s, task, item, each)) return false;
       }
       break;

@@ -16,13 +16,12 @@
 //                                            that their parity alternates
 //   void init(Barrier&, int arrivals)        sets the number of arrivals that complete a phase. It is called
 //                                            before sync_block()
-//   void sync_block()                        synchronises all warps of the worker's blocks. It is called when
-//                                            the blocks begin and before they end
+//   void sync_block()                        synchronises all warps of the block. It is called when the block
+//                                            begins and, if it is traced, before it ends
 //   bool wait(Barrier&, uint32_t parity, const Where&)
 //                                            waits until the phase with that parity has completed, then
-//                                            acquires from all blocks of the worker. For a new barrier, a
-//                                            wait for parity 1 returns at once. Returns false if the launch
-//                                            was aborted
+//                                            acquires. For a new barrier, a wait for parity 1 returns at
+//                                            once. Returns false if the launch was aborted
 //   bool wait_always(Barrier&, parity, const Where& = between())
 //                                            does the same as wait(), but keeps waiting after an abort.
 //                                            Returns false if the phase is still incomplete long after the
@@ -30,11 +29,6 @@
 //   void arrive(Barrier&, int count = 1)     arrives, and releases the warp's earlier writes at block scope.
 //                                            The first `count` lanes arrive once each; on the host, the one
 //                                            lane arrives `count` times
-//   void arrive_at(int sm, Barrier&, int count = 1)
-//                                            does the same at the copy of the barrier in SM `sm` of the
-//                                            worker, and releases the warp's earlier writes to both blocks
-//   T& at_sm(int sm, T&)                     returns the same object in the shared memory of SM `sm` of the
-//                                            worker
 //   void expect(Barrier&, uint32_t bytes)    arrives once. The phase then completes only after loads have
 //                                            delivered this many bytes
 //
@@ -42,8 +36,6 @@
 //                                            copies. It is called before the block's first copies with the
 //                                            map, and before sync_block()
 //   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
-//   void load_tile_for_all(..)               loads a tile to the same address in all blocks of the worker;
-//                                            each block's own copy of the barrier counts the bytes
 //   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
 //                                            loads `bytes` bytes. All of these loads are asynchronous, and
@@ -99,23 +91,14 @@
 
 namespace mk {
 
-// The number of SMs per worker, 1 or 2. The blocks of two SMs are neighbours in the grid and form a cluster
-// (block.h). A build with -DMK_SMS=n runs only programs whose Dims.sms is n.
-#if defined(MK_SMS)
-constexpr int kSms = MK_SMS;
-#else
-constexpr int kSms = 1;
-#endif
-
 // Whether the build has the code for layers with experts, and for attention sinks, which only models with
 // experts have. Builds without it hand over every instruction faster. -DMK_EXPERTS=1 must be set exactly if
 // Dims.experts of the programs to run is not 0.
 #if defined(MK_EXPERTS)
 constexpr bool kHasExperts = MK_EXPERTS;
 #else
-constexpr bool kHasExperts = kSms == 1;
+constexpr bool kHasExperts = true;
 #endif
-static_assert(!kHasExperts || kSms == 1, "workers of two SMs do not compute experts");
 
 // Whether the build has the code for wide norms and heads: norms over all heads of q and of k, rounding
 // without a norm, and heads of more than kHeadPart elements. Few models need this code, and without it the

@@ -10,13 +10,13 @@
 namespace mk {
 
 // Initialises the shared memory of block number `index` of the grid. All warps of the block call it. The
-// block must have an instruction stream, so `index` must be below ranks * workers * kSms.
+// block must have an instruction stream, so `index` must be below ranks * workers.
 template <class P>
 MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
   if (p.warp() == kControllerWarp && p.lane() == 0) {
     block.index = index;
-    block.rank = params.first_rank + index / kSms / params.workers;
-    block.worker = index / kSms % params.workers;
+    block.rank = params.first_rank + index / params.workers;
+    block.worker = index % params.workers;
     Dims dims = params.dims[block.rank];
     if constexpr (!kHasExperts) dims.expert_parallel = 0;  // leaves out the code for the other case
     block.dims = sizes_of(dims);
@@ -24,19 +24,19 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     MK_LOOP for (int i = 0; i < kPages; ++i) {
       p.init(block.full[i], 2);
       p.init(block.ready[i], kConsumerWarps);
-      p.init(block.empty[i], kSms * kConsumerWarps);
+      p.init(block.empty[i], kConsumerWarps);
     }
-    p.init(block.parted, kSms * 2);
+    p.init(block.parted, 2);
     for (Late& late : block.late) late.what = nullptr;
     MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);
-      p.init(slot.loaded, kSms * 2);
+      p.init(slot.loaded, 2);
       p.init(slot.outputs, kConsumerWarps);
-      p.init(slot.retired, kSms * kRetiring);
+      p.init(slot.retired, kRetiring);
     }
   }
-  const int32_t rank = params.first_rank + index / kSms / params.workers;
+  const int32_t rank = params.first_rank + index / params.workers;
   MK_LOOP for (int i = p.warp(); i < params.dims->tp * kBuffers * kMaps; i += kWarps) {
     const int copy = i / kMaps;
     const uint64_t used = copy / kBuffers == rank ? params.mapped : params.mapped_everywhere;

@@ -43,7 +43,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     const auto release = [&](int pending) {
       if (reading < 0) return;
       p.wait_read(pending);
-      release_page(p, block, reading, kConsumerWarps);
+      p.arrive(block.empty[reading], kConsumerWarps);
     };
     live = live && for_pages(block.dims, block.step, slot.task, [&](const PageUse& use) {
              const Page at = page_of(page++);
@@ -69,7 +69,7 @@ MK_FN void store_outputs(P& p, Block<P>& block, const Params& params) {
     if (stored) p.wait_stores();
     if (live) signals.send(p);
     if (begin) p.trace(slot.task.where, Role::STORER, IntervalKind::STORE, begin);
-    p.arrive_at(0, slot.retired);
+    p.arrive(slot.retired);
   }
 }
 

@@ -59,7 +59,7 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, default: Any =
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
-    names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul", "pairs")
+    names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul")
     for name in (*names, "no_interleave", "no_rank_overlap"):
         add_setting(parser, name)
 
@@ -74,7 +74,6 @@ def lowering(args: argparse.Namespace) -> Options:
         norm=args.norm,
         queue=args.queue,
         matmul=args.matmul,
-        pairs=args.pairs,
         expert_parallel=args.enable_expert_parallel,
         interleave=not args.no_interleave,
         overlap_ranks=not args.no_rank_overlap,

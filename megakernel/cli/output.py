@@ -118,8 +118,8 @@ def lowering_text(lowering: dict[str, str]) -> str:
 
 
 def workers_text(program: Program) -> str:
-    """A text with the number of workers (SMs or CPU cores) per rank. If a worker is a pair of SMs, the text says so."""
-    return f"{program.workers} workers" + (f" of {program.dims.worker.sms} SMs" if program.dims.worker.sms > 1 else "")
+    """A text with the number of workers (SMs or CPU cores) per rank."""
+    return f"{program.workers} workers"
 
 
 def bytes_text(count: float) -> str:

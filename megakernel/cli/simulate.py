@@ -135,7 +135,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
                     "--model instead of FILE"
                 )
         program, tied = load_program(args.file), True
-        workers, name = args.workers or program.processors, args.machine or program.machine
+        workers, name = args.workers or program.workers, args.machine or program.machine
         if not args.machine and name not in {HOST, *machines.MACHINES}:
             raise MegakernelError(f"{args.file} was compiled for {name}, whose rates are unknown: give --machine")
         _check_size(name, workers, program.ranks, f"choose a --machine that {args.file} fits")
@@ -147,7 +147,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
         args.max_model_len = args.max_model_len or _CONTEXT
         with output.busy("compiling"):
             program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
-        machine, tied = machine.with_workers(program.processors), config.tied
+        machine, tied = machine.with_workers(program.workers), config.tied
     return program, host_machine(program) if machine.name == HOST else machine, tied
 
 

@@ -293,11 +293,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Worker:
-    """What executes a stream of instructions: a CPU core, an SM or a pair of SMs."""
+    """What executes a stream of instructions: a CPU core or an SM."""
 
     units: int = 0  # which units compute matmuls (see Units); the bits of the results depend on it
     ring_pages: int = 0  # shared-memory pages of an SM's ring buffer; 0 for a CPU
-    sms: int = 1  # SMs of a worker; two SMs load weights once for both, and each has half of the rows
 
 
 @_hashed_once

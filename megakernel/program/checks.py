@@ -153,8 +153,6 @@ def _sizes(d: Dims) -> Iterator[str]:
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"
         yield f"dtype {d.model.dtype}, units {d.worker.units}, {ring} or a flag is out of range"
-    if d.worker.sms not in ((1, 2) if d.worker.units == Units.TENSOR else (1,)):
-        yield f"workers of {d.worker.sms} SMs are not possible: a worker has one, or two where matrix units compute"
     if d.model.heads % d.model.kv_heads or d.model.head_dim % 2:
         heads = f"{d.model.heads} heads of {d.model.head_dim} elements"
         yield f"{heads} do not fit {d.model.kv_heads} KV heads and RoPE pairs"

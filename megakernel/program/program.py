@@ -47,7 +47,7 @@ from ..isa.record import WORDS, Records, phase_number
 #   ..  the header: JSON, and spaces up to a multiple of ALIGNMENT
 #   ..  the arrays, int32, in the order in which the header lists their names and lengths
 MAGIC = b"MKPROG\0"
-VERSION = 7
+VERSION = 8
 HASHED = 40  # the SHA-256 covers all bytes of the file from this offset on
 START = 48  # offset of the header in the file
 ALIGNMENT = 64  # in the file, arrays begin at multiples of this number of bytes
@@ -97,11 +97,6 @@ class Program:
     def rank_queues(self) -> int:
         """The number of queues per rank. Queue q of rank r has the index r * rank_queues + q in `queues`."""
         return (len(self.queues.offsets) - 1) // self.ranks
-
-    @property
-    def processors(self) -> int:
-        """The number of SMs or CPU cores that a rank's workers occupy."""
-        return self.workers * self.dims.worker.sms
 
     def rank_dims(self, rank: int) -> Dims:
         """Return the sizes as rank `rank` sees them."""

@@ -82,7 +82,7 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
         held = f"it holds {taken.held[at]} pages at once"
         yield f"{part.label(int(rows[at]))}: {held}, but the ring has {d.worker.ring_pages}"
     dots = d.worker.units == Units.DOTS
-    most = pages.dot_rows(max(phase.inner(d.split), 1)) if dots else d.worker.sms * pages.PAGE_ROWS
+    most = pages.dot_rows(max(phase.inner(d.split), 1)) if dots else pages.PAGE_ROWS
     yield from each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
     if phase.norm is not None:
         sizes, which = np.unique(c["rows"], return_inverse=True)

@@ -41,9 +41,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Is
         pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
         consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + issue.dot_unit)
     else:
-        # If a worker has two SMs, each SM loads half of the weight pages, and skips the other half.
-        weight_page = (issue.tile_page + (dims.worker.sms - 1) * issue.pass_page) / dims.worker.sms
-        input_page = issue.tile_page
+        weight_page = input_page = issue.tile_page
         consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP) * issue.k_step
     return Roles(
         pages.weights * weight_page + pages.inputs * issue.pass_page,

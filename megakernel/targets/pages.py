@@ -11,8 +11,7 @@ tensor     Matmuls on tensor cores (`dims.worker.units` is TENSOR). The output c
            side, are divided into chunks of CHUNK columns, and the inner dimension into k steps of K_STEP elements. Each
            k step of each chunk takes one page of input rows, then one page for each PAGE_ROWS columns of the chunk.
            These pages are released while the products of the next k step are computed. Output pages follow if the
-           output is stored through pages. If a worker has two SMs (`dims.worker.sms`), each SM has its own ring and
-           its own input rows: the first SM has `first_rows` rows, the second SM has the others.
+           output is stored through pages.
 dots       Matmuls as dot products (`dims.worker.units` is DOTS). Weight columns and input rows are divided into pieces
            of DOT_PIECE elements, and a page has PIECES pieces. A weight page has one piece of each of PIECES columns.
            Weight pages come in pairs, so that one warp has both columns of a RoPE pair, or a gate column and its up
@@ -105,23 +104,15 @@ def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
     return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
 
 
-def first_rows(rows: Ints, dims: Dims) -> Ints:
-    """How many rows of a tile the worker's first SM computes. Of two SMs, it has half of the boxes of BOX_ROWS rows."""
-    return np.minimum(rows, BOX_ROWS * ceil_div(rows, dims.worker.sms * BOX_ROWS))
-
-
-def computed_rows(rows: Ints, dims: Dims) -> Ints:
-    """Return how many rows a worker's tensor cores compute. Each SM computes a multiple of WARPGROUP_ROWS rows.
-
-    If a worker's second SM has fewer rows, it waits for the first SM. So both count with the first SM's rows.
-    """
-    return dims.worker.sms * WARPGROUP_ROWS * ceil_div(first_rows(rows, dims), WARPGROUP_ROWS)
+def computed_rows(rows: Ints) -> Ints:
+    """Return how many rows an SM's tensor cores compute: a multiple of WARPGROUP_ROWS."""
+    return WARPGROUP_ROWS * ceil_div(rows, WARPGROUP_ROWS)
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
     """Return the FLOPs that tensor cores execute for each tile, with padding, and the bytes loaded."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
-    computed = computed_rows(rows, dims) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
+    computed = computed_rows(rows) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)
     return 2 * inner * computed, Dtype(dims.model.dtype).itemsize * inner * loaded
 

@@ -58,7 +58,7 @@ class _Source:
     @staticmethod
     def of(resolved: Resolved, summary: Summary, places: Ints) -> _Source:
         bin_s = resolved.period * resolved.tick_s / _bins(resolved)
-        peak = peaks(resolved.machine, resolved.program.processors)
+        peak = peaks(resolved.machine, resolved.program.workers)
         # If the peak rate of a resource is unknown (0), divide by infinity, so that its fraction becomes 0.
         most = np.array([one or np.inf for one in peak])
         shares = curves(resolved, _bins(resolved)) / (most * bin_s)[:, None]

@@ -57,7 +57,7 @@ def resources(resolved: Resolved) -> list[Resource]:
     amounts = curves(resolved, BINS)
     steps_s = max(resolved.steps, 1) * resolved.tick_s
     found = []
-    limits = peaks(resolved.machine, resolved.program.processors)
+    limits = peaks(resolved.machine, resolved.program.workers)
     for (name, unit), peak, amount in zip(RESOURCES, limits, amounts.transpose(1, 0, 2), strict=True):
         if not amount.any() or not peak:
             continue

@@ -69,20 +69,6 @@ class TaskCosts:
         seconds: Floats = padded / np.interp(np.log(rows), np.log(known), rate)
         return seconds
 
-    def paired(self) -> TaskCosts:
-        """Return the costs of a worker that consists of two SMs. For a tile with n bytes of weights and n bytes of
-        input rows, each SM loads all weights and half of the rows, so both load 3 n bytes. But the simulator counts
-        only the 2 n bytes of the tile, so the load rate is set to two thirds of the rate of two SMs.
-        """
-        return replace(
-            self,
-            matmul_flops=tuple((rows, 2 * rate) for rows, rate in self.matmul_flops),
-            attention_flops=tuple((rows, 2 * rate) for rows, rate in self.attention_flops),
-            vector_flops=2 * self.vector_flops,
-            worker_bytes_per_s=2 * self.worker_bytes_per_s * 2 / 3,
-            stage_bytes=self.stage_bytes * 4 / 3,  # two pages of inputs instead of one, and still two of weights
-        )
-
     def unpipelined(self) -> TaskCosts:
         """Return costs with which each worker finishes an instruction before it starts the next one."""
         return replace(self, in_flight=1, claim_in_flight=1)

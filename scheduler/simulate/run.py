@@ -108,13 +108,11 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
     """Return the simulator's input, and the costs of one worker of the program, which may be two SMs."""
-    if program.processors != machine.workers:
+    if program.workers != machine.workers:
         raise MegakernelError(
-            f"the program needs {program.processors} workers per rank, but {machine.name} has {machine.workers}:"
+            f"the program needs {program.workers} workers per rank, but {machine.name} has {machine.workers}:"
             " compile it for this machine"
         )
-    if program.dims.worker.sms == 2:
-        costs = costs.paired()
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
         raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
     return make_work(program, table, costs), costs

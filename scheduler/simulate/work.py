@@ -303,7 +303,7 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
     flops = tile_work(phase, rows, cols, dims)[0]
-    return costs.matmul_s(flops.astype(np.float64), computed_rows(rows, dims).astype(np.float64))
+    return costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
 
 
 def _targets(rank: int | Int32s | None, size: Floats, own: Ints | int, dims: Dims) -> Floats:
@@ -341,7 +341,7 @@ def _attention(
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
     if dims.worker.ring_pages:
-        share = PAGE_BYTES / dims.worker.sms / dims.model.layers  # the mean over layers, whose spans may differ
+        share = PAGE_BYTES / dims.model.layers  # the mean over layers, whose spans may differ
         for span, layers in dims.model.spans.items():
             blocks = read_blocks(view, span)[item]
             ring += share * layers * attention_pages(view.item_rows[item], view.item_kv_heads[item], blocks, dims)

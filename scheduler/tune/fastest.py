@@ -156,11 +156,9 @@ class Fastest:
             open_ -= {"o", "residual"}
         if tokens > _REPLICATED_ROWS:
             open_ -= {"residual"}
-        if tokens <= self.machine.tile_rows or self._config.experts:
-            open_ -= {"pairs"}
         if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp, self._options)) > _DOT_TILES:
             open_ -= {"matmul"}
-        together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["pairs"], ["o"])
+        together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["o"])
         choices = [_products([name for name in names if name in open_]) for names in together]
         blocks = ceil_div(tokens, self.machine.tile_rows)
         if not self._options.panel and 1 < blocks <= _ONE_PANEL:

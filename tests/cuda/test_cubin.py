@@ -76,12 +76,6 @@ DOTS = BOTH | {
         "BAR.SYNC": "a head's squares over warps",
     },
 }
-PAIRS = TENSOR | {
-    "controller.h": TENSOR["controller.h"] | {"CGAERRBAR": "instructions for the other SM"},
-    "loaders.h": TENSOR["loaders.h"] | {"UTMALDG.3D.MULTICAST": "bulk loads of weights for both SMs"},
-    "block.h": {"SYNCS.ARRIVE.TRANS64.RED": "pages released in the other SM"},
-    "megakernel.cu": TENSOR["megakernel.cu"] | {"UCGABAR_WAIT": "the end of both blocks"},
-}
 EXPERTS = {
     "route.h": {"LDG.E.128": "weights of the router", "BAR.SYNC": "logits of all warps"},
     "routes.h": {"VOTE": "rows that have chosen an expert"},
@@ -92,19 +86,18 @@ WIDE = {
     "heads_norm.h": {"LDG.E.128.STRONG.GPU": "q and k of this launch", "BAR.SYNC": "their squares over warps"},
 }
 TABLES = {
-    **{"tensor": TENSOR, "dots": DOTS, "pairs": PAIRS},
+    **{"tensor": TENSOR, "dots": DOTS},
     **{"experts-tensor": TENSOR | EXPERTS, "experts-dots": DOTS | EXPERTS},
-    **{"wide-tensor": TENSOR | WIDE, "wide-dots": DOTS | WIDE, "wide-pairs": PAIRS | WIDE},
+    **{"wide-tensor": TENSOR | WIDE, "wide-dots": DOTS | WIDE},
 }
 # The permitted number of instructions that control flow can reach, for each (kind of build, whether it traces). The
 # number is limited because a GPU's instruction caches hold only a part of such long code.
 INSTRUCTIONS = {
     **{("tensor", False): 19_200, ("tensor", True): 19_800},
     **{("dots", False): 19_200, ("dots", True): 19_800},
-    **{("pairs", False): 20_500, ("pairs", True): 21_000},
     **{("experts-tensor", False): 26_400, ("experts-tensor", True): 27_000},
     ("experts-dots", False): 23_200,
-    **{("wide-tensor", True): 21_100, ("wide-dots", False): 19_900, ("wide-pairs", True): 22_300},
+    **{("wide-tensor", True): 21_100, ("wide-dots", False): 19_900},
 }
 
 
@@ -131,7 +124,7 @@ class Built:
 
 @pytest.fixture(scope="module", params=[f"{kind}{' traced' * traced}" for kind, traced in INSTRUCTIONS])
 def built(request: pytest.FixtureRequest) -> Built:
-    """Return the machine code of one build: for tensor cores, dot products or pairs of SMs; with the code for experts,
+    """Return the machine code of one build: for tensor cores or dot products; with the code for experts,
     with that for wide heads and norms, or with neither; with or without tracing. Compiling fails if ptxas reports slow
     code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is installed, it compiles the builds for tensor
     cores. NVRTC, which is used at run time, compiles all others."""
@@ -147,8 +140,8 @@ def build(numerics: str, traced: bool = False) -> Built:
         compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     except MegakernelError as e:
         pytest.skip(str(e))
-    units, sms = Units.DOTS if "dots" in numerics else Units.TENSOR, 2 if "pairs" in numerics else 1
-    cubin = cubins.compiled(compiler, Build(traced, units, sms, experts="experts" in numerics, wide="wide" in numerics))
+    units = Units.DOTS if "dots" in numerics else Units.TENSOR
+    cubin = cubins.compiled(compiler, Build(traced, units, experts="experts" in numerics, wide="wide" in numerics))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin.code)
         file.flush()

@@ -38,9 +38,9 @@ class Counting:
         monkeypatch.setattr(compile, "_with_nvrtc", self._compile)
 
     def _compile(self, defines: list[str]) -> compile.Cubin:
-        trace, units, sms, *_ = (int(define.split("=")[1]) for define in defines)
-        self.asked.append((bool(trace), Units(units), sms))
-        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}{sms}".encode(), self.log)
+        trace, units, *_ = (int(define.split("=")[1]) for define in defines)
+        self.asked.append((bool(trace), Units(units)))
+        return compile.Cubin(b"code of " + self.source.read_bytes() + f" {trace:d}{units:d}".encode(), self.log)
 
 
 @pytest.fixture
@@ -49,23 +49,21 @@ def counting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counting:
 
 
 def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
-    assert compile.cubin(Build(False, TENSOR)) == compile.cubin(Build(False, TENSOR)) == b"code of one 021"
-    assert compile.cubin(Build(True, DOTS)) == b"code of one 111"
-    assert compile.cubin(Build(True, TENSOR)) == b"code of one 121"
-    assert compile.cubin(Build(True, TENSOR, sms=2)) == b"code of one 122"
-    assert compile.cubin(Build(True, TENSOR, experts=True)) == b"code of one 121"
-    again = [(True, units, sms) for units, sms in ((DOTS, 1), (TENSOR, 1), (TENSOR, 2), (TENSOR, 1))]
-    assert counting.asked == [(False, TENSOR, 1), *again]
+    assert compile.cubin(Build(False, TENSOR)) == compile.cubin(Build(False, TENSOR)) == b"code of one 02"
+    assert compile.cubin(Build(True, DOTS)) == b"code of one 11"
+    assert compile.cubin(Build(True, TENSOR)) == b"code of one 12"
+    assert compile.cubin(Build(True, TENSOR, experts=True)) == b"code of one 12"
+    assert counting.asked == [(False, TENSOR), *((True, units) for units in (DOTS, TENSOR, TENSOR))]
     counting.source.touch()
     compile.cubin(Build(False, TENSOR))
-    assert len(counting.asked) == 5  # the cache depends on contents, not on modification times
+    assert len(counting.asked) == 4  # the cache depends on contents, not on modification times
     counting.source.write_text("two")
-    assert compile.cubin(Build(False, TENSOR)) == b"code of two 021"
+    assert compile.cubin(Build(False, TENSOR)) == b"code of two 02"
     (counting.source.parent / "new.h").write_text("")
     compile.cubin(Build(False, TENSOR))
     counting.version = "2"
     compile.cubin(Build(False, TENSOR))
-    assert len(counting.asked) == 8
+    assert len(counting.asked) == 7
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
 
@@ -74,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
-    assert compile.cubin(Build(False, TENSOR)) == b"code of one 021"
+    assert compile.cubin(Build(False, TENSOR)) == b"code of one 02"
 
 
 def test_a_line_on_a_terminal(

@@ -54,15 +54,6 @@ def codes() -> Iterator[dict[Units, sass.Code]]:
             pytest.skip(str(e))
 
 
-@pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> sass.Code:
-    monkeypatch.setattr(Compiler, "compile", cubins.compiled)
-    try:
-        return machine_code.compile_code(Units.TENSOR, sms=2)
-    except MegakernelError as e:
-        pytest.skip(str(e))
-
-
 @pytest.mark.slow
 def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> None:
     declared = machines.hardware("h100").issue
@@ -70,17 +61,6 @@ def test_no_hot_path_is_slower_than_declared(codes: dict[Units, sass.Code]) -> N
     limits, found = asdict(declared), asdict(machine_code.issue_of(codes))
     ratios = {name: found[name] / limit for name, limit in limits.items()}
     assert {name: ratio for name, ratio in ratios.items() if not LOWEST <= ratio <= HIGHEST} == {}
-
-
-@pytest.mark.slow
-def test_no_hot_path_of_pairs_is_slower_than_declared(pairs: sass.Code) -> None:
-    """The simulator uses the declared cycles of single SMs for pairs of SMs too, so pairs must not need more."""
-    declared = machines.hardware("h100").issue
-    assert declared is not None
-    assert pairs.find("UTMALDG.3D.MULTICAST")
-    limits, found = asdict(declared), machine_code.Paths(pairs, Units.TENSOR).all()
-    ratios = {name: machine_code.cycles(name, floor) / limits[name] for name, floor in found.items()}
-    assert {name: ratio for name, ratio in ratios.items() if ratio > HIGHEST} == {}
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_a_wait_names_only_the_phases_that_signal_its_counter(waits: str, signal
     records, _ = program.numbered(2)
     wanted = records[phase_number(records) == program.forward.by_name[waits].number][0]
     counter = int(word_counter(wanted[WAIT_WORD]))
-    wait = Wait(0, 0, 0, 0, segment=2, layer=EPILOGUE, number=0, kind=COUNTER, index=counter, value=0, expected=1)
+    wait = Wait(0, 0, 0, segment=2, layer=EPILOGUE, number=0, kind=COUNTER, index=counter, value=0, expected=1)
     assert stall._signallers(program, wait) == signals
 
 
@@ -82,7 +82,7 @@ def test_says_that_a_task_was_overwritten(segment: int, number: int) -> None:
     program = small_programs.make(workers=2)
     lost = {"segment": segment, "layer": 0, "number": number, "value": 0, "expected": 1}
     for kind, what in ((COUNTER, "counter 3: it has value 0, expected 1"), ("full", "page 3 to be filled")):
-        wait = Wait(rank=0, worker=1, sm=0, warp=0, kind=kind, index=3, **lost)
+        wait = Wait(rank=0, worker=1, warp=0, kind=kind, index=3, **lost)
         said = explain(program, StepTable(program.dims), [wait])
         assert f"waits in record {number} of segment {segment} for {what}" in said
         assert said.endswith("the program has no such instruction: a block's memory was overwritten")
@@ -118,8 +118,8 @@ def test_names_the_warp_that_holds_up_the_others(waits: list[tuple[int, str, int
     """Warps of worker 1 wait as listed. Worker 0 waits for a counter, but only because worker 1 is stuck."""
     program = small_programs.make(workers=2, layers=2)
     later = len(program.body.records) - 1
-    found = [Wait(0, 0, 0, 3, segment=1, layer=1, number=later, kind=COUNTER, index=0, value=0, expected=1)]
+    found = [Wait(0, 0, 3, segment=1, layer=1, number=later, kind=COUNTER, index=0, value=0, expected=1)]
     for warp, kind, index, parity in waits:
         where = {"segment": -1 if kind in ("fetched", "retired") else 1, "layer": 0, "number": 0}
-        found.append(Wait(0, 1, 0, warp, **where, kind=kind, index=index, value=0, expected=parity))
+        found.append(Wait(0, 1, warp, **where, kind=kind, index=index, value=0, expected=parity))
     assert re.match(f"the {named}", explain(program, StepTable(program.dims), found))

@@ -79,7 +79,7 @@ def test_other_versions_sizes_beyond_a_limit_and_names_that_a_terminal_would_obe
             program_from_bytes(data, "a file")
 
     data = program.to_bytes()
-    refuses(data[:7] + bytes([6]) + data[8:], "a file has format version 6, but this release reads 7: compile")
+    refuses(data[:7] + bytes([6]) + data[8:], "a file has format version 6, but this release reads 8: compile")
     refuses(replace(program, machine="\x1b[2J").to_bytes(), "the name of machine is not printable")
     prologue, *others = program.forward.segments
     for name in ("<img src=x onerror=alert(1)>", "@@DATA@@", "a b", "", "a\n", "é", "x" * 256, "$x$", "a/../b", '"'):

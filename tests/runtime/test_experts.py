@@ -20,18 +20,17 @@ from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, Units, a
 from megakernel.isa.buffers import given, weight_shape
 from megakernel.isa.operations.route import chosen
 from megakernel.isa.record import WAIT_WORD, WAITS
-from megakernel.machine import MACHINES, host
+from megakernel.machine import host
 from megakernel.model import KNOWN_SHAPES, families
 from megakernel.model import RandomCheckpoint as Seeded
 from megakernel.model.config import ModelConfig
 from megakernel.model.weight_types import stored_as
 from megakernel.roofline.work import step_work
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.cuda.limits import model_refusal, phase_refusal, refusal
+from megakernel.runtime.cuda.limits import model_refusal, phase_refusal
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options, passes
 from megakernel.scheduler.verify import verify
-from megakernel.targets.launch import PAGES
 
 B = Buffer
 # No size is a multiple of 16, the columns in a panel of packed weights. 40 rows choose 120 experts together, more than
@@ -262,15 +261,11 @@ def test_costs_count_the_experts_that_a_step_needs_at_most() -> None:
 def test_what_gpus_do_not_compute_is_refused() -> None:
     for config in (SMALL, KNOWN_SHAPES["gpt-oss-20b"]):
         assert model_refusal(config.sizes(Dtype.BF16)) is None
-    pairs = ON_GPUS.changed(units=int(Units.TENSOR), sms=2, ring_pages=PAGES)
-    assert "pairs of SMs" in str(refusal(pairs)) and refusal(pairs.changed(sms=1)) is None
     for hidden, wrong in ((32768, False), (32776, True)):
         dims = ON_GPUS.changed(hidden=hidden)
         config = RandomCheckpoint(dims, biased=False).config
         phase = passes.apply(families.forward(config), dims.split).by_name["experts_gate_up"]
         assert bool(phase_refusal(phase, record(phase, 0, 1, 0, 8, 0)[None], dims)) is wrong
-    with pytest.raises(MegakernelError, match="pairs of SMs: they do not compute experts"):
-        compiled(SMALL, MACHINES["h100"], 200, options=Options(matmul="tensor", pairs="on"))
 
 
 def test_a_rank_reads_its_own_experts() -> None:

@@ -33,10 +33,9 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def host_library(sms: int = 1) -> ctypes.CDLL:
-    """Build the library that runs launches on the host, with `sms` SMs per worker."""
-    flags = [*FLAGS, f"-DMK_SMS={sms}", "-shared", "-fPIC"]
-    library = ctypes.CDLL(str(linked("host.so", HOST / "host.cpp", *flags)))
+def host_library() -> ctypes.CDLL:
+    """Build the library that runs launches on the host."""
+    library = ctypes.CDLL(str(linked("host.so", HOST / "host.cpp", *FLAGS, "-shared", "-fPIC")))
     library.mk_host_run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32]
     return library
 
@@ -81,7 +80,7 @@ class LaunchImage:
 
     def _launch(self, params: Any) -> str:
         message = ctypes.create_string_buffer(_MESSAGE)
-        host_library(self.dims.worker.sms).mk_host_run(ctypes.addressof(params), message, _MESSAGE)
+        host_library().mk_host_run(ctypes.addressof(params), message, _MESSAGE)
         return message.value.decode()
 
     def execute(self, words: Records, layer: int, rank: int, table: StepTable) -> None:
@@ -107,7 +106,7 @@ class LaunchImage:
 
     def _set_params(self, table: StepTable, pages: int) -> None:
         program, tp, layers = self.program, self.program.ranks, self.dims.model.layers
-        ranks, blocks = [program.rank_dims(rank) for rank in range(tp)], tp * program.processors
+        ranks, blocks = [program.rank_dims(rank) for rank in range(tp)], tp * program.workers
         self._counters = [self._hold(np.zeros((layers + 1, program.counters), np.int32)) for _ in range(tp)]
         self._diagnoses = self._hold(np.zeros(blocks * WARPS, stall.NOTE))
         claims = [self._hold(np.zeros(max(program.rank_queues, 1) * layers, np.int32)) for _ in range(tp)]

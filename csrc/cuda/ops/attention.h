@@ -272,10 +272,9 @@ class AttentionItem {
 template <class P, class Pages>
 MK_FN void attention(P& p, const Call& call, Pages& pages) {
   const StepView& s = *call.step;
-  for (int item = first_item(s, *call.task); item < end_item(s, *call.task); item += kSms) {
+  for (int item = first_item(s, *call.task); item < end_item(s, *call.task); ++item) {
     AttentionItem<P, Pages>(p, call, pages, item).run();
   }
-  if constexpr (kSms > 1) pages.skip(call.task->empty);
 }
 
 }  // namespace mk

@@ -13,9 +13,6 @@ struct Task {
   int32_t record[kWords];
   Where where;
   Phase phase;
-  // Used only if a worker is two SMs. sm: which of the two SMs this task is for. empty: how many empty pages
-  // this SM adds at the end of an attention instruction, so that both SMs use the same number of pages.
-  int32_t sm, empty;
 
   MK_FN bool is(Operation operation) const { return phase.operation == operation; }
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended

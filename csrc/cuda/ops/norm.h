@@ -43,9 +43,6 @@ class Norm {
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
-    // If a worker is two SMs, they divide the rows, and one SM may have none. Then source(row) must not be
-    // called: the row would belong to another instruction, or lie beyond the end of a table.
-    if (kSms > 1 && rows <= 0) return;
     NormPart next = fetch(source(row));
     for (int i = row; i < row + rows; ++i) {
       const int r = source(i);

@@ -183,10 +183,10 @@ class CudaBackend:
 
     def _check_resident(self, program: Program) -> None:
         for gpu, ranks in self._node.grids():
-            room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.processors
+            room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.workers
             if need > room:
                 raise MegakernelError(
-                    f"the program needs {program.processors} SMs for each of {len(ranks)} ranks, but GPU {gpu.ordinal} "
+                    f"the program needs {program.workers} SMs for each of {len(ranks)} ranks, but GPU {gpu.ordinal} "
                     f"can run it on only {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 

@@ -38,13 +38,12 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 @dataclass(frozen=True)
 class Build:
-    """A variant of the interpreter: whether it records traces, which units compute matmuls, how many SMs a worker has,
-    which work it leaves out, and whether it has the code for models with experts, or for those with wide norms and
-    heads. This code makes other models slower."""
+    """A variant of the interpreter: whether it records traces, which units compute matmuls, which work it leaves out,
+    and whether it has the code for models with experts, or for those with wide norms and heads. This code makes other
+    models slower."""
 
     trace: bool
     units: Units
-    sms: int = 1
     ablation: Ablation = Ablation.NONE
     experts: bool = False
     wide: bool = False
@@ -53,7 +52,7 @@ class Build:
     def of(cls, dims: Dims, *, trace: bool = False, ablation: Ablation = Ablation.NONE) -> Build:
         """Return the variant that runs programs of these sizes."""
         worker, model = dims.worker, dims.model
-        return cls(trace, Units(worker.units), worker.sms, ablation, model.experts > 0, wide(model))
+        return cls(trace, Units(worker.units), ablation, model.experts > 0, wide(model))
 
     @property
     def defines(self) -> list[str]:
@@ -136,7 +135,7 @@ def cubin(build: Build) -> bytes:
         pass
     terminal = sys.stderr.isatty()
     if terminal:
-        few = " for few rows" if build.units is Units.DOTS else " for pairs of SMs" if build.sms > 1 else ""
+        few = " for few rows" if build.units is Units.DOTS else ""
         models = " with experts" if build.experts else " with wide heads" if build.wide else ""
         parts = f"{models}{' with tracing' if build.trace else ''}"
         what = f"the CUDA interpreter{few}{parts}"

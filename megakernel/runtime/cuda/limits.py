@@ -40,8 +40,6 @@ def refusal(dims: Dims) -> str | None:
         return reason
     if dims.worker.ring_pages != PAGES:
         return "the program was not compiled for a GPU's shared memory: compile it for an h100 or h200"
-    if dims.model.experts and dims.worker.sms > 1:
-        return "its workers are pairs of SMs, which do not compute experts: compile it with --pairs off"
     if not dims.bucket.kv_page == dims.bucket.kv_block == KV_BLOCK:
         return (
             f"the program has KV pages of {dims.bucket.kv_page} tokens, not {KV_BLOCK}: compile it for an h100 or h200"

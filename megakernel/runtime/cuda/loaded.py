@@ -107,7 +107,7 @@ class Grid:
 
     @property
     def blocks(self) -> int:
-        return len(self.ranks) * self._program.processors
+        return len(self.ranks) * self._program.workers
 
     def _point(self) -> None:
         self.params.abort = self._heap.status[self.ranks.start]

@@ -37,7 +37,6 @@ class Wait:
 
     rank: int
     worker: int
-    sm: int  # of the worker
     warp: int
     segment: int
     layer: int
@@ -59,11 +58,10 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
     found = []
     for index in np.flatnonzero(notes["set"]):
         block, warp = divmod(int(index), WARPS)
-        worker, sm = divmod(block, program.dims.worker.sms)
-        rank, worker = divmod(worker, program.workers)
+        rank, worker = divmod(block, program.workers)
         n = {name: int(notes[index][name]) for name in NOTE.names or () if name not in ("set", "awaited")}
         kind = dict(enumerate(AWAITED)).get(int(notes[index]["awaited"]), "")
-        found.append(Wait(ranks.start + rank, worker, sm, warp, kind=kind, **n))
+        found.append(Wait(ranks.start + rank, worker, warp, kind=kind, **n))
     return found
 
 
@@ -71,7 +69,7 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
     """Return a clause that names the one of `waits` (at least one) that blocks all others, and its probable cause."""
     if (damaged := next((wait for wait in waits if not _exists(program, wait)), None)) is not None:
         return f"{_describe(program, damaged)}; the program has no such instruction: a block's memory was overwritten"
-    order, sms = _Rehearsal(program, table).run(), program.dims.worker.sms
+    order = _Rehearsal(program, table).run()
 
     def age(wait: Wait) -> tuple[int, int, int]:
         return wait.segment, wait.layer, order.get((wait.segment, wait.number), -1)
@@ -82,18 +80,18 @@ def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
         oldest = min((age(w) for w in own if w.segment >= 0), default=(-1, 0, 0))
         at_it = [w for w in own if age(w) == oldest]
         starved = [w for w in at_it if w.kind == COUNTER]
-        stuck.append((bool(starved), oldest, starved[0] if starved else _inside(own, at_it, sms), own))
+        stuck.append((bool(starved), oldest, starved[0] if starved else _inside(own, at_it), own))
     _, _, wait, own = min(stuck, key=lambda s: s[:2])
     said = _describe(program, wait)
     if wait.kind == COUNTER:
         return f"{said}: a signal of {' or '.join(_signallers(program, wait))} is missing"
-    silent = sorted(set(range(_CONSUMERS)) - {w.consumer for w in own if w.sm == wait.sm})
+    silent = sorted(set(range(_CONSUMERS)) - {w.consumer for w in own})
     if wait.warp == _STORER and silent:
         said += f", and consumer {', '.join(map(str, silent))} is still at work"
     return said
 
 
-def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
+def _inside(waits: Sequence[Wait], oldest: Sequence[Wait]) -> Wait:
     """Return the wait that blocks a worker's other warps. `waits` are all its waits, `oldest` those in its oldest
     unfinished instruction.
 
@@ -108,7 +106,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait], sms: int) -> Wait:
     unloaded = [w for w in oldest if w.consumer >= 0 and w.kind == "full" and (w.index, w.expected) not in to_be_filled]
     storer = [w for w in oldest if w.warp == _STORER]
     behind = [w for w in oldest if w.consumer >= 0]
-    silent = len(consumers) < sms * _CONSUMERS
+    silent = len(consumers) < _CONSUMERS
     unstored = storer if silent or not behind else []
     unreleased = [w for w in waits if w.kind == "empty"]
     others = sorted(waits, key=lambda w: (w.kind == "fetched", w.kind != "inputs", w.warp))
@@ -240,5 +238,4 @@ def _describe(program: Program, w: Wait) -> str:
         state = f"{block}it has value {w.value}, expected {w.expected}"
     else:
         state = f"the barrier's phase of parity {w.expected} does not complete"
-    sm = f" SM {w.sm}" if program.dims.worker.sms > 1 else ""
-    return f"the {role} of rank {w.rank} worker {w.worker}{sm} waits {where} for {what}: {state}"
+    return f"the {role} of rank {w.rank} worker {w.worker} waits {where} for {what}: {state}"

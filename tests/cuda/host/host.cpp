@@ -19,23 +19,21 @@ void run(HostWarp& warp, Block<HostWarp>& block, const Params& params, int32_t i
     consume<HostWarp, Bodies>(warp, block, params);
   }
   report(warp, block, params);
-  if constexpr (kSms > 1) warp.sync_block();
 }
 
 // Runs a launch. Returns what went wrong, or an empty string.
 std::string launch(const Params& params) {
-  const int32_t count = params.ranks * params.workers * kSms;
+  const int32_t count = params.ranks * params.workers;
   HostWorld world{params, Fibres(count * kWarps), false, ""};
   std::vector<std::unique_ptr<Block<HostWarp>>> memory;
-  std::vector<HostBlock*> by_number(count);
   std::deque<HostBlock> blocks;
   std::deque<HostWarp> warps;
   for (int32_t i = 0; i < count; ++i) {
     Block<HostWarp>& block = *memory.emplace_back(std::make_unique<Block<HostWarp>>());
     const std::string name = "block " + std::to_string(i);
-    by_number[i] = &blocks.emplace_back(world, block, &by_number[i / kSms * kSms], name);
+    HostBlock& shared = blocks.emplace_back(world, block, name);
     for (int w = 0; w < kWarps; ++w) {
-      HostWarp& warp = warps.emplace_back(*by_number[i], w);
+      HostWarp& warp = warps.emplace_back(shared, w);
       world.fibres.add([&warp, &block, &world, i] { run(warp, block, world.params, i); });
     }
   }

@@ -70,14 +70,13 @@ struct HostWorld {
   }
 };
 
-// State that the warps of a block share, besides its memory. `sms` has the blocks of its worker, one per SM.
+// State that the warps of a block share, besides its memory.
 struct HostBlock {
   struct Meeting {
     int here = 0, times = 0;
   };
   HostWorld& world;
   BlockMemory<HostBarrier>& memory;
-  HostBlock* const* sms;
   std::string name;
   std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // boxes prefetched but not loaded yet
   Meeting all, consumers;
@@ -105,7 +104,7 @@ class HostWarp {
   void forget() const {}
 
   void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
-  void sync_block() { meet(block_.sms[0]->all, kSms * kWarps); }
+  void sync_block() { meet(block_.all, kWarps); }
   void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
   void sync_warp() {}
 
@@ -124,18 +123,11 @@ class HostWarp {
     if (!aborted()) late_ = {};
     return true;
   }
-  void arrive(Barrier& barrier, int count = 1) { arrive_at(sm_of(block_.memory), barrier, count); }
-  void arrive_at(int sm, Barrier& barrier, int count = 1) {
-    Barrier& there = at_sm(sm, barrier);
+  void arrive(Barrier& barrier, int count = 1) {
     for (int i = 0; i < count; ++i) {
-      --there.pending;
-      block_.sms[sm]->settle(there);
+      --barrier.pending;
+      block_.settle(barrier);
     }
-  }
-  template <class T>
-  T& at_sm(int sm, T& here) {
-    const auto offset = reinterpret_cast<char*>(&here) - reinterpret_cast<char*>(&block_.memory);
-    return *reinterpret_cast<T*>(reinterpret_cast<char*>(&block_.sms[sm]->memory) + offset);
   }
   void expect(Barrier& barrier, uint32_t bytes) {
     barrier.bytes += bytes;
@@ -144,15 +136,11 @@ class HostWarp {
 
   void acquire_map(const TensorMap&) {}
   void load_tile(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
-    load_at(to, map, {{x, y, z}}, barrier, block_);
-  }
-  void load_tile_for_all(void* to, const TensorMap& map, int x, int y, int z, Barrier& barrier) {
-    for (int sm = 0; sm < kSms; ++sm)
-      load_at(&at_sm(sm, *static_cast<char*>(to)), map, {{x, y, z}}, at_sm(sm, barrier), *block_.sms[sm]);
+    load_at(to, map, {{x, y, z}}, barrier);
   }
   void load_columns(void* to, const TensorMap& map, int piece, int a, int b, int z, Barrier& barrier) {
     block_.ahead.erase({&map, piece, a, b, z});
-    load_at(to, map, {{0, piece, a, b, z}}, barrier, block_);
+    load_at(to, map, {{0, piece, a, b, z}}, barrier);
   }
   void prefetch_columns(const TensorMap& map, int piece, int a, int b, int z) {
     if (!block_.ahead.insert({&map, piece, a, b, z}).second)
@@ -221,11 +209,11 @@ class HostWarp {
     }
     while (meeting.times == time && !world_.leaving) Fibre::pass();
   }
-  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier, HostBlock& block) {
+  void load_at(void* to, const TensorMap& map, const Corner& corner, Barrier& barrier) {
     const HostMap host = host_map(map);
     load_box(to, host, corner);
     barrier.bytes -= host.bytes();
-    block.settle(barrier);
+    block_.settle(barrier);
   }
 
   HostBlock& block_;

@@ -88,52 +88,49 @@ inline std::string name_of(const Block& block, uint32_t barrier) {
          " of block " + std::to_string(block.index);
 }
 
-// Starts a load into a page of each of `blocks`. Each block's own mbarrier counts the bytes that arrive.
-// sources(f) calls f(address, bytes, offset in the page, whether it may be used) for each range to read;
-// fetch(page) copies them.
+// Starts a load into a page. The mbarrier counts the bytes that arrive. sources(f) calls f(address, bytes,
+// offset in the page, whether it may be used) for each range to read; fetch(page) copies them.
 template <class Sources, class Fetch>
-inline void load(Thread& t, const std::vector<Block*>& blocks, uint32_t offset, uint32_t bytes,
-                 uint32_t barrier, bool swizzled, Sources&& sources, Fetch&& fetch) {
+inline void load(Thread& t, uint32_t offset, uint32_t bytes, uint32_t barrier, bool swizzled,
+                 Sources&& sources, Fetch&& fetch) {
   if (!check_shared(t, offset, bytes)) return;
-  for (Block* block : blocks) {
-    Mbarrier& b = barrier_at(t, block->rank << 24 | offset_of(barrier), false);
-    if (!b.fenced) world->fail(t, "an mbarrier is used for copies whose initialisation no fence follows");
-    if (!b.party) b.party = world->party(*block, "a copy for " + name_of(*block, offset_of(barrier)));
-    if (block->live == 0) world->fail(t, "a bulk copy into the memory of a block that has ended");
-    const auto overwritten = block->barriers.lower_bound(offset);
-    if (overwritten != block->barriers.end() && overwritten->first < offset + bytes)
-      return world->fail(t, "a bulk copy overwrites an mbarrier");
-    char* to = block->memory + offset;
-    touch_async(t, async_access(t, true, b.party, b.phase + 1, false), reinterpret_cast<uint64_t>(to), bytes);
-    // Memory that the instruction does not declare to read arrives as NaN, because results must not depend on
-    // it. V arrives as the largest bf16 number instead, because attention multiplies masked rows of V by 0,
-    // and NaN times 0 is NaN.
-    std::vector<bool> unused(bytes);
-    bool any = false, values = false;
-    sources([&](uint64_t from, uint32_t size, uint32_t place, bool used) {
-      std::fill_n(unused.begin() + place, size, true);
-      if (!used) return;
-      any |= world->for_declared(t, kReads | kLoads, from, size, [](uint64_t, uint32_t) {});
-      world->for_declared(t, kReads, from, size, [&](uint64_t part, uint32_t length) {
-        touch_async(t, async_access(t, false, b.party, b.phase + 1, true), part, length);
-      });
-      world->for_declared(t, kReads | kUsed, from, size, [&](uint64_t part, uint32_t length) {
-        std::fill_n(unused.begin() + place + static_cast<ptrdiff_t>(part - from), length, false);
-      });
-      values = world->is_in(mk::Buffer::V_CACHE, from);
+  Block* const block = t.block;
+  Mbarrier& b = barrier_at(t, barrier);
+  if (!b.fenced) world->fail(t, "an mbarrier is used for copies whose initialisation no fence follows");
+  if (!b.party) b.party = world->party(*block, "a copy for " + name_of(*block, barrier));
+  const auto overwritten = block->barriers.lower_bound(offset);
+  if (overwritten != block->barriers.end() && overwritten->first < offset + bytes)
+    return world->fail(t, "a bulk copy overwrites an mbarrier");
+  char* to = block->memory + offset;
+  touch_async(t, async_access(t, true, b.party, b.phase + 1, false), reinterpret_cast<uint64_t>(to), bytes);
+  // Memory that the instruction does not declare to read arrives as NaN, because results must not depend on
+  // it. V arrives as the largest bf16 number instead, because attention multiplies masked rows of V by 0,
+  // and NaN times 0 is NaN.
+  std::vector<bool> unused(bytes);
+  bool any = false, values = false;
+  sources([&](uint64_t from, uint32_t size, uint32_t place, bool used) {
+    std::fill_n(unused.begin() + place, size, true);
+    if (!used) return;
+    any |= world->for_declared(t, kReads | kLoads, from, size, [](uint64_t, uint32_t) {});
+    world->for_declared(t, kReads, from, size, [&](uint64_t part, uint32_t length) {
+      touch_async(t, async_access(t, false, b.party, b.phase + 1, true), part, length);
     });
-    if (!any) world->fail(t, "loads memory of which its instruction declares nothing");
-    memset(to, 0xFF, bytes);  // NaN until the copy completes
-    ++block->copies;
-    world->later([=, &b] {
-      fetch(to);
-      for (uint32_t i = 0; i < bytes; i += 2)
-        if (unused[i]) put<uint16_t>(to + (swizzled ? mk::swizzle(i) : i), values ? 0x7F7F : 0x7FFF);
-      --block->copies;
-      b.bytes -= bytes;
-      settle(b);
+    world->for_declared(t, kReads | kUsed, from, size, [&](uint64_t part, uint32_t length) {
+      std::fill_n(unused.begin() + place + static_cast<ptrdiff_t>(part - from), length, false);
     });
-  }
+    values = world->is_in(mk::Buffer::V_CACHE, from);
+  });
+  if (!any) world->fail(t, "loads memory of which its instruction declares nothing");
+  memset(to, 0xFF, bytes);  // NaN until the copy completes
+  ++block->copies;
+  world->later([=, &b] {
+    fetch(to);
+    for (uint32_t i = 0; i < bytes; i += 2)
+      if (unused[i]) put<uint16_t>(to + (swizzled ? mk::swizzle(i) : i), values ? 0x7F7F : 0x7FFF);
+    --block->copies;
+    b.bytes -= bytes;
+    settle(b);
+  });
 }
 
 // Whether a row of a box may be used. Each row of keys is an element of a KV head, and boxes are as high as a
@@ -147,17 +144,12 @@ inline bool in_head(const Thread& t, const Box& box, uint32_t place) {
 }
 
 void Thread::load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> at, int dimensions,
-                      uint32_t barrier, uint16_t mask) {
+                      uint32_t barrier) {
   const Box box = box_of(*this, map, at, dimensions);
   if (!box.map.base) return;
-  check_page(*this, offset_of(to), box.map);
-  std::vector<Block*> blocks;
-  for (int rank = 0; rank < kClusterBlocks; ++rank)
-    if (mask >> rank & 1) blocks.push_back(block->cluster->blocks[rank]);
-  if (mask == 0) blocks = {&block_of(*this, to)};
-  if (mask >> kClusterBlocks) world->fail(*this, "a multicast to blocks outside the cluster");
+  check_page(*this, to, box.map);
   load(
-      *this, blocks, offset_of(to), box.map.bytes(), barrier, box.map.swizzled,
+      *this, to, box.map.bytes(), barrier, box.map.swizzled,
       [&](const auto& each) {
         for_rows(box, [&](uint64_t from, uint32_t size, uint32_t place) {
           each(from, size, place, in_head(*this, box, place));
@@ -167,11 +159,9 @@ void Thread::load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> 
 }
 
 void Thread::load_bytes(uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
-  if (offset_of(to) % 16 || from % 16 || bytes % 16 || bytes == 0)
-    return world->fail(*this, "a misaligned bulk copy");
+  if (to % 16 || from % 16 || bytes % 16 || bytes == 0) return world->fail(*this, "a misaligned bulk copy");
   load(
-      *this, {&block_of(*this, to)}, offset_of(to), bytes, barrier, false,
-      [&](const auto& each) { each(from, bytes, 0, true); },
+      *this, to, bytes, barrier, false, [&](const auto& each) { each(from, bytes, 0, true); },
       [=](char* page) { memcpy(page, reinterpret_cast<const void*>(from), bytes); });
 }
 
@@ -185,9 +175,9 @@ void Thread::store_box(uint64_t map, std::initializer_list<int32_t> at, int dime
                        bool add) {
   const Box box = box_of(*this, map, at, dimensions);
   if (!box.map.base) return;
-  const uint32_t offset = offset_of(from), bytes = box.map.bytes();
-  check_page(*this, offset, box.map);
-  if (!check_shared(*this, offset, bytes)) return;
+  const uint32_t bytes = box.map.bytes();
+  check_page(*this, from, box.map);
+  if (!check_shared(*this, from, bytes)) return;
   if (add && box.map.item != 4) world->fail(*this, "an addition to elements that are not float32");
   if (warp->storer && warp->storer != this) world->fail(*this, "two lanes of a warp start bulk stores");
   Warp* const w = warp;
@@ -198,7 +188,7 @@ void Thread::store_box(uint64_t map, std::initializer_list<int32_t> at, int dime
   }
   const size_t group = w->groups.size() - 1;
   const uint32_t time = static_cast<uint32_t>(group + 1);
-  char* const page = block->memory + offset;
+  char* const page = block->memory + from;
   touch_async(*this, async_access(*this, false, w->read_party, time, false), reinterpret_cast<uint64_t>(page),
               bytes);
   for_rows(box, [&](uint64_t to, uint32_t size, uint32_t) {

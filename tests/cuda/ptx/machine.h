@@ -108,7 +108,7 @@ inline float fma_down(float a, float b, float c) {
 
 // -- other threads and memory
 
-enum Scope : uint8_t { kNone, kCta, kCluster, kGpu, kSystem };  // kNone: a weak access
+enum Scope : uint8_t { kNone, kCta, kGpu, kSystem };  // kNone: a weak access
 constexpr uint8_t kAcquire = 1, kRelease = 2;
 struct Order {
   Scope scope = kNone;
@@ -126,8 +126,7 @@ struct Warp;
 struct Knowledge;
 struct Region;
 
-// A GPU thread. Addresses in shared memory have 32 bits, of which the highest eight are the block's rank in
-// its cluster; generic addresses have 64.
+// A GPU thread. Addresses in shared memory have 32 bits, generic addresses 64.
 class Thread {
  public:
   uint32_t tid, lane, ctaid;
@@ -137,8 +136,6 @@ class Thread {
   uint32_t shared_memory() const;
   uint64_t parameters() const;
   uint64_t generic(uint32_t shared);
-  uint32_t at_rank(uint32_t shared, uint32_t rank) { return (shared & 0xFFFFFF) | rank << 24; }
-  uint64_t generic_at_rank(uint64_t address, uint32_t rank);
 
   // These check an access to `bytes` bytes of memory and return their address on the host.
   const char* read(uint64_t address, uint32_t bytes, Order order);
@@ -149,8 +146,6 @@ class Thread {
   uint32_t ballot(bool value, uint32_t mask);
   void sync_warp(uint32_t mask);
   void barrier(uint32_t index, uint32_t threads);  // `threads` is 0 for the whole block
-  void arrive_cluster();
-  void wait_cluster();
   uint64_t wall_time();
   void set_registers(bool more, uint32_t count);
 
@@ -161,11 +156,11 @@ class Thread {
   void acquire_map(uint64_t map, uint32_t bytes);
 
   void init(uint32_t barrier, uint32_t arrivals);
-  void arrive(uint32_t barrier, uint32_t count, uint32_t bytes, Scope scope, bool release);
-  bool wait(uint32_t barrier, uint32_t parity, Scope scope, bool acquire);
+  void arrive(uint32_t barrier, uint32_t count, uint32_t bytes, bool release);
+  bool wait(uint32_t barrier, uint32_t parity, bool acquire);
 
   void load_box(uint32_t to, uint64_t map, std::initializer_list<int32_t> at, int dimensions,
-                uint32_t barrier, uint16_t blocks);
+                uint32_t barrier);
   void load_bytes(uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier);
   void store_box(uint64_t map, std::initializer_list<int32_t> at, int dimensions, uint32_t from, bool add);
   void prefetch_box(uint64_t map, std::initializer_list<int32_t> at, int dimensions);
@@ -186,15 +181,13 @@ class Thread {
   Fibre* fibre = nullptr;  // keeps its registers while it does not run
   const char* waits = "";  // what it waits for; empty while it can run
   bool ended = false;
-  uint32_t favour = 0;  // the scheduler prefers threads with a high value
-  uint64_t cluster_turn = 0;
+  uint32_t favour = 0;             // the scheduler prefers threads with a high value
   int32_t task = 0;                // the program's instruction on which it works: an index of World::tasks_
   const Region* region = nullptr;  // the region of its last access while it worked on `region_task`
   int32_t region_task = -1;
 };
 
 extern int planted;  // the number of the planted fault that is active; 0: none
-extern const int kClusterBlocks;
 extern const char* const kSites[];
 void kernel(Thread& thread);
 

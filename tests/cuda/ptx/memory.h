@@ -8,30 +8,10 @@ namespace ptx {
 // -- addresses
 
 uint64_t Thread::time() { return world->time += 32; }
-uint32_t Thread::shared_memory() const { return block->rank << 24 | kReserved; }
+uint32_t Thread::shared_memory() const { return kReserved; }
 uint64_t Thread::parameters() const { return reinterpret_cast<uint64_t>(&block->grid->copy); }
 
-// Returns the block of the cluster in whose shared memory an address lies.
-inline Block& block_of(const Thread& t, uint32_t address) {
-  const uint32_t rank = address >> 24;
-  if (rank < static_cast<uint32_t>(kClusterBlocks)) return *t.block->cluster->blocks[rank];
-  world->fail(t, "an address in shared memory is outside the cluster");
-  return *t.block;
-}
-inline uint32_t offset_of(uint32_t address) { return address & 0xFFFFFF; }
-
-uint64_t Thread::generic(uint32_t address) {
-  return reinterpret_cast<uint64_t>(block_of(*this, address).memory) + offset_of(address);
-}
-uint64_t Thread::generic_at_rank(uint64_t address, uint32_t rank) {
-  const Block* own = world->block_at(address);
-  if (!own || rank >= static_cast<uint32_t>(kClusterBlocks)) {
-    world->fail(*this, "mapa of an address that is not in shared memory");
-    return address;
-  }
-  return address - reinterpret_cast<uint64_t>(own->memory) +
-         reinterpret_cast<uint64_t>(block->cluster->blocks[rank]->memory);
-}
+uint64_t Thread::generic(uint32_t address) { return reinterpret_cast<uint64_t>(block->memory) + address; }
 
 // Returns whether a range lies in the shared memory of the block, and reports an error if it does not.
 inline bool check_shared(const Thread& t, uint32_t offset, uint32_t bytes) {
@@ -71,7 +51,7 @@ inline char* access(Thread& t, uint64_t address, uint32_t bytes, bool write, Sco
   if (const Block* owner = world->block_at(address)) {
     const uint32_t offset = static_cast<uint32_t>(at - owner->memory);
     if (!check_shared(t, offset, bytes)) return const_cast<char*>(owner->memory) + kReserved;
-    if (owner->cluster != t.block->cluster) world->fail(t, "an access to another cluster's shared memory");
+    if (owner != t.block) world->fail(t, "an access to another block's shared memory");
     if (owner->barriers.contains(offset & ~7u)) world->fail(t, "an ordinary access to an mbarrier");
     if (owner->live == 0) world->fail(t, "an access to the shared memory of a block that has ended");
   } else {
@@ -153,21 +133,16 @@ void Thread::acquire_map(uint64_t map, uint32_t bytes) {
 
 // -- mbarriers
 
-inline Mbarrier& barrier_at(const Thread& t, uint32_t address, bool own) {
+inline Mbarrier& barrier_at(const Thread& t, uint32_t address) {
   static Mbarrier none;
-  Block& owner = block_of(t, address);
-  if (own && &owner != t.block) world->fail(t, "the mbarrier is not in the thread's own block");
-  if (owner.live == 0) world->fail(t, "the mbarrier is in the shared memory of a block that has ended");
-  const auto found = owner.barriers.find(offset_of(address));
-  if (found == owner.barriers.end()) {
+  const auto found = t.block->barriers.find(address);
+  if (found == t.block->barriers.end()) {
     world->fail(t, "no mbarrier has been initialised there");
     return none = {};
   }
   Mbarrier& b = found->second;
   if (!t.knows->has(b.init.party, b.init.lane, b.init.time))
     world->fail(t, "nothing orders the mbarrier's use after its initialisation");
-  if (&owner != t.block && !b.fenced)
-    world->fail(t, "a remote mbarrier is used whose initialisation no fence follows");
   return b;
 }
 
@@ -177,17 +152,12 @@ inline void settle(Mbarrier& b) {
   ++b.phase;
   b.pending = b.expected;
   if (b.party) b.completed = with(nullptr, b.party, b.phase);
-  for (int rank = 0; rank < kMaxCluster; ++rank) {
-    for (int wide = 0; wide < 2; ++wide) {
-      b.done[rank][wide].join(b.open[rank][wide]);
-      b.open[rank][wide] = {};
-    }
-  }
+  b.done.join(b.open);
+  b.open = {};
   world->wake(b.waiting);
 }
 
-void Thread::init(uint32_t address, uint32_t arrivals) {
-  const uint32_t offset = offset_of(address);
+void Thread::init(uint32_t offset, uint32_t arrivals) {
   if (offset % 8 || !check_shared(*this, offset, 8))
     return world->fail(*this, "an mbarrier at an invalid address");
   if (arrivals == 0 || arrivals >= 1u << 20)
@@ -199,16 +169,16 @@ void Thread::init(uint32_t address, uint32_t arrivals) {
   b.init = access_by(*this, true, kNone);
 }
 
-void Thread::arrive(uint32_t address, uint32_t count, uint32_t bytes, Scope scope, bool releases) {
+void Thread::arrive(uint32_t address, uint32_t count, uint32_t bytes, bool releases) {
   world->sometimes_yield(8);
-  Mbarrier& b = barrier_at(*this, address, false);
+  Mbarrier& b = barrier_at(*this, address);
   b.bytes += bytes;
   if (b.bytes >= 1 << 20) world->fail(*this, "an mbarrier expects too many bytes");
   if (count > b.pending) return world->fail(*this, "more arrivals at an mbarrier than its phase has");
   if (releases) {
     Seen own = knows->seen;
     own.all = knows->publish();
-    b.open[block->rank][scope == kCluster].join(own);
+    b.open.join(own);
   }
   b.pending -= count;
   settle(b);
@@ -224,8 +194,8 @@ inline void note_task(Thread& t, uint32_t offset) {
 }
 
 // mbarrier.try_wait: waits for the phase with this parity, but not for ever. Returns whether it is complete.
-bool Thread::wait(uint32_t address, uint32_t parity, Scope scope, bool acquires) {
-  Mbarrier& b = barrier_at(*this, address, true);
+bool Thread::wait(uint32_t address, uint32_t parity, bool acquires) {
+  Mbarrier& b = barrier_at(*this, address);
   if (parity > 1) world->fail(*this, "the parity of a phase is neither 0 nor 1");
   if ((b.phase & 1) == parity) {
     if (world->draw(16) == 0) {
@@ -237,14 +207,8 @@ bool Thread::wait(uint32_t address, uint32_t parity, Scope scope, bool acquires)
     if ((b.phase & 1) == parity) return false;
   }
   knows->seen.all = join(knows->seen.all, b.completed);
-  if (acquires) {
-    for (uint32_t rank = 0; rank < static_cast<uint32_t>(kClusterBlocks); ++rank) {
-      const bool own = rank == block->rank;
-      if (own || scope == kCluster) knows->seen.join(b.done[rank][1]);
-      if (own) knows->seen.join(b.done[rank][0]);
-    }
-  }
-  note_task(*this, offset_of(address));
+  if (acquires) knows->seen.join(b.done);
+  note_task(*this, address);
   return true;
 }
 

@@ -78,7 +78,6 @@ class Translator:
     results: set[str] = field(default_factory=set)  # registers that hold results of wgmma
 
     def translate(self, ptx: str) -> str:
-        cluster = re.search(r"\.reqnctapercluster (\d+)", ptx)
         for statement in statements(ptx):
             self._emit(statement)
         # The code may move results of wgmma to other registers before they are complete.
@@ -91,7 +90,6 @@ class Translator:
         out += [f"{CPP[kind]} {', '.join(names)};" for kind, names in by_type.items()]
         out.append(f"void* const results[] = {{{', '.join([*(f'&{r}' for r in sorted(self.results)), 'nullptr'])}}};")
         out += ["(void)results;", *self._code, "}"]
-        out.append(f"const int kClusterBlocks = {cluster[1] if cluster else 1};")
         out.append("const char* const kSites[] = {")
         out += [f'"{" < ".join(lines)}",' for lines in self._sites]
         out += ['"none"};', "}  // namespace ptx", ""]

@@ -12,9 +12,9 @@ dots
   signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
   signals between GPUs have the scope of one GPU  counters.h: p.signal(told.first, 1, scope_)  \.sys\.global  .gpu.global
   the last item of a split acquires nothing  attention.h: p_.arrive_acq_rel(  atom\.acq_rel\.gpu  atom
-  releases of pages release nothing  block.h: p.arrive(block.empty[slot], count)  arrive\.release  arrive.relaxed
+  releases of pages release nothing  pages.h: p_.arrive(block_.empty[  arrive\.release  arrive.relaxed
   no syncwarp before the outputs are complete  consumer.h: p.arrive(slot.outputs)  bar\.warp\.sync
-  no syncwarp before a page is released  block.h: p.arrive(block.empty[slot], count)  bar\.warp\.sync
+  no syncwarp before a page is released  pages.h: p_.arrive(block_.empty[  bar\.warp\.sync
   lane 1 skips a shuffle  device.cuh: return __shfl_sync(0xFFFFFFFFu, taken, 0)  shfl\.sync\.idx\.b32 (%\w+)\S*, (%\w+),.*  mov.b32 \1, \2
   neither consumers nor loaders fence  consumer.h: p.fence_async()  fence\.proxy\.async
   neither consumers nor loaders fence  loaders.h: p.fence_async()  fence\.proxy\.async
@@ -26,17 +26,17 @@ dots
   tiles of normalised heads do not meet before they exchange sums  dots.h: if (m.phase.head_norm != Buffer::kNone)  bar\.sync
   the barrier of consumers expects another warp  device.cuh: bar.sync 1, %0  bar\.sync 1, 256  bar.sync 1, 288
   blocks do not meet after their set-up  roles.h: p.sync_block()  bar\.sync 0
-  a consumer does not release a page  block.h: p.arrive(block.empty[slot], count)  mbarrier\.arrive
+  a consumer does not release a page  pages.h: p_.arrive(block_.empty[  mbarrier\.arrive
   signals are sent twice  counters.h: p.signal(told.first, 1, scope_)  (red\..*)  \1; \1
   columns come from the next row of the map  loaders.h: p.load_columns(page, map  \{(\S+), (\S+), (\S+), (\S+), (\S+)\}  {\1, \2, \4, \3, \5}
 tensor
   an item's signals release nothing  pages.h: signal_item(  red\.release  red.relaxed
   waits for counters acquire nothing  device.cuh: load_acquire(need.value  ld\.acquire  ld.relaxed
-  waits for barriers acquire nothing  device.cuh: bool held = try_wait<kBlocks>(b, parity)  parity\.acquire  parity.relaxed
+  waits for barriers acquire nothing  device.cuh: bool held = try_wait(b, parity)  parity\.acquire  parity.relaxed
   arrivals at ready release nothing  pages.h: p_.arrive(block_.ready  arrive\.release  arrive.relaxed
-  the controller's arrivals release nothing  controller.h: p_.arrive_at(sm, slot.fetched)  arrive\.release  arrive.relaxed
+  the controller's arrivals release nothing  controller.h: p_.arrive(slot.fetched)  arrive\.release  arrive.relaxed
   no syncwarp before an output page is ready  pages.h: p_.arrive(block_.ready  bar\.warp\.sync
-  no syncwarp before a task is handed over  controller.h: p_.arrive_at(sm, slot.fetched)  bar\.warp\.sync
+  no syncwarp before a task is handed over  controller.h: p_.arrive(slot.fetched)  bar\.warp\.sync
   no syncwarp after waits for an item's counters  loaders.h: wait_item(p, params, block.dims  bar\.warp\.sync
   no syncwarp after waits for stores  storer.h: if (stored) p.wait_stores()  bar\.warp\.sync
   neither consumers nor loaders of attention fence  attention.h: p_.fence_async()  fence\.proxy\.async
@@ -54,13 +54,13 @@ tensor
   results are read before wgmma has ended  wgmma.cuh: wgmma.wait_group  aligned 0  aligned 1
   pages are released while wgmma reads them  wgmma.cuh: wgmma.wait_group  aligned 1  aligned 2
   no wgmma.fence  wgmma.cuh: wgmma.fence  wgmma\.fence
-  a page expects no bytes  loaders.h: p.expect(full, bytes)  expect_tx\.release(.*), \S+$  release\1, 1
+  a page expects no bytes  loaders.h: p.expect(full, use.bytes())  expect_tx\.release(.*), \S+$  release\1, 1
   full is complete after one loader  roles.h: p.init(block.full[i], 2)  (mbarrier\.init\S* \S+), \S+$  \1, 1
-  a consumer does not report the end  consumer.h: p.arrive_at(0, slot.retired)  mbarrier\.arrive
+  a consumer does not report the end  consumer.h: p.arrive(slot.retired)  mbarrier\.arrive
   signals go to the next counter  counters.h: p.signal(told.first, 1, scope_)  (red\S+ \[%\w+)\]  \1+4]
-  the coordinates of tiles are exchanged  loaders.h: p.load_tile(to, map, x, y, use.z, full)  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
-  loads go to the page's second half  loaders.h: load_tile(page, use.x, use.y)  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
-  pages of weights are not loaded  loaders.h: load_tile(page, use.x, use.y)  cp\.async
+  the coordinates of tiles are exchanged  loaders.h: p.load_tile(page  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
+  loads go to the page's second half  loaders.h: p.load_tile(page, map  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
+  pages of weights are not loaded  loaders.h: p.load_tile(page, map  cp\.async
   residuals are stored, not added  storer.h: p.add_tile(map(d.rank)  cp\.reduce(\S+)\.add(\S+)  cp\1\2
   fragments of A are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{)(\S+), (\S+), (\S+), (\S+)\}  \1\2, \4, \3, \5}
   fragments of B are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{[^}]*\}, \{)(\S+), (\S+)\}  \1\3, \2}
@@ -68,16 +68,8 @@ tensor
   wgmma replaces its results  wgmma.cuh: asm volatile(  setp\.eq\.u32 p  setp.ne.u32 p
   consumers ask for more registers  megakernel.cu: setmaxnreg.inc  224  232
   service warps keep more registers  megakernel.cu: setmaxnreg.dec  56  64
-pairs
-  tasks are handed over at block scope  controller.h: p_.arrive_at(sm, slot.fetched)  release\.cluster  release.cta
-  blocks end apart  megakernel.cu: if constexpr (kSms > 1) p.sync_block()  barrier\.cluster
-  weights are loaded for one block only  loaders.h: p.load_tile_for_all(  (cp\S+)\.multicast::cluster (.*), \S+$  \1 \2
-  a page is released only in its own block  block.h: p.arrive_at(1 - sm_of(block), block.empty[slot], count)  mbarrier\.arrive
-  a page is reused while the other block reads it  block.h: p.arrive_at(1 - sm_of(block), block.empty[slot], count)  mbarrier\.arrive
-  a page is reused while the other block reads it  roles.h: p.init(block.empty[i], kSms * kConsumerWarps)  , 16$  , 8
-  an SM without rows reads a row of others  norm.h: if (kSms > 1 && rows <= 0) return  bra
 experts dots
-  the controller acquires nothing before it reads ROUTES  controller.h: wait_words(p_, params_, block_.dims, task)  ld\.acquire  ld.relaxed
+  the controller acquires nothing before it reads ROUTES  controller.h: wait_words(p_, params_, block_.dims, slot.task)  ld\.acquire  ld.relaxed
   a row's expert is read from another place of ROUTES  routes.h: return load_int(experts  \[(%\w+)\]  [\1+4]
   results of experts are added with the weights of others  combine.h: load_float(weights + first + j)  \[(%\w+)\]  [\1+4]
 experts tensor
@@ -117,5 +109,3 @@ def _faults() -> dict[str, list[Fault]]:
 
 
 FAULTS = _faults()
-# Faults that need not be found: in the steps that try this one, no block accesses the memory of an ended block.
-NOT_FOUND = {"blocks end apart"}

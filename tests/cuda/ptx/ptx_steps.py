@@ -67,7 +67,6 @@ _MORES = {"experts": _EXPERTS, "wide": _WIDE}
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
     "dots": ({}, {"norm": "inside"}, {"queue": "body"}),
     "tensor": ({}, {"queue": "attention"}, {"norm": "next", "interleave": False}),
-    "pairs": ({}, {"queue": "body"}),
 }
 
 
@@ -99,8 +98,7 @@ def _units(kind: str) -> str:
 
 
 def _options(kind: str, chosen: dict[str, Any]) -> Options:
-    units = _units(kind)
-    return Options(matmul="dots" if units == "dots" else "tensor", pairs="on" if units == "pairs" else "off", **chosen)
+    return Options(matmul=_units(kind), **chosen)
 
 
 def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
@@ -123,7 +121,7 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     tokens = int(rng.integers(1, 9 if units == "dots" else 150))
     if chosen.get("norm") == "inside":
         tokens, chosen["residual"] = min(tokens, 4), "replicated"
-    workers = int(rng.integers(1, 4)) * (2 if units == "pairs" else 1)
+    workers = int(rng.integers(1, 4))
     machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK)
     if kind == "dots" and config.family == "qwen3" and not chosen.get("norm"):
         # Each worker runs several small tiles, one after another, and each of them normalises a head.
@@ -252,7 +250,6 @@ def varied(kind: str, **changes: Any) -> list[str]:
 _FAULT_STEPS = {
     "dots": (5, 6, 2, 8),
     "tensor": (5, 6),
-    "pairs": (10, 5),
     "experts dots": (20, 22),
     "experts tensor": (22, 21),
 }

@@ -74,17 +74,14 @@ data-movement-and-conversion-instructions
   cvt.rn.bf16x2.f32                  b32 = f32 f32  uint32_t{{bf16({0})}} << 16 | bf16({1})
   cvta.to.global.u64                 u64 = u64      {0}
   cvta.shared.u64                    u64 = u64      T.generic(static_cast<uint32_t>({0}))
-  mapa.shared::cluster.u32           u32 = u32 u32  T.at_rank({0}, {1})
-  mapa.u64                           u64 = u64 u32  T.generic_at_rank({0}, {1})
   ld.param{v:|.v2|.v4}.{t:s32|u32|u64}  * *         parameter
   ld{o:|.volatile|.relaxed.gpu|.relaxed.sys|.acquire.gpu|.acquire.sys}{space:|.global|.shared}{cache:|.cg}{v:|.v2|.v4}.{t:u8|u16|u32|s32|u64|f32}  * *  load
   st{o:|.relaxed.gpu|.relaxed.sys}{space:|.global|.shared}{v:|.v2|.v4}.{t:u8|u16|u32|u64|f32}  * *  store
   prefetch.global.L2                 global         (void){0}
   shfl.sync.{mode:idx|bfly}.b32      * b32 b32 b32 b32  shuffle
   cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes  shared global u32 shared  T.load_bytes({0}, {1}, {2}, {3})
-  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  shared box shared  T.load_box({0}, {1}, {2}, 0)
-  cp.async.bulk.tensor.{n:5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint  shared box shared u64  T.load_box({0}, {1}, {2}, 0)
-  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster  shared box shared u16  T.load_box({0}, {1}, {2}, {3})
+  cp.async.bulk.tensor.{n:3d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes  shared box shared  T.load_box({0}, {1}, {2})
+  cp.async.bulk.tensor.{n:5d}.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint  shared box shared u64  T.load_box({0}, {1}, {2})
   cp.async.bulk.tensor.{n:3d}.global.shared::cta.tile.bulk_group  box shared  T.store_box({0}, {1}, false)
   cp.reduce.async.bulk.tensor.{n:3d}.global.shared::cta.add.tile.bulk_group  box shared  T.store_box({0}, {1}, true)
   cp.async.bulk.prefetch.tensor.{n:5d}.L2.global.tile.L2::cache_hint  box u64  T.prefetch_box({0})
@@ -99,8 +96,6 @@ parallel-synchronization-and-communication-instructions
   bar.sync                           u32            T.barrier({0}, 0)
   bar.sync                           u32 u32        T.barrier({0}, {1})
   bar.warp.sync                      b32            T.sync_warp({0})
-  barrier.cluster.arrive.release     -              T.arrive_cluster()
-  barrier.cluster.wait.acquire       -              T.wait_cluster()
   vote.sync.all.pred                 pred = pred b32  T.ballot({0}, {1}) == ~0u
   vote.sync.ballot.b32               b32 = pred b32  T.ballot({0}, {1})
   atom{o:|.acq_rel.gpu}{space:|.global|.shared}.{op:add|exch}.{t:u32|s32|b32}  * * *  atomic
@@ -111,10 +106,10 @@ parallel-synchronization-and-communication-instructions
   fence.proxy.async.shared::cta      -              T.fence_shared()
   fence.proxy.tensormap::generic.acquire.sys  global u32  T.acquire_map({0}, {1})
   mbarrier.init.shared::cta.b64      shared u32     T.init({0}, {1})
-  mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * shared  T.arrive({0}, 1, 0, {scope}, {o})
-  mbarrier.arrive.{o:release|relaxed}.{scope:cta|cluster}.shared::{to:cta|cluster}.b64  * shared u32  T.arrive({0}, {1}, 0, {scope}, {o})
-  mbarrier.arrive.expect_tx.{o:release}.{scope:cta}.shared::cta.b64  * shared u32  T.arrive({0}, 1, {1}, {scope}, {o})
-  mbarrier.try_wait.parity.{o:acquire|relaxed}.{scope:cta|cluster}.shared::cta.b64  pred = shared u32 u32  T.wait({0}, {1}, {scope}, {o})
+  mbarrier.arrive.{o:release|relaxed}.cta.shared::cta.b64  * shared  T.arrive({0}, 1, 0, {o})
+  mbarrier.arrive.{o:release|relaxed}.cta.shared::cta.b64  * shared u32  T.arrive({0}, {1}, 0, {o})
+  mbarrier.arrive.expect_tx.{o:release}.cta.shared::cta.b64  * shared u32  T.arrive({0}, 1, {1}, {o})
+  mbarrier.try_wait.parity.{o:acquire|relaxed}.cta.shared::cta.b64  pred = shared u32 u32  T.wait({0}, {1}, {o})
 warp-level-matrix-instructions
   mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32  * * * *  mma
   ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16  * *  ldmatrix
@@ -139,7 +134,7 @@ _TEXTS = {
     **{".acquire.gpu": "Order{kGpu, kAcquire}", ".acquire.sys": "Order{kSystem, kAcquire}"},
     **{".release.gpu": "Order{kGpu, kRelease}", ".release.sys": "Order{kSystem, kRelease}"},
     ".acq_rel.gpu": "Order{kGpu, kAcquire | kRelease}",
-    **{"cta": "kCta", "cluster": "kCluster", "inc": "true", "dec": "false"},
+    **{"inc": "true", "dec": "false"},
     **{"acquire": "true", "release": "true", "relaxed": "false"},
 }
 TEXTS = CPP | _TEXTS

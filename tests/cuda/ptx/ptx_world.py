@@ -26,12 +26,10 @@ HERE = Path(__file__).parent
 BUILDS = {
     "dots": Build(False, Units.DOTS),
     "tensor": Build(False, Units.TENSOR),
-    "pairs": Build(False, Units.TENSOR, 2),
     "experts dots": Build(False, Units.DOTS, experts=True),
     "experts tensor": Build(False, Units.TENSOR, experts=True),
     "wide dots": Build(False, Units.DOTS, wide=True),
     "wide tensor": Build(False, Units.TENSOR, wide=True),
-    "wide pairs": Build(False, Units.TENSOR, 2, wide=True),
 }
 _compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
@@ -101,15 +99,14 @@ def built(build: Build) -> Path:
         run([*compiler(), *_FLAGS, "-w", "-O1", *_processor(), f"-I{HERE}", "-c", str(source), "-o", str(target)])
 
     def compile_runtime(target: Path) -> None:
-        flags = ["-O3", *_processor(), f"-DMK_SMS={build.sms}"]
-        run([*compiler(), *_FLAGS, *flags, "-c", str(HERE / "runtime.cpp"), "-o", str(target)])
+        run([*compiler(), *_FLAGS, "-O3", *_processor(), "-c", str(HERE / "runtime.cpp"), "-o", str(target)])
 
     def link(target: Path) -> None:
         run([*compiler(), "-shared", str(kernel_object), str(runtime_object), "-o", str(target)])
 
     translation = b"".join((HERE / name).read_bytes() for name in ("ptx_table.py", "ptx_faults.py", "ptx_code.py"))
     source = built_once("kernel.cpp", f"{build}{ptx}".encode() + translation, translate)
-    flags = f"{version()} {_FLAGS} {_processor()} {build.sms}".encode()
+    flags = f"{version()} {_FLAGS} {_processor()}".encode()
     content = flags + source.read_bytes() + (HERE / "machine.h").read_bytes()
     kernel_object = built_once("kernel.o", content, compile_kernel)
     runtime_object = built_once("runtime.o", flags + sources(ROOT), compile_runtime)

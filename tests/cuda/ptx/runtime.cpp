@@ -31,12 +31,8 @@ void World::make_blocks() {
       auto block = std::make_unique<Block>();
       block->grid = &grid;
       block->index = static_cast<uint32_t>(b);
-      block->rank = static_cast<uint32_t>(b % kClusterBlocks);
       block->memory = memory_ + blocks_.size() * kSpan;
       memset(block->memory, 0xFF, kReserved + mk::kSharedBytes);
-      if (block->rank == 0) clusters_.push_back(std::make_unique<Cluster>());
-      block->cluster = clusters_.back().get();
-      block->cluster->blocks[block->rank] = block.get();
       make_threads(*block);
       blocks_.push_back(std::move(block));
     }
@@ -188,14 +184,12 @@ std::string World::run() {
   return out;
 }
 
-// Reports copies in flight, and mbarriers that still expect bytes, at the end of a launch. After an abort, a
-// block may still expect a page that the other block of its worker has not requested.
+// Reports copies in flight, and mbarriers that still expect bytes, at the end of a launch.
 void World::note_ends() {
   if (!copies_.empty()) fail("bulk copies are in flight when the launch ends");
-  const bool aborted = *grids_[0].params->abort;
   for (const auto& block : blocks_)
     for (const auto& [offset, barrier] : block->barriers)
-      if (barrier.bytes != 0 && !(aborted && block->cluster->blocks[1]))
+      if (barrier.bytes != 0)
         fail("block " + std::to_string(block->index) + ": a barrier still expects " +
              std::to_string(barrier.bytes) + " bytes");
 }

@@ -15,7 +15,7 @@ import extras
 import fake_gpu
 import ptx_steps
 import pytest
-from ptx_faults import FAULTS, NOT_FOUND
+from ptx_faults import FAULTS
 from ptx_table import meaning
 from ptx_world import BUILDS, built, ptx_of
 
@@ -29,14 +29,10 @@ _QUICK = (0, 2, 3, 6, 10, 12, 14, 17, 19, 22, 23, 26, 27, 30, 31, 34, 36, 37, 38
 SEEDS = {
     "dots": (0, 1, 2, 3, 5, 6, 8, 10, 11, 12, 14, 15, 16, 17, 18, 19, 22, 31, 37, 43),
     "tensor": _QUICK,
-    # In step 93, the arrivals of a storer at the other SM's barrier `empty` are divided between two phases. In step
-    # 102, boxes of keys also have rows of a KV page that another SM's attention item needs.
-    "pairs": (*_QUICK[:-2], 93, 102),
     "experts dots": (20, 22, 25, 29),
     "experts tensor": (21, 22, 25),
     "wide dots": (0, 1, 2, 7),
     "wide tensor": (0, 1, 2, 3),
-    "wide pairs": (0, 3),
 }
 # The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
@@ -47,7 +43,6 @@ SAMPLE = {
     "results are read before wgmma has ended": "",
     "a consumer does not report the end": "deadlock",
     "signals go to the next counter": "",
-    "a page is released only in its own block": "",
     "each part of experts signals": "",
 }
 CHECKS: dict[str, Callable[[str], object]] = {
@@ -95,7 +90,7 @@ def test_the_default_model_answers() -> None:
 def test_planted_faults_are_found(kind: str) -> None:
     said = check("faults", kind)
     assert isinstance(said, dict) and said
-    assert {name for name, wrong in said.items() if not wrong} <= NOT_FOUND
+    assert [name for name, wrong in said.items() if not wrong] == []
     assert [wrong for name, wrong in said.items() if not re.search(SAMPLE.get(name, ""), wrong)] == []
 
 
@@ -117,8 +112,7 @@ def test_other_builds(name: str, kind: str) -> None:
 
 
 def test_the_sample_has_faults() -> None:
-    assert {fault.name for faults in FAULTS.values() for fault in faults} >= SAMPLE.keys() | NOT_FOUND
-    assert not SAMPLE.keys() & NOT_FOUND
+    assert {fault.name for faults in FAULTS.values() for fault in faults} >= SAMPLE.keys()
 
 
 @pytest.mark.parametrize("opcode", ["add.s16", "ld.acquire.cta.shared.u32", "fence.acq_rel.gpu", "mbarrier.init.b64"])

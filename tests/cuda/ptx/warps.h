@@ -1,4 +1,4 @@
-// What the threads of a warp, block or cluster do together: warp-wide exchanges, barriers, registers, clock.
+// What the threads of a warp or block do together: warp-wide exchanges, barriers, registers, clock.
 #pragma once
 #include "world.h"
 
@@ -109,29 +109,6 @@ void Thread::barrier(uint32_t index, uint32_t threads) {
     world->block("bar.sync");
   }
   knows->seen.join(b.done);
-}
-
-void Thread::arrive_cluster() {
-  Cluster& c = *block->cluster;
-  Seen own = knows->seen;
-  own.all = knows->publish();
-  c.seen.join(own);
-  cluster_turn = c.turn;
-  if (++c.arrived < static_cast<uint32_t>(kThreads * kClusterBlocks)) return;
-  c.arrived = 0;
-  ++c.turn;
-  c.done.join(c.seen);
-  c.seen = {};
-  world->wake(c.waiting);
-}
-
-void Thread::wait_cluster() {
-  Cluster& c = *block->cluster;
-  if (c.turn == cluster_turn) {
-    c.waiting.push_back(this);
-    world->block("barrier.cluster.wait");
-  }
-  knows->seen.join(c.done);
 }
 
 // A thread that reads the wall clock is waiting for a counter, so it sleeps until a counter changes.

@@ -18,7 +18,7 @@ namespace ptx {
 using mk::kThreads, mk::kWarps;
 constexpr uint32_t kReserved = 1024;  // shared memory below this offset belongs to the system
 constexpr uint32_t kSpan = 1 << 18;   // distance between the shared memories of blocks
-constexpr int kMaxCluster = 2, kNamedBarriers = 16;
+constexpr int kNamedBarriers = 16;
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 
 struct DeviceBarrier {
@@ -28,13 +28,13 @@ using Memory = mk::BlockMemory<DeviceBarrier>;
 
 using Threads = std::vector<Thread*>;
 
-// An mbarrier. `open` has the accesses that the current phase's arrivals release, by block and by scope
-// (block, cluster); `done` has those of all earlier phases.
+// An mbarrier. `open` has the accesses that the current phase's arrivals release; `done` has those of all
+// earlier phases.
 struct Mbarrier {
   uint32_t expected, pending, party = 0;  // 0: no copy has used it yet
   int64_t bytes = 0;
   uint32_t phase = 0;
-  Seen open[kMaxCluster][2], done[kMaxCluster][2];
+  Seen open, done;
   Known completed;  // copies of earlier phases
   Access init;
   bool fenced = false;  // whether fence.mbarrier_init has followed
@@ -84,19 +84,10 @@ struct Grid {
   int device, blocks;
 };
 
-struct Cluster {
-  Block* blocks[kMaxCluster];
-  uint32_t arrived = 0;
-  uint64_t turn = 0;
-  Seen seen, done;
-  Threads waiting;
-};
-
 struct Block {
   Grid* grid;
-  Cluster* cluster;
-  uint32_t index, rank;  // in the grid, in the cluster
-  char* memory;          // offset 0 of its shared memory
+  uint32_t index;  // in the grid
+  char* memory;    // offset 0 of its shared memory
   Warp warps[kWarps];
   std::map<uint32_t, Mbarrier> barriers;  // by offset
   NamedBarrier named[kNamedBarriers];
@@ -223,7 +214,6 @@ class World {
 
   std::vector<Grid>& grids_;
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::vector<std::unique_ptr<Cluster>> clusters_;
   std::deque<Thread> threads_;
   std::deque<Fibre> fibres_;
   std::deque<Knowledge> knowledge_;
@@ -266,8 +256,6 @@ inline bool includes(Scope scope, const Block& a, const Block& b) {
       return false;
     case kCta:
       return &a == &b;
-    case kCluster:
-      return a.cluster == b.cluster;
     case kGpu:
       return a.grid->device == b.grid->device;
     case kSystem:
