@@ -11,21 +11,65 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
-# The modules that register the verbs (subcommands). A verb of two words, such as `bench serve`, belongs to a group.
-_VERBS = (
-    "demo", "pull", "generate", "chat", "serve", "programs", "simulate", "bench", "bench_serve",
-    "timeline", "roofline", "doctor", "completion",
-)  # fmt: skip
+# The modules that register the verbs (subcommands), under the titles that `--help` gives them. A verb of two words,
+# such as `bench serve`, belongs to a group.
+_VERBS = {
+    "run a model": ("demo", "pull", "generate", "chat", "serve"),
+    "understand its speed": ("bench", "bench_serve", "timeline", "roofline", "simulate"),
+    "look into programs": ("programs",),
+    "this machine": ("doctor", "completion"),
+}
 _GROUP = "measure speed"
+
+
+class _Help(argparse.HelpFormatter):
+    """Writes a usage with what is needed only, because all flags together take twenty lines. Keeps paragraphs, and
+    examples on one line, so that they can be copied."""
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        either = [group for group in groups if group.required]
+        among = [action for group in either for action in group._group_actions]
+        needed = [action for action in actions if action.required or not action.option_strings or action in among]
+        flags = " [FLAGS]" if len(needed) < len(actions) else ""
+        return super()._format_usage(usage, needed, either, prefix).rstrip("\n") + f"{flags}\n\n"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = text.split("\n\n")
+        return "\n\n".join(part if part.startswith("Example") else fill(part, width, indent) for part in parts)
+
+
+class _VerbHelp(_Help):
+    """Lists the verbs in groups, which argparse cannot do: the epilog has lines "title:" and "verb  what"."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if not isinstance(action, argparse._SubParsersAction):
+            super().add_argument(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = partial(textwrap.fill, width=width)
+        return "\n".join(wrap(line, subsequent_indent=" " * 14 * line.startswith(" ")) for line in text.splitlines())
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Suggest the nearest verb for one that does not exist."""
+        if found := re.search(r"argument (?:VERB|WHAT): invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(found[1], re.findall(r"[a-z]+", found[2]), 1)
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them"
+            message = f"there is no {self.prog} {found[1]}: {hint}"
+        super().error(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if closed:
             return _fail("standard output is closed")
         given = sys.argv[1:] if arguments is None else arguments
-        args, unknown = parser().parse_known_args([*map(_dashed, given)])
+        args, unknown = parser().parse_known_args([*map(_dashed, given)] or ["--help"])
         if unknown:
-            args.parser.error(_about_unknown(unknown, args.parser.format_usage(), getattr(args, "hints", {})))
+            args.parser.error(_about_unknown(unknown, args.parser, getattr(args, "hints", {})))
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
@@ -108,11 +152,11 @@ def _dashed(argument: str) -> str:
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
-def _about_unknown(unknown: Sequence[str], usage: str, hints: Mapping[str, str]) -> str:
-    """Return the error message for flags that a verb does not have. `unknown` are these flags. `hints` says, for some
-    flags, what to use instead. The message includes the hint for the first unknown flag."""
+def _about_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, hints: Mapping[str, str]) -> str:
+    """Return the error message for flags that the verb of `parser` does not have. `unknown` are these flags. `hints`
+    says, for some flags, what to use instead. The message includes the hint for the first unknown flag."""
     flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
-    near = difflib.get_close_matches(flag, re.findall(r"--[a-z][a-z-]+", usage), 1)
+    near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
     hint = hints.get(flag) or (f"did you mean {near[0]}?" if near else "")
     return f"unrecognized arguments: {' '.join(unknown)}" + (f" ({hint})" if hint else "")
 
@@ -130,10 +174,10 @@ def parser() -> argparse.ArgumentParser:
     from ..settings import SETTINGS
 
     level = SETTINGS["log_level"]
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="megakernel",
         description="Compile a language model's forward pass into one program, run it, and see where the time goes.",
-        epilog="Start with: megakernel demo",
+        formatter_class=_VerbHelp,
     )
     top.add_argument("-V", "--version", action="version", version=f"megakernel {version('megakernel')}")
     common = argparse.ArgumentParser(add_help=False)
@@ -147,11 +191,14 @@ def parser() -> argparse.ArgumentParser:
     )
     verbs = top.add_subparsers(metavar="VERB", required=True)
     groups = {"": verbs}
+    listed: list[str] = []
 
     def parser_in(verbs: Any, name: str, what: str, example: str, **more: Any) -> Any:
-        text = what[0].upper() + what[1:] + "."
-        made = verbs.add_parser(name, help=what, description=text, epilog=f"Example: {example}", **more)
+        text = f"{what[0].upper()}{what[1:]}.\n\nExample: {example}"
+        made = verbs.add_parser(name, help=what, description=text, formatter_class=_Help, **more)
         made.set_defaults(parser=made)
+        if verbs is groups[""]:
+            listed.append(f"  {name:<10}  {what}")
         return made
 
     def add(name: str, what: str, example: str) -> Any:
@@ -160,6 +207,9 @@ def parser() -> argparse.ArgumentParser:
             groups[group] = parser_in(verbs, group, _GROUP, example).add_subparsers(metavar="WHAT", required=True)
         return parser_in(groups[group], verb, what, example, parents=[common])
 
-    for module in _VERBS:
-        import_module(f".{module}", __package__).register(add)
+    for title, modules in _VERBS.items():
+        listed.append(f"\n{title}:")
+        for module in modules:
+            import_module(f".{module}", __package__).register(add)
+    top.epilog = "\n".join([*listed, "\nStart with: megakernel demo"]).lstrip()
     return top

@@ -14,7 +14,6 @@ from rich.text import Text
 from ..errors import MegakernelError
 from ..roofline import Ceilings
 from . import output, versus
-from .host import measured_ceilings
 from .options import (
     AddVerb,
     add_count,
@@ -26,6 +25,7 @@ from .options import (
     token_ids,
     workload,
 )
+from .this_machine import measured_ceilings
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM

@@ -23,8 +23,8 @@ from ..model.weight_types import bits_of, storage_of
 from ..roofline import Ceilings, machine_ceilings
 from ..settings import above_zero
 from . import output
-from .host import host_ceilings
 from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
+from .this_machine import host_ceilings
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import ServerClient, Workload

@@ -17,7 +17,7 @@ from . import FAILED, output
 from .options import AddVerb, add_count, add_model_run, add_setting, open_llm
 
 if TYPE_CHECKING:
-    from .partners import Messages, Partner
+    from .chat_models import Messages, Partner
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
@@ -45,7 +45,7 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .partners import LocalModel, RemoteModel
+    from .chat_models import LocalModel, RemoteModel
 
     with ExitStack() as open_:
         if args.base_url is not None:
@@ -139,7 +139,7 @@ class _Talk:
     def _turn(self, text: str) -> None:
         """Send one message and show its answer. If no text arrives, the message is removed from the conversation. If
         the answer is cut short, both are kept."""
-        from .partners import PartialAnswer
+        from .chat_models import PartialAnswer
 
         self._messages.append({"role": "user", "content": text})
         answer = PartialAnswer()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from . import bench, output
 from .generate import as_json, show_token
-from .host import measured_ceilings
 from .options import AddVerb, add_model_run, file_to_write, open_llm, prompt_ids
+from .this_machine import measured_ceilings
 
 _PROMPT = "Name the capital of France."
 # These numbers give stable medians, and take a few seconds on two cores.

@@ -19,8 +19,8 @@ from ..roofline import Ceilings
 from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
-from .host import host_ceilings
 from .options import AddVerb, file_to_write
+from .this_machine import host_ceilings
 
 _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",

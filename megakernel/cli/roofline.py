@@ -15,8 +15,8 @@ from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
 from ..roofline.plot import Mark, Point, write_plot
 from ..roofline.program_step import rate_of
 from . import output, roofline_ask
-from .host import hardware_of
 from .options import STORED, AddVerb, add_count, add_setting, file_to_write, paper_model
+from .this_machine import hardware_of
 
 _CONTEXT = 128
 

@@ -10,7 +10,7 @@ from ..errors import MegakernelError
 from ..roofline.ask import BOOK, EXAMPLES, QUESTIONS, Input, Question
 from ..settings import above_zero, positive
 from . import output
-from .host import hardware_of
+from .this_machine import hardware_of
 
 _MACHINE = "h100"
 _amount = above_zero("a number above 0, up to 1e30", 1e30)

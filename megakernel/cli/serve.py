@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError, file_errors, regular
 from ..settings import SETTINGS
 from . import output
-from .host import measured_ceilings
 from .options import STORED, AddVerb, add_setting, load
 from .replicas import serve_replicas
+from .this_machine import measured_ceilings
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM

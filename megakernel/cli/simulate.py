@@ -16,9 +16,9 @@ from ..roofline.fit import Fit
 from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from . import output
-from .host import host_machine
 from .options import STORED, AddVerb, add_count, add_setting
 from .programs import add_machine, add_source, compile_for
+from .this_machine import host_machine
 from .timeline import add_files, write_files
 
 _CONTEXT = 128

@@ -12,8 +12,8 @@ from ..machine import MACHINES, Machine
 from ..program import Program, load_program
 from ..trace import Trace
 from . import output
-from .host import host_machine, measured_ceilings
 from .options import AddVerb, add_count, add_model_run, file_to_write, open_llm, prompt_ids
+from .this_machine import host_machine, measured_ceilings
 
 if TYPE_CHECKING:
     from ..timeline.compare import Comparison

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from ..machine import Machine, busy
 
@@ -46,20 +49,24 @@ class Ceilings:
         return replace(self, flops=self.integer_ops, vector_flops=self.flops, unit="OP/s")
 
 
-@dataclass(frozen=True)
-class Measured:
+# Stored rates outside these limits are ignored. Otherwise a wrong rate would stay forever, because only a higher one
+# replaces it.
+_Rate = Annotated[float, msgspec.Meta(gt=1, lt=1e18)]
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The highest rates ever measured on this CPU with `threads` threads. `probes` is the number of measurements, and
     `date` that of the last one. `others` is the fraction of all cores' time that other programs used during the least
     disturbed measurement, or None if unknown."""
 
     threads: int
-    read_bytes_per_s: float
-    cache_bytes_per_s: float
-    flops: float
-    integer_ops: float
-    others: float | None
-    date: str
-    probes: int = 1
+    read_bytes_per_s: _Rate
+    cache_bytes_per_s: _Rate
+    flops: _Rate
+    integer_ops: _Rate
+    others: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
+    date: Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d$")]
+    probes: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @property
     def quiet(self) -> bool:

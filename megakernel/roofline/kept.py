@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import asdict
-from datetime import date
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from ..errors import MegakernelError, file_errors, regular, whole_file
 from ..machine import cpu_count, processor
@@ -15,8 +13,8 @@ from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20
-# Stored rates above this are ignored. Otherwise a wrong rate would stay forever, because only a higher one replaces it.
-_MOST = 1e18
+# The measurements of each machine by number of threads.
+_Kept = dict[str, dict[str, Measured]]
 log = logging.getLogger(__name__)
 
 
@@ -33,56 +31,29 @@ def recall(machine: str, threads: int) -> Measured | None:
     """Return the stored measurement for `threads` threads, or None if there is none. If the file is damaged, this is
     logged, and the result is None."""
     found = _read().get(machine, {}).get(str(threads))
-    return None if found is None else _measured(found, threads)
+    return found if found and found.threads == threads else None
 
 
 def keep(machine: str, found: Measured) -> None:
     """Store a measurement beside those of other machines. If the folder cannot be written, this is logged."""
     everything = _read()
-    everything.setdefault(machine, {})[str(found.threads)] = asdict(found)
+    everything.setdefault(machine, {})[str(found.threads)] = found
     try:
         with file_errors(f"make the cache folder {path().parent}"):
             path().parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path(), f"this machine's ceilings to {path()}") as part:
-            part.write_text(json.dumps(everything, indent=1) + "\n")
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1) + b"\n")
     except MegakernelError as e:
         log.warning("%s; they are measured again next time", e)
 
 
-def _read() -> dict[str, dict[str, object]]:
+def _read() -> _Kept:
     try:
         with regular(path()).open("rb") as file:
-            text = file.read(_LARGEST_FILE + 1)
-        found = json.loads(text) if len(text) <= _LARGEST_FILE else None
+            return msgspec.json.decode(file.read(_LARGEST_FILE), type=_Kept)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        return _damaged(e.strerror or str(e) if isinstance(e, OSError) else "it is not JSON")
-    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-        return _damaged("it is not a table of machines")
-    return found
-
-
-def _damaged(why: str) -> dict[str, dict[str, object]]:
-    log.warning("cannot use the ceilings in %s: %s; they are measured anew", path(), why)
-    return {}
-
-
-def _measured(found: Any, threads: int) -> Measured | None:
-    """Return stored data as a Measured, or None if `keep` cannot have written them."""
-    try:
-        one = Measured(**found)
-        date.fromisoformat(one.date)
-        rates = (one.read_bytes_per_s, one.cache_bytes_per_s, one.flops, one.integer_ops)
-        known = one.others is None or 0 <= one.others <= 1
-        if (
-            one.threads == threads
-            and one.probes >= 1
-            and known
-            and all(isinstance(rate, float) and 1 < rate < _MOST for rate in rates)
-        ):
-            return one
-    except (ValueError, TypeError):
-        pass
-    _damaged("a measurement in it is impossible")
-    return None
+        why = e.strerror if isinstance(e, OSError) else str(e)
+        log.warning("cannot use the ceilings in %s: %s; they are measured anew", path(), " ".join(str(why).split()))
+        return {}

@@ -20,7 +20,7 @@ from fake_openai import DEEP, HOSTILE, answering, whole
 
 from megakernel import LLM
 from megakernel.cli import chat as chat_verb
-from megakernel.cli.partners import Messages, PartialAnswer
+from megakernel.cli.chat_models import Messages, PartialAnswer
 from megakernel.errors import MegakernelError
 from megakernel.serving.server.limits import AccessRules
 

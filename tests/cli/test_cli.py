@@ -105,16 +105,19 @@ def test_every_sampling_flag_arrives() -> None:
 
 
 def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["", "nonsense", "compile --tokens -1", "disasm", "disasm file --model m", "bench", "bench nonsense"]
+    wrong = ["nonsense", "compile --tokens -1", "disasm", "disasm file --model m", "bench", "bench nonsense"]
     wrong += ["generate", "generate --prompt-ids 1,x"]
     wrong += [f"generate --prompt a {more}" for more in ("--chat b", "--threads 0", "--logit-bias 1")]
     for arguments in wrong:
         assert run(capsys, *arguments.split())[0] == 2, arguments
+    for arguments, near in (("serv", "serve"), ("bench latenci", "latency")):
+        status, out, err = run(capsys, *arguments.split())
+        assert (status, out) == (2, "") and f"did you mean {near}?" in err
 
 
 def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "--help")
-    assert status == 0
+    assert status == 0 and run(capsys)[:2] == (0, out)
     verbs = ["demo", "pull", "generate", "compile", "disasm", "verify", "bench", "timeline", "doctor"]
     said = " ".join(out.split())
     for verb in (*verbs, "bench latency", "bench throughput", "bench serve"):
