@@ -29,7 +29,6 @@ struct ProgramSource {
   const char* const* names;                  // names of the phases, [kMaxPhases + 1]
   int32_t ranks, workers, counters, queues;  // workers and queues: per rank; counters: per layer and rank
   const int32_t* records[kRecordLists];
-  int64_t lengths[kRecordLists];  // the number of records of each list
 
   // Where each stream or queue begins in its list, followed by the end of the last one:
   // [ranks * workers + 1] for a segment, [ranks * queues + 1] for the queues.
@@ -42,7 +41,7 @@ struct ProgramSource {
 
 class Program {
  public:
-  // Copies all arrays. Throws std::runtime_error if a record cannot be executed.
+  // Copies all arrays. megakernel/program/checks.py must have checked them.
   explicit Program(const ProgramSource& source);
 
   const int32_t ranks, workers, layers;
@@ -93,10 +92,6 @@ class Program {
   void reset();
 
  private:
-  void check(int list) const;
-  std::string wrong(int list, int rank, const int32_t* record) const;
-  std::string wrong_operands(int rank, const int32_t* record) const;
-
   const int32_t counters_, queues_;
   std::vector<Dims> dims_;
   std::vector<Phase> phases_;

@@ -1,7 +1,7 @@
 """Compiled programs: their contents, their file format, and the checks that every program must pass."""
 
-from .checks import check, check_arrays
+from .checks import check
 from .file import load_program, program_from_bytes
 from .program import SEGMENTS, VERSION, Program, Segment
 
-__all__ = ["SEGMENTS", "VERSION", "Program", "Segment", "check", "check_arrays", "load_program", "program_from_bytes"]
+__all__ = ["SEGMENTS", "VERSION", "Program", "Segment", "check", "load_program", "program_from_bytes"]

@@ -1,4 +1,6 @@
 """Checks a program before anything executes it. Code that reads a program without violations stays in its arrays.
+Loaders of files, backends, the simulator and the disassembler call `check`, which checks each program once. Native code
+checks nothing again.
 
 Most checks look at one instruction at a time. `scheduler.verify` runs these checks first, and then looks at the order
 of instructions: it proves that the program ends, and that it computes the same as its phases one after another.
@@ -71,16 +73,7 @@ def violation(program: Program) -> str | None:
 
 def check(program: Program, name: str = "the program") -> None:
     """Raise MegakernelError if the program has a violation. The error calls the program `name`."""
-    _raise(name, violation(program))
-
-
-def check_arrays(program: Program) -> None:
-    """Raise MegakernelError if an array's length does not match the sizes. Native code does not check these lengths."""
-    _raise("the program", next(_arrays(program), None))
-
-
-def _raise(name: str, found: str | None) -> None:
-    if found is not None:
+    if (found := violation(program)) is not None:
         raise MegakernelError(f"{name} is wrong: {found}: compile it again")
 
 

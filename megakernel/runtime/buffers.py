@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims, StepTable
-from ..program import Program
+from ..program import Program, check
 from ..settings import SETTINGS
 from .step_check import check_step
 
@@ -38,7 +38,8 @@ def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> 
 
 
 def check_program(dims: Dims, program: Program) -> None:
-    """Raise MegakernelError, which names the wrong size, if `program` does not fit a backend with the sizes `dims`."""
+    """Raise MegakernelError if `program` does not fit a backend with the sizes `dims`, or has a violation. Native code
+    relies on this."""
     if program.ranks != dims.split.tp:
         raise MegakernelError(
             f"the program was compiled for {program.ranks} ranks, the backend has {dims.split.tp}: "
@@ -51,6 +52,7 @@ def check_program(dims: Dims, program: Program) -> None:
                 f"the program was compiled for {name} = {value}, the backend has {own[name]}: "
                 "compile it again for this model and these limits"
             )
+    check(program)
 
 
 def check_table(program: Program, table: StepTable, pages: int) -> None:

@@ -99,8 +99,6 @@ def _library() -> ctypes.CDLL:
 
 
 def _checked(count: int) -> int:
-    if count == -2:
-        raise MegakernelError("the verifier's graph names rows, phases or buffers that do not exist")
     if count < 0:
         raise MegakernelError("out of memory while verifying a program: verify it on a machine with more memory")
     return count

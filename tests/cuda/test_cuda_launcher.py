@@ -367,12 +367,16 @@ def test_refuses_what_it_cannot_run() -> None:
     wide = _program(machine=replace(_machine(), workers=8))
     wrong = {"GPU 0 can run it on only 4 at once: compile it with --workers 4": wide}
     for word, value, complaint in (
-        (record.WAIT_WORD, record.counter_word(program.counters), "record 0 of body names a counter beyond the block"),
-        (0, 31, "record 0 of body names an unknown phase"),
+        (record.WAIT_WORD, record.counter_word(program.counters), "a wait names no counter of the block"),
+        (0, 31, "the program has no such phase"),
     ):
         wrong[complaint] = edit(program, "body", 0, word, value)
     for weights, changes, complaint in (
-        (Buffer.W_QKV, {"norm": Buffer.MLP_NORM}, "qkv_rope normalises 4 rows of 64 elements itself, which its units"),
+        (
+            Buffer.W_QKV,
+            {"inputs": Buffer.X, "norm": Buffer.MLP_NORM},
+            "qkv_rope normalises 4 rows of 64 elements itself, which its units",
+        ),
         (Buffer.W_O, {"weight_bits": 4.5}, "o_proj has weights of 4.5 bits"),
     ):
         body = tuple(replace(p, **changes) if p.weights is weights else p for p in program.forward.body)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +19,11 @@ from megakernel.isa import Dtype, Forward, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment, checks, file, load_program, program_from_bytes
 from megakernel.program.program import ALIGNMENT, START
-from megakernel.runtime.cpu import ranks
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import native as simulator
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.scheduler.simulate.work import make_work
-from megakernel.scheduler.verify import native as verifier
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "correctness" / "hostile_files.py"
 
@@ -161,45 +158,31 @@ def test_the_native_simulator_takes_any_total(program: Program, total: int) -> N
         simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
 
 
-@pytest.mark.parametrize("edge", [-1, 9])
-def test_the_native_verifier_checks_edges(edge: int) -> None:
-    first, one = np.array([0, 1, 2], np.int32), np.zeros(1, np.int32)
-    graph = verifier.EventGraph(3, first, one, np.array([2], np.int32))
-    assert len(verifier.topological_order(graph, np.array([0, 0, 1], np.int32))[0]) == 3
-    with pytest.raises(MegakernelError, match="names rows, phases or buffers that do not exist"):
-        verifier.topological_order(replace(graph, target=np.array([edge], np.int32)), np.zeros(3, np.int32))
-
-
 @pytest.mark.parametrize(
     ("phase", "word", "value", "message"),
     [
-        ("qkv_rope", 0, 99, "is of phase 99"),
-        ("qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "names a counter beyond the block"),
-        ("qkv_rope", record.WAIT_WORD, record.NEXT, "names a counter beyond the block"),
-        ("qkv_rope", record.OPERAND_WORD, 1000, "has rows outside its step"),
-        ("qkv_rope", record.OPERAND_WORD + 1, 0, "has no rows"),
-        ("qkv_rope", record.OPERAND_WORD + 3, 0, "has no columns"),
-        ("qkv_rope", record.OPERAND_WORD + 2, -32, "has columns outside its output"),
-        ("qkv_rope", record.OPERAND_WORD + 2, 1, "cuts a head or a RoPE pair"),
-        ("attention", record.OPERAND_WORD, 1 << 20, "has an attention slot that the step table lacks"),
-        ("attention", record.OPERAND_WORD + 1, 0, "has groups that do not cover"),
-        ("qkv_rope", record.SIGNAL_WORD, 1 | record.INDEXED, "lets the step table pick a counter"),
+        ("qkv_rope", 0, 99, "the program has no such phase"),
+        ("qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "a wait names no counter"),
+        ("qkv_rope", record.WAIT_WORD, record.NEXT, "a wait names no counter"),
+        ("qkv_rope", record.OPERAND_WORD, 1000, "its box lies outside"),
+        ("qkv_rope", record.OPERAND_WORD + 1, 0, "an operand is out of range"),
+        ("qkv_rope", record.OPERAND_WORD + 3, 0, "an operand is out of range"),
+        ("qkv_rope", record.OPERAND_WORD + 2, -32, "an operand is out of range"),
+        ("qkv_rope", record.OPERAND_WORD + 2, 1, "its column tile cuts a RoPE pair"),
+        ("attention", record.OPERAND_WORD, 1 << 20, "has slots"),
+        ("attention", record.OPERAND_WORD + 1, 0, "its groups do not cover"),
+        ("qkv_rope", record.SIGNAL_WORD, 1 | record.INDEXED, "a signal word here cannot be indexed"),
     ],
 )
 def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int, value: int, message: str) -> None:
     row = rows_of(program, "queues", phase)[0]
-    with pytest.raises(MegakernelError, match=f"record {row} of the queues {message}"):
+    with pytest.raises(MegakernelError, match=message):
         launch(edit(program, "queues", row, word, value))
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_the_cpu_backend_refuses_offsets(program: Program, native: bool, monkeypatch: Any) -> None:
-    """The Python code refuses a program with wrong offsets. Without this check, the native library refuses it."""
+def test_the_cpu_backend_refuses_offsets(program: Program) -> None:
     launch(program)
     offsets = program.body.offsets.copy()
     offsets[1] += 1000
-    if native:
-        monkeypatch.setattr(ranks, "check_arrays", lambda program: None)
-    message = "the offsets of the body are not in order" if native else "body: offsets are not monotone"
-    with pytest.raises(MegakernelError, match=message):
+    with pytest.raises(MegakernelError, match="body: offsets are not monotone"):
         launch(replace(program, body=Segment(program.body.records, offsets)))

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         with pytest.raises(MegakernelError, match=f"{field} = {2 * has + 1}, the backend has {has}"):
             backend.launch(other, table)
     with pytest.raises(MegakernelError, match="another program"):
-        backend.launch(replace(program, dims=program.dims.changed(tokens=16)), table)
+        backend.launch(replace(program, dims=program.dims.changed(bias_entries=17)), table)
     with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES

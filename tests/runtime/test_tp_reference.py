@@ -299,12 +299,11 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
         records=np.concatenate([program.queues.records, spare]),
         offsets=program.queues.offsets + np.array([0, 0, 1], np.int32),
     )
-    n = len(queues.records) - queues.offsets[1]
-    with pytest.raises(MegakernelError, match=f"claimed only {n - 1} of the {n} records of queue 0 of rank 1"):
+    with pytest.raises(MegakernelError, match=r"rank 1, queue 0, .*: no drain of its rank claims it"):
         mixed.backend.launch(replace(program, queues=queues), table)
 
 
-@pytest.mark.parametrize("name", ["attention", "o_reduce", "mlp_norm"])
+@pytest.mark.parametrize("name", ["o_reduce", "mlp_norm"])
 def test_a_missing_wait_shows(name: str) -> None:
     """Without the waits of one phase, the logits differ, so tests notice an executor that ignores waits."""
     mixed = hand_mixed(2, 12, layers=2, seed=3)

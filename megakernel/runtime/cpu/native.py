@@ -69,7 +69,6 @@ class CProgram(ctypes.Structure):
         ("counters", _I32),
         ("queues", _I32),
         ("records", _POINTER * 4),
-        ("lengths", _I64 * 4),
         ("offsets", _POINTER * 4),
         ("totals", _POINTER * 3),
     )

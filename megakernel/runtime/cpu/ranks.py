@@ -19,7 +19,7 @@ from ...isa.record import Records
 from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, rows_of
-from ...program import SEGMENTS, Program, check_arrays
+from ...program import SEGMENTS, Program
 from ...settings import SETTINGS
 from ...trace import DTYPE, Intervals
 from . import native
@@ -186,7 +186,6 @@ class CpuRanks:
 
     def load(self, program: Program) -> int:
         """Copy a program into the native library, and return its handle there."""
-        check_arrays(program)
         self._check_weights(program.forward)
         lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
         # Python must keep these arrays until mk_load_program has copied them.
@@ -210,9 +209,7 @@ class CpuRanks:
             program.workers,
             program.counters,
             program.rank_queues,
-            pointers[0],
-            (ctypes.c_int64 * len(arrays[0]))(*map(len, arrays[0])),
-            *pointers[1:],
+            *pointers,
         )
         handle: int | None = self._lib.mk_load_program(ctypes.byref(source))
         if handle is None:
