@@ -44,7 +44,7 @@ NOT_RUN = {
     r"^pytest": "would run these tests again",
     r"megakernel\.codegen$": "writes into the sources; CI runs it with --check",
     r"benchmarks/pictures": "overwrites the pictures in docs/",
-    r"(compile_verify|engine_overhead|hostile_files|mutation|ranks|speculation|verifier|workers)\.py": "takes an hour",
+    r"(compile_verify|engine_overhead|hostile_files|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"serve --replicas": "needs Ray; tests/serving/test_replicas.py runs it",
