@@ -115,7 +115,7 @@ class LocalModel:
 
         def take(token: Token, text: str) -> None:
             answer.tokens = (answer.tokens or 0) + 1
-            text = reader.add(text, token.finish_reason).content if reader else text
+            text = reader.content(text, token.finish_reason) if reader else text
             answer.add(text)
             show(text)
 

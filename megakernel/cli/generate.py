@@ -103,18 +103,18 @@ def run(args: argparse.Namespace) -> int:
         params = replace(params, skip_special_tokens=readers[0] is None)
 
         def show(token: Token, text: str) -> None:
-            show_token(token, readers[0].add(text).content if readers[0] else text)
+            show_token(token, readers[0].content(text) if readers[0] else text)
 
         live = not args.json and params.n == 1 and llm.tokenizer is not None
         result = llm.generate([prompt], params, on_token=show if live else None)[0]
         if args.json:
             output.emit(as_json(result))
         elif live:
-            sys.stdout.write((readers[0].add("", "stop").content if readers[0] else "") + "\n")
+            sys.stdout.write((readers[0].content("", "stop") if readers[0] else "") + "\n")
         else:
             for choice, reader in zip(result.outputs, readers, strict=True):
                 text = choice.text if choice.text is not None else ",".join(map(str, choice.token_ids))
-                print(reader.add(text, "stop").content if reader else text)
+                print(reader.content(text, "stop") if reader else text)
         first = result.outputs[0]
         timing = output.speed(len(first.token_ids), first.finish_reason, first.ttft_s, first.tpot_s)
         output.stderr.print(timing, style="dim")

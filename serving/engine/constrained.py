@@ -17,14 +17,17 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return the tokens that must come next in each constrained sequence for which a planned step samples a token."""
+    """Return the tokens that must come next in each sequence for which a planned step samples a token, and whose
+    constraint limits this token."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
-    return {
-        sequence: sequence.constraint.follow(slots.known_tokens(sequence.slot)[len(sequence.request.prompt_ids) :])
-        for sequence in turns.sequence[chosen]
-    }
+    forced = {}
+    for sequence in turns.sequence[chosen]:
+        run = sequence.constraint.follow(slots.known_tokens(sequence.slot)[len(sequence.request.prompt_ids) :])
+        if not sequence.constraint.idle:
+            forced[sequence] = run
+    return forced
 
 
 def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
@@ -57,7 +60,9 @@ def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]
     constraint allows no token at all. The rows of these sequences sample without a mask."""
     turns = part.turns
     table.target[: len(turns.target)] = turns.target
-    table.mask[:] = 0
+    table.mask[:] = table.mask_count[:] = 0
+    if not forced:
+        return []
     rows: dict[Sequence, list[int]] = {}
     for row in turns.samples.nonzero()[0].tolist():
         rows.setdefault(turns.sequence[turns.chunk[row]], []).append(row)
@@ -66,8 +71,9 @@ def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]
         mine = rows[sequence]
         for row, token in zip(mine, run, strict=False):
             table.target[row] = token
-        if len(run) < len(mine) and sequence.constraint and not sequence.stuck:
-            masked.append((mine[-1], sequence.constraint))
+        limit = sequence.constraint.limit if sequence.constraint else None
+        if len(run) < len(mine) and limit and not limit.error:
+            masked.append((mine[-1], limit))
     write_masks(table.masks, [constraint for _, constraint in masked])
     table.mask_count[:] = len(masked)
     for number, (row, constraint) in enumerate(masked, 1):

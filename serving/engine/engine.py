@@ -269,7 +269,8 @@ class Engine:
         if part is None:
             return
         batch = self._batch
-        forced = follow(part, batch) if np.count_nonzero(batch.slots.constrained) else {}
+        constrained = np.count_nonzero(batch.slots.constrained)
+        forced = follow(part, batch) if constrained else {}
         rows = min(self.programs.most_logit_rows, VERIFIED_ROWS)
         room = min(self._step_tokens - len(part.tokens), rows - len(part.turns.chunk))
         runs = force(part, batch, forced, self.programs, room=room)
@@ -283,7 +284,7 @@ class Engine:
         if not np.count_nonzero(part.turns.alive(batch.slots)):
             return
         program, table = built if built and not runs else self._build(part)
-        failing = write(table, part, forced) if forced else []
+        failing = write(table, part, forced) if constrained else []
         launch = self.backend.start(program, table, trace=trace)
         self._running = _Running(part, bool(runs), failing, program, launch)
 
@@ -375,7 +376,7 @@ class Engine:
             if not added[chunk]:
                 continue
             # Forced tokens are not guesses, so they do not count in the statistics of proposals.
-            if self._speculation and sequence.constraint is None:
+            if self._speculation and (sequence.constraint is None or sequence.constraint.idle):
                 self._batch.counts += Counts(proposed=int(added[chunk]), accepted=accepted)
                 self._speculation.learn(sequence, int(added[chunk]), accepted)
             if sequence.finish_reason is None:

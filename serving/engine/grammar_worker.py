@@ -2,10 +2,13 @@
 
 The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
 of a notation and a text: "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON list of texts,
-or "grammar" and a grammar in Lark's notation or GBNF. The process answers each line with one line of JSON: {"text": a
-JSON list} or {"failed": the reason}. The list has the grammar in the notation of the library llguidance, the JSON
-Schema keywords that the grammar does not enforce, and the bytes of memory that the compiled grammar takes. The
-operating system ends the process if it exceeds its limits on CPU time or memory.
+"grammar" and a grammar in Lark's notation or GBNF, or "calls" and a grammar in Lark's notation for calls that a model
+may make of its own accord. In the last, schemas that do not compile are loosened, because tools may have any schema.
+
+The process answers each line with one line of JSON: {"text": a JSON list} or {"failed": the reason}. The list has the
+grammar in the notation of the library llguidance, the JSON Schema keywords that the grammar does not enforce, and the
+bytes of memory that the compiled grammar takes. The operating system ends the process if it exceeds its limits on CPU
+time or memory.
 
 This file imports nothing from the package, so that the process starts quickly."""
 
@@ -95,15 +98,11 @@ class _Schema:
     permitted. Unknown formats are ignored. `left` collects the keywords that the grammar does not, or not fully,
     enforce."""
 
-    def __init__(self, root: dict[str, Any], outer: _Schema | None = None) -> None:
-        """References start from the schema `root`: the whole schema, or a part of `outer` that the key `x-root`
-        marks."""
+    def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
-        self.left: set[str] = outer.left if outer else set()
-        self._parts: list[Any] = outer._parts if outer else []
-        self._at = self._reserved() if outer else "#"
+        self.left: set[str] = set()
+        self._parts: list[Any] = []
         self._open: dict[str, str] = {}  # reference to a combined schema -> reference to its rewritten form
-        self._dropped = {"propertyNames", "x-root"} | ({"$id"} if outer else set())
 
     def text(self) -> str:
         """Return the schema in the form that the library reads, as JSON."""
@@ -111,23 +110,12 @@ class _Schema:
         parts = {_PARTS: self._parts} if self._parts else {}
         return json.dumps({**rewritten, **parts, "x-guidance": _OPTIONS}, allow_nan=False)
 
-    def _reserved(self) -> str:
-        self._parts.append(True)
-        return f"#/{_PARTS}/{len(self._parts) - 1}"
-
-    def _keep(self, place: str, part: Any) -> str:
-        self._parts[int(place.rpartition("/")[2])] = part
-        return place
-
     def _rewritten(self, schema: Any, combined: bool = False) -> Any:
         """Return a schema in its rewritten form. With `combined`, other schemas apply to the same value too, for
         example through `allOf`. The rewritten schema then still permits properties that it does not name, because the
         combination as a whole forbids them."""
         if not isinstance(schema, dict):
             return schema
-        if "x-root" in schema and schema is not self.root:
-            inner = _Schema(schema, self)
-            return {"$ref": self._keep(inner._at, inner._rewritten(schema, combined))}
         schema = _given(schema)
         combining = [key for key in _COMBINING if key in schema]
         named = not schema.keys().isdisjoint(("properties", "patternProperties", "required"))
@@ -150,7 +138,7 @@ class _Schema:
                     out[key] = pattern
             elif key in _UNENFORCED:
                 self.left |= set() if value is _ALLOWS_ALL.get(key) else {key}
-            elif key not in self._dropped and (key != "format" or value in _FORMATS):
+            elif key != "propertyNames" and (key != "format" or value in _FORMATS):
                 out[key] = value
         if "propertyNames" in schema:
             self._limit_names(schema["propertyNames"], out)
@@ -194,10 +182,11 @@ class _Schema:
         if not isinstance(reference, str) or not reference.startswith("#"):
             return reference
         if not combined or self._target(reference) is None:
-            return self._at + reference[1:]
+            return reference
         if reference not in self._open:
-            self._open[reference] = place = self._reserved()
-            self._keep(place, self._rewritten(self._target(reference), True))
+            self._parts.append(True)
+            self._open[reference], at = f"#/{_PARTS}/{len(self._parts) - 1}", len(self._parts) - 1
+            self._parts[at] = self._rewritten(self._target(reference), True)
         return self._open[reference]
 
     def _target(self, reference: str) -> Any:
@@ -252,7 +241,7 @@ def _given(schema: dict[str, Any]) -> dict[str, Any]:
 # -- compilation
 
 
-def _compile(tokenizer: LLTokenizer, notation: str, text: str) -> dict[str, str]:
+def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | None = None) -> dict[str, str]:
     schemas: list[tuple[_Schema, str]] = []
     release_memory()
     before = _resident()
@@ -264,12 +253,16 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str) -> dict[str, str]
         return {"failed": str(e)}
     matcher = _matcher(tokenizer, grammar)
     if matcher.is_error():
-        for schema, written in schemas if notation == "grammar" else ():
+        wrong: set[str] = set()
+        for schema, written in schemas if notation in ("grammar", "calls") else ():
             alone = _matcher(tokenizer, LLMatcher.grammar_from_json_schema(written))
-            if alone.is_error():
+            if alone.is_error() and notation == "grammar":
                 return {"failed": f"{schema.root.get('title', '%json')}: {alone.get_error()}"}
+            wrong |= {json.dumps(schema.root)} if alone.is_error() else set()
+        if wrong:
+            return _compile(tokenizer, notation, loosened(text, wrong), {"tools"})
         return {"failed": matcher.get_error()}
-    left = set().union(*(schema.left for schema, _ in schemas))
+    left = (left or set()).union(*(schema.left for schema, _ in schemas))
     left |= {"oneOf"} if any("oneOf" in warning for warning in matcher.get_grammar_warnings()) else set()
     return {"text": json.dumps([grammar, sorted(left), max(_resident() - before, len(grammar))])}
 
@@ -311,6 +304,18 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
             raise ValueError(f"the grammar is not valid GBNF: {e}") from e
     text = _JSON_RULE.sub(lambda found: found[1] + rewritten(json.loads(found[2])), text)
     return str(LLMatcher.grammar_from_lark(text))
+
+
+def loosened(text: str, schemas: set[str] | None = None) -> str:
+    """Return a grammar of calls with looser JSON schemas in place of `schemas`, or of all: any object as the arguments
+    of a function, and any JSON value of a parameter."""
+
+    def loose(found: re.Match[str]) -> str:
+        if schemas is not None and json.dumps(json.loads(found[2])) not in schemas:
+            return found[0]
+        return found[1] + ('{"type": "object"}' if found[1].startswith("f") else "{}")
+
+    return _JSON_RULE.sub(loose, text)
 
 
 def release_memory() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.model.limited import Ended, LimitedProcess
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.grammar_worker import release_memory
+from megakernel.serving.engine.grammar_worker import loosened, release_memory
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
 from megakernel.settings import SETTINGS
 
@@ -34,6 +35,8 @@ MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
 # Limits of the cache of compiled grammars: their number and, by default, their bytes.
 _MOST_KEPT, KEPT_BYTES = 256, SETTINGS["max_grammar_bytes"].value()
+# Bytes of the text in which the beginning of a call is sought, and what stands for the text before them.
+_MOST_TRIGGER, _CUT = 256, b"\xff"
 _SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
 
@@ -43,6 +46,20 @@ class Constraint(ABC):
 
     error = ""
     left: tuple[str, ...] = ()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the constraint limits nothing and forces nothing behind the output that it followed last."""
+        return False
+
+    @property
+    def limit(self) -> Constraint | None:
+        """What limits the next token, behind those that `follow` returned last; None: any may come."""
+        return self
+
+    def unlimited(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may follow the output before the constraint limits the token after them."""
+        return 0
 
     @abstractmethod
     def copy(self) -> Constraint:
@@ -112,6 +129,15 @@ class Grammar(Constraint):
             read += [*new, *forced]
         return read[len(output) :]
 
+    def begin(self, text: list[int]) -> bool:
+        """Read the tokens of a text that precedes the output. Returns whether the grammar allows it."""
+        return self.matcher.validate_tokens(text) == len(text) and bool(self.matcher.consume_tokens(text))
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of the output and forced ones that the grammar has read."""
+        return len(self._read)
+
     def fail(self) -> None:
         """Set `error` to the library's reason why no token may come next."""
         self.error = _shortened(self.matcher.get_error() or "the grammar allows no token")
@@ -128,6 +154,66 @@ class Grammar(Constraint):
         for grammar in rows.values():
             if grammar.matcher.is_error():
                 grammar.fail()
+
+
+class Calls(Constraint):
+    """Any text, in which each match of `trigger` begins a call, which a grammar must match. Outside of calls there is
+    no mask and no forced token. If the grammar library gives up within a call, or on the grammar, the call is free."""
+
+    def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:
+        self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary
+        self.left = grammar.left if grammar else ("tools",)
+        self._call: Grammar | None = None  # follows the current call
+        self._read = 0  # tokens of the output before the current call, or outside of calls all that were read
+        self._text = b""  # the end of the text since the last call
+
+    def copy(self) -> Calls:
+        return Calls(self._grammar, self._trigger, self._vocabulary)
+
+    @property
+    def idle(self) -> bool:
+        return self._call is None
+
+    @property
+    def limit(self) -> Constraint | None:
+        return None if self._call is None or self._call.matcher.is_stopped() else self._call
+
+    def follow(self, output: Ids) -> list[int]:
+        while self._call or self._find(output):
+            call, mine = self._call, output[self._read :]
+            assert call is not None
+            forced = call.follow(mine) if len(mine) < call.size or not call.matcher.is_stopped() else []
+            if forced or not (call.error or call.matcher.is_stopped()):
+                return forced
+            self._read += len(mine) if call.error else call.size
+            self._call, self._text = None, _CUT
+        return []
+
+    def unlimited(self, tokens: Sequence[int]) -> int:
+        text, texts = self._text, self._vocabulary.tokens
+        for at, token in enumerate(tokens if self._call is None else ()):
+            text += texts[token]
+            if self._trigger.search(text):
+                return at
+        return len(tokens) if self._call is None else 0
+
+    def _find(self, output: Ids) -> bool:
+        """Read new tokens of the output up to the beginning of a call. Returns whether there is one."""
+        if not self._grammar:
+            return False
+        for token in output[self._read :].tolist():
+            self._read += 1
+            self._text += self._vocabulary.tokens[token]
+            if found := self._trigger.search(self._text):
+                self._call = self._grammar.copy()
+                begun = (found[1] or b"" if found.re.groups else b"") + self._text[found.end() :]
+                ids = self._vocabulary(begun)
+                if b"".join(self._vocabulary.tokens[i] for i in ids) == begun and self._call.begin(ids):
+                    return True
+                self._call, self._text = None, _CUT
+            if len(self._text) > _MOST_TRIGGER:
+                self._text = _CUT + self._text[-_MOST_TRIGGER // 2 :]
+        return False
 
 
 def write_masks(masks: NDArray[np.int32], constraints: Sequence[Constraint]) -> None:
@@ -163,20 +249,33 @@ class Grammars:
 
     def known(self, params: SamplingParams) -> Constraint | None:
         """Return a new constraint if the grammar that `params` ask for is in the cache, otherwise None."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self._kept(wanted.source())
+        wanted = params.grammar
+        found = None if wanted is None else self._kept(wanted.source())
+        return self._placed(wanted, found) if wanted and found else None
 
     def get(self, params: SamplingParams) -> Constraint | None:
         """Return the constraint that `params` ask for, or None if they ask for none. Compiles a grammar that is not in
         the cache. Raises MegakernelError if the constraint is invalid."""
-        if params.structured_outputs is not None:
-            return self._grammar(params.structured_outputs)
+        if (wanted := params.grammar) is not None:
+            try:
+                return self._placed(wanted, self._grammar(wanted))
+            except MegakernelError:
+                if wanted.trigger is None:
+                    raise
+                return self._placed(wanted, None)  # a model that need not call tools can do without their grammar
         if not params.constrained:
             return None
         for token in params.allowed_token_ids or ():
             if token >= self._vocab:
                 raise MegakernelError(f"allowed_token_ids: token {token} is outside the vocabulary of {self._vocab}")
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
+
+    def _placed(self, wanted: StructuredOutputsParams, grammar: Grammar | None) -> Constraint:
+        """Return the constraint to match a grammar in the whole text, or only behind a trigger."""
+        if wanted.trigger is None and grammar:
+            return grammar
+        assert wanted.trigger is not None
+        return Calls(grammar, re.compile(wanted.trigger.encode()), self._vocabulary)
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each of `words`, with a leading space and without, as they begin a text and as they
@@ -205,7 +304,13 @@ class Grammars:
             raise MegakernelError(
                 "structured outputs need a tokenizer and an end-of-sequence token; this model lacks one"
             )
-        source, left, size = self._checked(*key)
+        try:
+            source, left, size = self._checked(*key)
+        except MegakernelError:
+            if key[0] != "calls":
+                raise
+            source, left, size = self._checked(key[0], loosened(key[1]))
+            left = ["tools", *left]
         matcher = LLMatcher(self._tokens(), source, log_level=0)
         if not matcher.is_error():
             # The library does part of its work for the first mask. Compute one now, so that no step has to wait.
@@ -280,7 +385,7 @@ class _Vocabulary:
         help either, each token is the longest that fits."""
         wanted = text if isinstance(text, bytes) else text.encode()
         for before in ("", "\n"):
-            ids = self._tokenizer.encode(before + wanted.decode(), add_special=False)
+            ids = self._tokenizer.encode(before + wanted.decode(errors="replace"), add_special=False)
             ids = ids[len(self._tokenizer.encode(before, add_special=False)) if before else 0 :]
             if all(i in self._texts for i in ids) and b"".join(self._texts[i] for i in ids) == wanted:
                 return ids

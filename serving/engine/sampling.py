@@ -36,6 +36,10 @@ class StructuredOutputsParams:
     grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
     json_object  True: any JSON object
 
+    If the model may call tools, `grammar` describes a call, and `trigger` is a regular expression. Then the answer is
+    any text, and only what follows a match of `trigger` in it must match the grammar. If the expression has a group,
+    the text of the group belongs to what must match.
+
     Raises MegakernelError with the reason if the fields are invalid."""
 
     json: str | Mapping[str, Any] | None = None
@@ -43,6 +47,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    trigger: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
@@ -74,12 +79,14 @@ class StructuredOutputsParams:
         return '{"type": "object"}' if self.json_object else self.json
 
     def source(self) -> tuple[str, str]:
-        """The name of the grammar's notation ("json", "regex", "choice" or "grammar") and its text."""
+        """The name of the grammar's notation ("json", "regex", "choice", "grammar" or "calls") and its text."""
         if (schema := self.schema) is not None:
             return "json", schema
         if self.choice is not None:
             return "choice", jsons.dumps(list(self.choice))
-        return ("regex", self.regex) if self.regex is not None else ("grammar", self.grammar or "")
+        if self.regex is not None:
+            return "regex", self.regex
+        return "grammar" if self.trigger is None else "calls", self.grammar or ""
 
 
 @dataclass(frozen=True)
@@ -184,10 +191,16 @@ class SamplingParams:
                 raise _error("pooling", self.pooling, f"must be one of {', '.join(POOLINGS)}")
             if (self.max_tokens, self.n, self.logprobs, self.prompt_logprobs) != (1, 1, None, None):
                 raise _error("pooling", self.pooling, "needs max_tokens=1, n=1, and no log-probabilities")
-        if self.structured_outputs is not None:
+        if self.structured_outputs is not None and self.structured_outputs.trigger is None:
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):
                     raise _error(name, getattr(self, name), "cannot be used with structured outputs")
+
+    @property
+    def grammar(self) -> StructuredOutputsParams | None:
+        """The grammar that applies. Calls of tools have none if only some token ids may be generated."""
+        words = self.allowed_token_ids is not None or bool(self.bad_words)
+        return None if words else self.structured_outputs
 
     @property
     def constrained(self) -> bool:

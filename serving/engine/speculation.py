@@ -260,7 +260,7 @@ class Speculation:
     def read(self, part: PlannedRows) -> None:
         """Let the proposers of a planned step's sequences read new tokens. While a launch runs, this is free."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
-            if sequence.constraint is None:
+            if sequence.constraint is None or sequence.constraint.idle:
                 self._draft(sequence)
 
     def propose(
@@ -304,12 +304,15 @@ class Speculation:
         offers: list[_Offer] = []
         for chunk in part.extensible(batch.slots).tolist():
             sequence = part.turns.sequence[chunk]
-            if sequence.constraint is not None:
+            if sequence.constraint is not None and not sequence.constraint.idle:
                 continue  # a grammar's mask depends on all tokens before, so each proposed token would need its own
             draft = self._draft(sequence)
             # Propose one token less than the maximum length allows, because a step also samples one token.
             most = min(self._depth, sequence.length_limit - draft.read - 1)
-            if tokens := draft.proposer.propose(most) if most > 0 else []:
+            tokens = draft.proposer.propose(most) if most > 0 else []
+            if sequence.constraint is not None:
+                tokens = tokens[: sequence.constraint.unlimited(tokens)]
+            if tokens:
                 offers.append(_Offer(chunk, draft, tokens))
         return offers
 

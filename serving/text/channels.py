@@ -12,9 +12,9 @@ An answer ends after a call or after the text. See https://cookbook.openai.com/a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from typing import Literal
 
-from megakernel.serving.text.tool_calls import CallDelta, Parts, beginning
+from megakernel.serving.text.tool_calls import Functions, Reader, beginning
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -24,35 +24,22 @@ _MOST_HEADER = 300  # maximum characters of a header; longer ones are text of a 
 _TO = re.compile(r"\bto=(?:functions\.)?([a-zA-Z0-9_.-]{1,64})")
 
 
-class ChannelReader:
-    """Splits a streamed answer into content, reasoning and calls of the functions `names`, at most `most` calls. A call
-    of another function is content."""
+class ChannelReader(Reader):
+    """Reads an answer that consists of messages. A call of a function that may not be called is content."""
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
-        self.calls = 0
-        self._names, self._most = names, most
-        self._held = ""  # text that is not classified yet
+    def __init__(self, functions: Functions, most: int | None = None) -> None:
+        super().__init__(functions, most)
         self._header = True  # whether the next text belongs to a header
         self._fresh = True  # whether no header has been read
-        self._into = "content"  # where the current message belongs: content, reasoning, call or surplus (left out)
-        self._told: set[str] = set()  # where earlier text belonged
+        self._kind: Literal["content", "reasoning", "arguments"] = "content"  # of the current message
+        self._told: set[str] = set()  # kinds of earlier messages
         self._gap = ""  # what separates the current message from an earlier one
-        self._empty = False  # whether the current call has no arguments yet
 
-    def add(self, text: str, reason: str | None = None) -> Parts:
-        """Read more text. With the last text comes `reason`, the finish reason of the answer."""
-        self._held += text
-        found: dict[str, list[str]] = {"content": [], "reasoning": [], "surplus": []}
-        calls: list[CallDelta] = []
-        last = reason is not None
-        while self._read_header(calls, last) if self._header else self._read_message(found, calls, last):
-            pass
-        if reason == "stop":
-            self._end_call(calls)
-        return Parts("".join(found["content"]), calls, "".join(found["reasoning"]))
+    def _read(self, *, last: bool) -> bool:
+        return self._read_header(last) if self._header else self._read_message(last)
 
-    def _read_header(self, calls: list[CallDelta], last: bool) -> bool:
-        """Read the header of a message. Returns whether more can be read now."""
+    def _read_header(self, last: bool) -> bool:
+        """Read the header of a message."""
         at = self._held.find(_MESSAGE)
         headed = not self._fresh or any(start.startswith(self._held[: len(start)]) for start in _HEADERS)
         if headed and at < 0 and len(self._held) <= _MOST_HEADER:
@@ -62,39 +49,24 @@ class ChannelReader:
         header = self._held[:at] if headed and at >= 0 else ""
         self._held = self._held[len(header) + len(_MESSAGE) :] if headed and at >= 0 else self._held
         self._header = self._fresh = False
-        to = _TO.search(header)
-        if to and to[1] in self._names and self.calls == self._most:
-            self._into = "surplus"
-        elif to and to[1] in self._names:
-            self._into, self._empty, self.calls = "call", True, self.calls + 1
-            calls.append(CallDelta(self.calls - 1, to[1]))
+        if (to := _TO.search(header)) and to[1] in self._functions:
+            self._kind, self._gap = "arguments", ""
+            self._tell("call", to[1])
         else:
-            self._into = "reasoning" if "<|channel|>analysis" in header else "content"
-            self._gap = "\n\n" if self._into in self._told else ""
+            self._kind = "reasoning" if "<|channel|>analysis" in header else "content"
+            self._gap = "\n\n" if self._kind in self._told else ""
         return bool(self._held)
 
-    def _read_message(self, found: dict[str, list[str]], calls: list[CallDelta], last: bool) -> bool:
-        """Read a message up to its end. Returns whether more can be read now."""
+    def _read_message(self, last: bool) -> bool:
+        """Read a message up to its end."""
         text = self._held
         at, mark = min(((text.find(mark), mark) for mark in _ENDS if mark in text), default=(-1, ""))
         kept = 0 if mark or last else max(beginning(text, mark) for mark in _ENDS)
         end = at if mark else len(text) - kept
         self._held = text[end + len(mark) :]
-        if self._into == "call":
-            if text[:end]:
-                calls.append(CallDelta(self.calls - 1, None, text[:end]))
-                self._empty = False
-        elif text[:end]:
-            found[self._into] += [self._gap, text[:end]]
-            self._told.add(self._into)
+        if text[:end]:
+            self._tell(self._kind, self._gap + text[:end])
+            self._told.add(self._kind)
             self._gap = ""
-        if mark:
-            self._end_call(calls)
-            self._header = True
+        self._header = bool(mark)
         return bool(mark and self._held)
-
-    def _end_call(self, calls: list[CallDelta]) -> None:
-        """End a call. Without arguments, they are an empty object."""
-        if self._into == "call" and self._empty:
-            calls.append(CallDelta(self.calls - 1, None, "{}"))
-            self._empty = False

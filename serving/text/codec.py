@@ -10,11 +10,11 @@ from typing import Any
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream, Tokenizer, UnknownTokenizer
-from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
 from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text.channels import ChannelReader
-from megakernel.serving.text.tool_calls import ToolReader
-from megakernel.serving.text.tool_formats import ToolFormat, tool_format, with_tools
+from megakernel.serving.text.tool_calls import CallReader, Functions, Reader
+from megakernel.serving.text.tool_formats import CallsGrammar, ToolFormat, tool_format, with_tools
 
 
 class Transcript:
@@ -160,12 +160,34 @@ class Codec:
         """The format in which the model writes calls of functions."""
         return tool_format(self.tool_parser, self.tokenizer.tool_template if self.tokenizer else None)
 
-    def reader(self, functions: Mapping[str, Any] | None, most: int | None = None) -> ToolReader | ChannelReader | None:
+    def reader(self, functions: Functions | None, most: int | None = None) -> Reader | None:
         """Return a parser for the text of one answer, in which special tokens must be kept; None: all text is content.
         The model may call `functions`, which maps names to JSON schemas of parameters, at most `most` times."""
         if self.tools.final:
-            return ChannelReader(functions or (), most)
-        return None if functions is None else ToolReader(self.tools, functions, most)
+            return ChannelReader(functions or {}, most)
+        return None if functions is None else CallReader(self.tools, functions, most)
+
+    def constraint(
+        self, functions: Functions | None, asked: StructuredOutputsParams | None, *, required: bool, several: bool
+    ) -> StructuredOutputsParams | None:
+        """Return the format of an answer in which the model may, or must if `required`, call `functions`, once or
+        `several` times. `asked` is the format that the answer has otherwise.
+
+        If nothing is asked for, the model writes text, and only the calls that it begins have a format. If a JSON
+        schema is asked for, the answer consists of calls or matches the schema; a model with channels must also write
+        the header of the channel for answers. Raises MegakernelError if a call is required and the request also sets a
+        format that is no JSON schema."""
+        schema = asked.schema if asked else None
+        if required and asked and schema is None:
+            raise MegakernelError(
+                "a required tool call cannot be combined with a format other than JSON: give one of them"
+            )
+        if self.tokenizer is None or (asked and schema is None) or not (functions or (schema and self.tools.final)):
+            return asked
+        grammar = CallsGrammar(functions or {}, self.tools, self.tokenizer, several=several)
+        if required or schema:
+            return StructuredOutputsParams(grammar=grammar.whole(None if required else schema))
+        return StructuredOutputsParams(grammar=grammar.begun(), trigger=self.tools.trigger)
 
     def check(self, params: SamplingParams) -> None:
         """Raise MegakernelError if `params` need a tokenizer and the model has none."""

@@ -11,8 +11,13 @@ from typing import Any
 
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.text import markup
 
 _MOST_CALLS = 16  # maximum number of calls in an answer, if a grammar constrains it
+_MOST_BITS = 60  # maximum number of parameters whose order is free and which cannot be repeated
+# Keys of a schema with which it may allow parameters that its `properties` do not list.
+_MORE = frozenset(["$ref", "allOf", "anyOf", "oneOf", "patternProperties"])
+_KIND, _NAME = '"type": "function", ', '"name": '
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,29 @@ class ToolFormat:
     end: str
     between: str  # the text that separates two calls
     arguments: str  # the JSON key for a call's arguments
-    each: bool = False  # whether every call has its own `begin` and `end`; otherwise `begin` precedes a JSON list
+    # Whether every call has its own `begin` and `end`; otherwise `begin` precedes a JSON list. Such a call may also be
+    # written in tags, see `markup.py`.
+    each: bool = False
     bare: bool = False  # whether there is no list, and no `begin` either if the answer consists of calls only
     # What precedes text for the user, if answers consist of messages, as channels.py describes. `begin` then has the
     # place of the function's name, and the arguments follow it.
     final: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts with which calls begin."""
+        return (self.begin.strip(), markup.BEGIN) if self.each else (self.begin,)
+
+    @property
+    def trigger(self) -> str:
+        """A regular expression for the text with which a model begins calls of its own accord. The text of the first
+        group, if there is one, belongs to what `begun_grammar` describes."""
+        if self.final:
+            return r"<\|(?:start|channel)\|>[^<]{0,64}?to=functions\."
+        mark = re.escape(self.begin.strip())
+        if self.each:
+            return f"{mark}|({markup.BEGIN})"
+        return rf'{mark}|\A\s*(\{{(?:"type": "function", )?"name")' if self.bare else mark
 
 
 FORMATS = {
@@ -99,46 +122,114 @@ def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
     return form.begin + (text if form.bare else f"[{text}]")
 
 
-def calls_grammar(
-    functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool, answer: str | None = None
-) -> str:
-    """Return the grammar, in Lark's notation, of an answer that consists of a call of one of `functions`. If `several`
-    is set, the answer may have more calls. If `answer` is given, a JSON schema, the answer may match it instead, or
-    must if there are no functions. `functions` maps names to JSON schemas of parameters. Two keys in the schemas are
-    for `grammar_worker.py`: `x-root` makes a schema the root for the references in it, and `title` is its name in
-    errors."""
-    rules = []
-    for number, (name, parameters) in enumerate(functions.items()):
+class CallsGrammar:
+    """Makes grammars, in Lark's notation, of calls of `functions`, which maps names to JSON schemas of parameters. The
+    key `title` that it adds to the schemas is their name in errors. An answer may have one call, or `several`."""
+
+    def __init__(self, functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> None:
+        self._form, self._tokenizer, self._several = form, tokenizer, several
         # A function without parameters takes none.
-        arguments = {"type": "object", **(parameters or {"properties": {}}), "x-root": True}
-        members = {"name": {"const": name}, form.arguments: arguments}
-        schema = {"type": "object", "properties": members, "required": list(members)}
-        schema = (arguments if form.final else schema) | {"title": f"the tool {name}"}
-        rules.append(f"f{number}: %json {json.dumps(schema)}")
-    if form.final:
-        heads = [_text(form.begin.format(name), tokenizer) for name in functions]
-        calls = " | ".join(f"{head} f{number}" for number, head in enumerate(heads))
-    else:
-        begin, end = _text(form.begin, tokenizer), _text(form.end, tokenizer)
-        call = f"({' | '.join(f'f{number}' for number in range(len(functions)))})"
-        one = f"{begin} {call} {end}" if form.each else call
-        more = f" ({json.dumps(form.between)} {one}){{0,{_MOST_CALLS - 1}}}" if several else ""
-        calls = one + more if form.each or form.bare else f'{begin} "[" {one}{more} "]"'
-    if answer is None:
-        return "\n".join([f"start: {calls}", *rules])
-    try:
-        schema = {**json.loads(answer), "title": "the format of the answer"}
-    except (TypeError, ValueError, RecursionError) as e:
-        raise MegakernelError(f"structured outputs: the JSON schema is not a JSON object: {str(e)[:500]}") from e
-    rules.append(f"answer: {_text(form.final, tokenizer)} json")
-    rules.append(f"json: %json {json.dumps(schema)}")
-    start = f"start: {calls} | answer" if functions else "start: answer"
-    return "\n".join([start, *rules])
+        self._functions = {
+            name: {"type": "object", **(parameters or {"properties": {}}), "title": f"the tool {name}"}
+            for name, parameters in functions.items()
+        }
+        self._rules = [f"f{at}: %json {json.dumps(schema)}" for at, schema in enumerate(self._functions.values())]
 
+    def whole(self, answer: str | None = None) -> str:
+        """Return the grammar of an answer that consists of calls. If `answer` is given, a JSON schema, the answer may
+        match it instead, or must if there are no functions."""
+        form = self._form
+        if form.final:
+            calls = " | ".join(
+                f"{self._text(form.begin.format(name))} f{at}" for at, name in enumerate(self._functions)
+            )
+        elif form.each:
+            one = f"{self._text(form.begin)} {self._json()} {self._text(form.end)}"
+            calls = one + self._more(one)
+        else:
+            calls = self._list() if form.bare else f"{self._text(form.begin)} {self._list()}"
+        if answer is None:
+            return "\n".join([f"start: {calls}", *self._rules])
+        try:
+            schema = {**json.loads(answer), "title": "the format of the answer"}
+        except (TypeError, ValueError, RecursionError) as e:
+            raise MegakernelError(f"structured outputs: the JSON schema is not a JSON object: {str(e)[:500]}") from e
+        rules = [*self._rules, f"answer: {self._text(form.final)} json", f"json: %json {json.dumps(schema)}"]
+        return "\n".join([f"start: {calls} | answer" if self._functions else "start: answer", *rules])
 
-def _text(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text in Lark's notation. If marks in the text, such as <|message|>, <tool_call> or [TOOL_CALLS], are
-    special tokens of the model, the result names these tokens."""
-    parts = [text] if tokenizer.special_id(text) is not None else re.split(r"(<[^<>\s]+>|\[\w+\])", text)
-    tokens = [(part, tokenizer.special_id(part)) for part in parts if part]
-    return " ".join(json.dumps(part) if token is None else f"<[{token}]>" for part, token in tokens)
+    def begun(self) -> str:
+        """Return the grammar of what follows `ToolFormat.trigger`, up to where the model may write text again."""
+        form, rules = self._form, [*self._rules, r"space: /[ \r\n\t]{0,4}/"]
+        if form.final:
+            channel, constrain, message = map(self._text, ("<|channel|>commentary", "<|constrain|>", "<|message|>"))
+            names = " | ".join(f"{json.dumps(name)} head f{at}" for at, name in enumerate(self._functions))
+            rules.append(f'head: " "? ({channel})? " "? ({constrain})? "json"? {message}')
+            return "\n".join([f"start: {names}", *rules])
+        if form.each:
+            tags = [self._tags(at, name, schema) for at, (name, schema) in enumerate(self._functions.items())]
+            start = f"({' | '.join([self._json(), *(f't{at}' for at in range(len(tags)))])}) {self._text(form.end)}"
+            rules += [r"value[lazy]: /(?s:.*)<\/parameter>/", *(rule for each in tags for rule in each)]
+            return "\n".join([f"start: space {start}", *rules])
+        start = self._list()
+        if not form.bare:  # newer Mistral models write the name before the arguments
+            args = self._text("[ARGS]")
+            start += "".join(f" | {json.dumps(name)} ({args})? f{at}" for at, name in enumerate(self._functions))
+        return "\n".join([f"start: space ({start})", *rules])
+
+    def _json(self) -> str:
+        """A call as a JSON object."""
+        heads = [f'{json.dumps(name)}, "{self._form.arguments}": ' for name in self._functions]
+        calls = " | ".join(f"{json.dumps(head)} f{at}" for at, head in enumerate(heads))
+        kind = f"({json.dumps(_KIND)})? " if self._form.bare else ""
+        return f'"{{" {kind}{json.dumps(_NAME)} ({calls}) "}}"'
+
+    def _list(self) -> str:
+        """All calls of an answer, in a format in which they have one mark together."""
+        calls = self._json() + self._more(self._json())
+        return calls if self._form.bare else f'"[" {calls} "]"'
+
+    def _more(self, call: str) -> str:
+        return f" ({json.dumps(self._form.between)} {call}){{0,{_MOST_CALLS - 1}}}" if self._several else ""
+
+    def _tags(self, at: int, name: str, schema: dict[str, Any]) -> list[str]:
+        """The rules of a call of one function in tags. Parameters may come in any order, but each at most once. If the
+        schema does not list all parameters, any are allowed."""
+        properties = schema.get("properties")
+        begin, end = json.dumps(f"<function={name}>\n"), '"</function>"'
+        if (
+            not isinstance(properties, dict)
+            or len(properties) > _MOST_BITS
+            or schema.get("additionalProperties", False) is not False
+            or not _MORE.isdisjoint(schema)
+            or not all(markup.KEY.fullmatch(key) for key in properties)
+        ):
+            key = rf"/<parameter={markup.KEY.pattern}>\n/"
+            return [f't{at}: {begin} (key{at} value "\\n")* {end}', f"key{at}: {key}"]
+        if not properties:
+            return [f"t{at}: {begin} {end}"]
+        required, needed = schema.get("required"), "true"
+        first, others, values = f"p{at}::_", list[str](), list[str]()
+        for bit, (key, one) in enumerate(properties.items()):
+            if isinstance(required, list) and key in required:
+                needed = f"and({needed}, bit_set({bit}))"
+            tag, number = json.dumps(f"<parameter={key}>\n"), f"{at}_{bit}"
+            others.append(f'  | {tag} v{number} "\\n" p{at}::set_bit({bit}) %if bit_clear({bit})')
+            types = markup.types_of(one, schema)
+            if types and "string" not in types:
+                parts = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+                value = {**parts, **one, "title": schema["title"]}
+                values += [f'v{number}: j{number} "\\n</parameter>"', f"j{number}: %json {json.dumps(value)}"]
+            elif types == {"string"} and isinstance(one.get("enum"), list):
+                texts = " | ".join(json.dumps(text) for text in one["enum"])
+                values.append(f'v{number}: ({texts}) "\\n</parameter>"')
+            else:
+                values.append(f"v{number}: value")
+        return [f"t{at}: {begin} p{at}::0 {end}", f'{first}: "" %if {needed}', *others, *values]
+
+    def _text(self, text: str) -> str:
+        """Return a text in Lark's notation. If marks in the text, such as <|message|>, <tool_call> or [TOOL_CALLS], are
+        special tokens of the model, the result names these tokens."""
+        special = self._tokenizer.special_id
+        parts = [text] if special(text) is not None else re.split(r"(<[^<>\s]+>|\[\w+\])", text)
+        tokens = [(part, special(part)) for part in parts if part]
+        return " ".join(json.dumps(part) if token is None else f"<[{token}]>" for part, token in tokens)

@@ -20,7 +20,7 @@ from megakernel.serving.server.routes import requests
 from megakernel.serving.server.routes.chat import Tools
 from megakernel.serving.server.routes.fields import IGNORED, OF_MESSAGES, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta, pieces_of, rest_of_call
+from megakernel.serving.text.tool_calls import Piece
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
 
@@ -276,9 +276,7 @@ class _Message(AnswerFormat):
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
-        for piece in pieces_of(choice.text):
-            self._add(piece, None)
-        self._add("", choice.finish_reason)
+        self._add(choice.text, choice.finish_reason)
         for block in self._content:
             if block["type"] == "tool_use":
                 block["input"] = _object(block["input"])
@@ -298,29 +296,26 @@ class _Message(AnswerFormat):
 
     def _add(self, text: str, reason: str | None) -> bytes:
         """Append the new text and tool calls to the content blocks. Returns the stream events that report them."""
-        calls = list[CallDelta]()
-        if self._reader is not None:
-            text, calls, _ = self._reader.add(text, reason)
-        before = rest_of_call(calls)
-        events = b"".join(map(self._call, calls[:before]))
-        if text:
-            if not self._content or self._content[-1]["type"] != "text":
-                events += self._open({"type": "text", "text": ""})
-            self._content[-1]["text"] += text
-            events += self._change(type="text_delta", text=text)
-        return events + b"".join(map(self._call, calls[before:]))
+        pieces = [Piece("content", text)] if self._reader is None else self._reader.add(text, reason)
+        return b"".join(self._append(piece) for piece in pieces if piece.text)
 
-    def _call(self, call: CallDelta) -> bytes:
-        """Append a piece of a tool call to the last content block, or to a new one if it is the first piece."""
-        events = b""
-        if call.name is not None:
-            block = {"type": "tool_use", "id": f"toolu_{new_id()}", "name": call.name, "input": {}}
-            events += self._open(block)
+    def _append(self, piece: Piece) -> bytes:
+        """Append a piece to the last content block, or to a new one if it belongs to no open block."""
+        if piece.kind == "reasoning":
+            return b""
+        if piece.kind == "call":
+            block = {"type": "tool_use", "id": f"toolu_{new_id()}", "name": piece.text, "input": {}}
+            events = self._open(block)
             block["input"] = ""
-        if call.arguments:
-            self._content[-1]["input"] += call.arguments
-            events += self._change(type="input_json_delta", partial_json=call.arguments)
-        return events
+            return events
+        if piece.kind == "arguments":
+            self._content[-1]["input"] += piece.text
+            return self._change(type="input_json_delta", partial_json=piece.text)
+        events = b""
+        if not self._content or self._content[-1]["type"] != "text":
+            events = self._open({"type": "text", "text": ""})
+        self._content[-1]["text"] += piece.text
+        return events + self._change(type="text_delta", text=piece.text)
 
     def _open(self, block: dict[str, Any]) -> bytes:
         events = self._close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi.responses import Response
 
+from megakernel.errors import MegakernelError
 from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.client import Answers, Delta
@@ -13,10 +14,8 @@ from megakernel.serving.server.replay import new_id
 from megakernel.serving.server.routes import bodies
 from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
 from megakernel.serving.server.service import AnswerFormat, Service
-from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import CallDelta, ToolReader
-from megakernel.serving.text.tool_formats import calls_grammar
+from megakernel.serving.text.tool_calls import Piece, Reader
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
@@ -48,7 +47,7 @@ class _Chat(AnswerFormat):
         self._body, self._tools = body, tools
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
-        self._readers: dict[int, ToolReader | ChannelReader | None] = {}  # choice -> parser of its text, if any
+        self._readers: dict[int, Reader | None] = {}  # choice -> parser of its text, if any
 
     async def whole(self) -> bytes:
         choices = await self._answers.collect()
@@ -79,24 +78,29 @@ class _Chat(AnswerFormat):
         """Return a completed choice as a message. Tool calls are extracted from its text."""
         if (reader := self._tools.reader(self._service.codec)) is None:
             return bodies.ChatMessage(content=self._before + choice.text)
-        text, deltas, reasoning = reader.add(choice.text, choice.finish_reason or "length")
+        pieces = reader.add(choice.text, choice.finish_reason or "length")
         calls: list[bodies.ToolCall] = []
-        for delta in deltas:
-            if delta.name is not None:
-                calls.append(bodies.ToolCall(id=call_id(), function=bodies.FunctionCall(name=delta.name, arguments="")))
-            calls[delta.index].function.arguments += delta.arguments
+        for piece in pieces:
+            if piece.kind == "call":
+                function = bodies.FunctionCall(name=piece.text, arguments="")
+                calls.append(bodies.ToolCall(id=call_id(), function=function))
+            elif piece.kind == "arguments":
+                calls[-1].function.arguments += piece.text
+        text = "".join(piece.text for piece in pieces if piece.kind == "content")
+        reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         text = self._before + text
         content = text or None if calls else text
         return bodies.ChatMessage(content=content, tool_calls=calls or None, reasoning_content=reasoning or None)
 
-    def _tool_events(self, delta: Delta, reader: ToolReader | ChannelReader) -> bytes:
+    def _tool_events(self, delta: Delta, reader: Reader) -> bytes:
         """Return the events for the new tokens of a choice that may call tools. There is no event for new text that may
         still turn out to be part of a tool call."""
-        text, found, reasoning = reader.add(delta.text, delta.finish_reason)
-        # Many clients read only one call per event, so each piece of a call gets an event of its own.
-        pieces = [bodies.ChatDelta(reasoning_content=reasoning)] if reasoning else []
-        pieces += [bodies.ChatDelta(content=text)] if text else []
-        pieces += [bodies.ChatDelta(tool_calls=[_call_delta(call)]) for call in found]
+        before = reader.calls
+        pieces = []
+        for piece in reader.add(delta.text, delta.finish_reason):
+            before += piece.kind == "call"
+            # Many clients read only one call per event, so each piece of a call gets an event of its own.
+            pieces.append(_chat_delta(piece, before - 1))
         new = self._choice(delta)
         new.delta = pieces.pop() if pieces else bodies.ChatDelta()
         new.finish_reason = _reason(delta, bool(reader.calls))
@@ -149,11 +153,17 @@ def _reason(choice: Delta, calls: bool) -> bodies.FinishReason | None:
     return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
 
 
-def _call_delta(call: CallDelta) -> bodies.ToolCallDelta:
-    part = bodies.FunctionDelta(name=call.name, arguments=call.arguments)
-    if call.name is None:
-        return bodies.ToolCallDelta(index=call.index, function=part)
-    return bodies.ToolCallDelta(index=call.index, id=call_id(), type="function", function=part)
+def _chat_delta(piece: Piece, call: int) -> bodies.ChatDelta:
+    """Return a piece of an answer in the form of a stream. `call` is the number of the last call."""
+    if piece.kind == "content":
+        return bodies.ChatDelta(content=piece.text)
+    if piece.kind == "reasoning":
+        return bodies.ChatDelta(reasoning_content=piece.text)
+    if piece.kind == "arguments":
+        part = bodies.FunctionDelta(arguments=piece.text)
+        return bodies.ChatDelta(tool_calls=[bodies.ToolCallDelta(index=call, function=part)])
+    part = bodies.FunctionDelta(name=piece.text, arguments="")
+    return bodies.ChatDelta(tool_calls=[bodies.ToolCallDelta(index=call, id=call_id(), type="function", function=part)])
 
 
 class Tools:
@@ -176,25 +186,15 @@ class Tools:
         self._several = parallel is not False and named is None
 
     def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match. `asked` is the format that the request's other fields set.
-
-        If the request requires a tool call, the format is a grammar of calls. If the model may call tools and `asked`
-        is a JSON schema, the answer consists of calls, or matches the schema. A model with channels must also write the
-        header of the channel for answers. Raises an HTTP error 400 if the request requires a tool call and sets another
-        kind of format."""
-        schema = asked.schema if asked else None
-        if codec.tokenizer is None or not (self.used or codec.tools.final) or not (self._required or schema):
-            return asked
-        if asked and schema is None:
-            raise APIError(
-                400, "a required tool call cannot be combined with a format other than JSON: give one of them"
-            )
-        answer = None if self._required else schema
+        """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that the other
+        fields of the request set."""
         functions = self._callable if self.used else {}
-        grammar = calls_grammar(functions, codec.tools, codec.tokenizer, several=self._several, answer=answer)
-        return StructuredOutputsParams(grammar=grammar)
+        try:
+            return codec.constraint(functions, asked, required=self._required, several=self._several)
+        except MegakernelError as e:
+            raise APIError(400, str(e)) from e
 
-    def reader(self, codec: Codec) -> ToolReader | ChannelReader | None:
+    def reader(self, codec: Codec) -> Reader | None:
         """Return a parser that finds the tool calls in the text of one answer, or None if its text is content only."""
         return codec.reader(self._callable if self.used else None, None if self._several else 1)
 

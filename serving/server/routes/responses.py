@@ -19,7 +19,7 @@ from megakernel.serving.server.routes import bodies, requests
 from megakernel.serving.server.routes.chat import Tools, call_id
 from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
 from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import CallDelta, pieces_of, rest_of_call
+from megakernel.serving.text.tool_calls import Piece
 
 # -- the request
 
@@ -296,39 +296,34 @@ class Items:
         self._next += 1
         return event(data, name)
 
-    def add(
-        self, text: str, calls: list[CallDelta] | None = None, logprobs: Sequence[bodies.TokenLogprob] = ()
-    ) -> bytes:
-        """Append the rest of an open function call, then text, for which a message is opened if none is open, and then
-        new calls."""
-        calls = calls or []
-        before = rest_of_call(calls)
-        events = [self._call(call) for call in calls[:before]]
-        if text or logprobs:
-            if not self._open or not isinstance(self.all[-1], OutputMessage):
-                events += [self.close(), self.open_message()]
-            message = self.all[-1]
-            assert isinstance(message, OutputMessage)
-            [part] = message.content
-            part.text += text
-            if part.logprobs is not None:
-                part.logprobs += logprobs
-            shown = [one.model_dump() for one in logprobs]
-            events.append(self._tell("output_text.delta", content_index=0, delta=text, logprobs=shown))
-        return b"".join([*events, *(self._call(call) for call in calls[before:])])
+    def add(self, piece: Piece) -> bytes:
+        """Append a piece of an answer. The item to which it belongs is opened if it is not open."""
+        if piece.kind == "content":
+            return self.add_text(piece.text)
+        if piece.kind == "call":
+            return self.close() + self._add(OutputCall(id=f"fc_{new_id()}", call_id=call_id(), name=piece.text))
+        if piece.kind == "reasoning":
+            return b""
+        item = self.all[-1]
+        assert isinstance(item, OutputCall)
+        item.arguments += piece.text
+        return self._tell("function_call_arguments.delta", delta=piece.text)
 
-    def _call(self, call: CallDelta) -> bytes:
-        """Append a piece of a function call to the last item, or to a new one if it is the first piece."""
+    def add_text(self, text: str, logprobs: Sequence[bodies.TokenLogprob] = ()) -> bytes:
+        """Append text, for which a message is opened if none is open."""
+        if not text and not logprobs:
+            return b""
         events = b""
-        if call.name is not None:
-            made = OutputCall(id=f"fc_{new_id()}", call_id=call_id(), name=call.name)
-            events = self.close() + self._add(made)
-        if call.arguments:
-            item = self.all[-1]
-            assert isinstance(item, OutputCall)
-            item.arguments += call.arguments
-            events += self._tell("function_call_arguments.delta", delta=call.arguments)
-        return events
+        if not self._open or not isinstance(self.all[-1], OutputMessage):
+            events = self.close() + self.open_message()
+        message = self.all[-1]
+        assert isinstance(message, OutputMessage)
+        [part] = message.content
+        part.text += text
+        if part.logprobs is not None:
+            part.logprobs += logprobs
+        shown = [one.model_dump() for one in logprobs]
+        return events + self._tell("output_text.delta", content_index=0, delta=text, logprobs=shown)
 
     def open_message(self) -> bytes:
         """Open a message without text."""
@@ -398,12 +393,7 @@ class _Turn(AnswerFormat):
 
     async def whole(self) -> bytes:
         [choice] = await self._answers.collect()
-        if self._reader is None:
-            self._add(choice)
-        else:
-            for piece in pieces_of(choice.text):
-                self._read(piece, None)
-            self._read("", choice.finish_reason)
+        self._add(choice)
         self._close(choice.finish_reason)
         return self._response(choice.finish_reason).model_dump_json(by_alias=True).encode()
 
@@ -425,13 +415,8 @@ class _Turn(AnswerFormat):
 
     def _add(self, delta: Delta) -> bytes:
         if self._reader is None:
-            return self._items.add(delta.text, logprobs=self._logprobs(delta))
-        return self._read(delta.text, delta.finish_reason)
-
-    def _read(self, text: str, reason: str | None) -> bytes:
-        assert self._reader is not None
-        content, calls, _ = self._reader.add(text, reason)
-        return self._items.add(content, calls)
+            return self._items.add_text(delta.text, self._logprobs(delta))
+        return b"".join(map(self._items.add, self._reader.add(delta.text, delta.finish_reason)))
 
     def _close(self, reason: bodies.FinishReason | None) -> bytes:
         """Close the last output item. If the answer has no items, add an empty message first."""

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, normalizers
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
-from megakernel.serving.text.tool_formats import FORMATS, calls_grammar
+from megakernel.serving.text.tool_formats import FORMATS, CallsGrammar
 
 
 def composed(folder: Path) -> Tokenizer:
@@ -64,7 +64,7 @@ def test_a_mark_of_calls_is_the_token_that_the_model_has(tmp_path: Path, special
     backend = byte_backend()
     backend.add_tokens([AddedToken("<tool_call>", special=special, normalized=False)])
     tokenizer = loaded(hf_folder(tmp_path, backend))
-    grammar = calls_grammar({"f": {}}, FORMATS["hermes"], tokenizer, several=False)
+    grammar = CallsGrammar({"f": {}}, FORMATS["hermes"], tokenizer, several=False).whole()
     grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([2]))
     wanted = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar))
     constraint = grammars.get(wanted)

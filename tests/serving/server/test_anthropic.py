@@ -14,7 +14,7 @@ from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.routes import anthropic, responses
 from megakernel.serving.server.routes.responses import Items
-from megakernel.serving.text.tool_calls import CallDelta, Parts, ToolReader
+from megakernel.serving.text.tool_calls import CallReader, Piece
 from megakernel.serving.text.tool_formats import FORMATS
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -186,8 +186,8 @@ def test_tools(live: Live, choice: dict[str, Any]) -> None:
 
 def test_pieces_of_a_call_text_and_another_call_may_come_together() -> None:
     parts = [
-        Parts("a", [CallDelta(0, "time", '{"zone":')]),
-        Parts("b", [CallDelta(0, None, ' "UTC"}'), CallDelta(1, "time", "{}")]),
+        [Piece("content", "a"), Piece("call", "time"), Piece("arguments", '{"zone":')],
+        [Piece("arguments", ' "UTC"}'), Piece("content", "b"), Piece("call", "time"), Piece("arguments", "{}")],
     ]
     answer = object.__new__(anthropic._Message)
     answer._content, answer._reader = [], Mock(add=Mock(side_effect=parts))
@@ -213,7 +213,7 @@ def test_a_whole_answer_keeps_the_order_of_text_and_calls(cut: str) -> None:
 
     def written(kind: type[Any], **given: Any) -> Any:
         answer = object.__new__(kind)
-        answer._reader = ToolReader(FORMATS["hermes"], ["time"])
+        answer._reader = CallReader(FORMATS["hermes"], {"time": None})
         answer._answers = Mock(collect=AsyncMock(return_value=[choice]))
         vars(answer).update(given)
         asyncio.run(answer.whole())
@@ -295,14 +295,14 @@ def test_other_errors_have_that_shape_too(
 
 
 def test_an_error_in_a_stream_is_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = ToolReader.add
+    finish = CallReader.add
 
-    def fail(self: ToolReader, text: str, last: bool = False) -> Parts:
+    def fail(self: CallReader, text: str, last: str | None = None) -> list[Piece]:
         if last:
             raise APIError(503, "later")
         return finish(self, text, last)
 
-    monkeypatch.setattr(ToolReader, "add", fail)
+    monkeypatch.setattr(CallReader, "add", fail)
     body = {"messages": [ASK], "max_tokens": 40, "tools": [TIME], "stream": True, **alternating("xy")}
     *_, last = events_of(live.request("POST", MESSAGES, body)[2])
     assert last == {"type": "error", "error": {"type": "overloaded_error", "message": "later"}}

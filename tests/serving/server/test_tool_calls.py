@@ -13,14 +13,14 @@ import pytest
 from api_support import Live, ids_of, serving, until
 from model_helpers import byte_model
 from openai import OpenAI
-from read_answers import read_answer
+from read_answers import Calls, read_answer
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.serving.server.routes.responses import Items, ResponsesRequest
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import CallDelta, ToolReader
-from megakernel.serving.text.tool_formats import FORMATS, tool_format, with_tools
+from megakernel.serving.text.tool_calls import CallReader, Piece
+from megakernel.serving.text.tool_formats import FORMATS, ToolFormat, tool_format, with_tools
 from megakernel.settings import SETTINGS
 
 WEATHER: dict[str, Any] = {
@@ -42,10 +42,11 @@ TOOLS = [
 ]
 NAMES = ("weather", "time")
 ONE = '{"name": "weather", "%s": {"city": "a\\"}{", "unit": "C"}}'
-TWO = '{"%s": {"zone": ["UTC"]}, "name": "time"}'
+TWO = '{"name": "time", "%s": {"zone": ["UTC"]}}'
 CALLS = [("weather", {"city": 'a"}{', "unit": "C"}), ("time", {"zone": ["UTC"]})]
 MESSAGES = [{"role": "user", "content": "x"}]
 JSON_FORMATS = {kind: form for kind, form in FORMATS.items() if not form.final}
+FUNCTIONS = dict.fromkeys(NAMES)
 
 
 R = '{"city": "Rome"}'
@@ -53,41 +54,15 @@ R = '{"city": "Rome"}'
 # what separates two calls, and END for the mark that ends a call.
 FORMS_OF_CALLS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
     "brackets and quotes in a string": (ONE, CALLS[:1]),
-    "name last": (TWO, CALLS[1:]),
     "two": (f"{ONE}@{TWO}", CALLS),
-    "a list": (f"[{ONE}, {TWO}]", CALLS),
-    "no last bracket": (ONE[:-1], CALLS[:1]),
-    "no last bracket of the first": (f"{ONE[:-1]}@{TWO}", CALLS),
-    "one bracket too many": (ONE + "}", CALLS[:1]),
-    "another bracket": ('{"name": "weather", "%s": {"city": ["a"}}', [("weather", {"city": ["a"]})]),
-    "a comma before a bracket": ('{"name": "weather", "%s": {"city": ["a", ] ,}, }', [("weather", {"city": ["a"]})]),
-    "a line break in a string": ('{"name": "weather", "%s": {"city": "a\n\tb"}}', [("weather", {"city": "a\n\tb"})]),
-    "escapes that JSON lacks": (
-        r'{"name": "weather", "%s": {"city": "C:\Us, don\'t, \\d, \"x\""}}',
-        [("weather", {"city": 'C:\\Us, don\'t, \\d, "x"'})],
-    ),
     "a mark in a string": ('{"name": "weather", "%s": {"city": "END"}}', [("weather", {"city": "END"})]),
-    "no arguments": ('{"name": "time"}', [("time", {})]),
-    "null": ('{"name": "time", "%s": null}', [("time", {})]),
-    "an empty list": ('{"%s": [], "name": "time"}', [("time", {})]),
-    "an empty text": ('{"name": "time", "%s": ""}', [("time", {})]),
-    "arguments as text": ('{"name": "weather", "%s": "{\\"city\\": \\"Rome\\"}"}', [("weather", {"city": "Rome"})]),
-    "another key": (
-        '{"type": "function", "name": "weather", "parameters": {"city": "Rome"}}',
-        [("weather", {"city": "Rome"})],
-    ),
-    "more keys": ('{"name": "weather", "%s": {"city": "Rome"}, "id": "1"}', [("weather", {"city": "Rome"})]),
-    "as in the OpenAI API": (
-        '{"type": "function", "function": {"name": "weather", "%s": {"city": "Rome"}}, "id": "1"}',
-        [("weather", {"city": "Rome"})],
-    ),
-    "a function's name": ('{"function": "weather", "%s": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
-    "a function without name": ('{"function": {"x": 1}}', []),
-    "arguments beside the name": ('{"name": "weather", "city": "Rome"}', []),
+    "no arguments": ('{"name": "time", "%s": {}}', [("time", {})]),
+    "another key": ('{"name": "weather", "parameters": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
+    "a kind": ('{"type": "function", "name": "weather", "%s": {"city": "Rome"}}', [("weather", {"city": "Rome"})]),
+    "white space": ('{ "name" :"weather",\n "%s":\n{"city": "Rome"} }', [("weather", {"city": "Rome"})]),
     "unknown": ('{"name": "nothing", "%s": {"city": "Rome"}}', []),
-    "no name": ('{"%s": {"city": "Rome"}}', []),
+    "name last": ('{"%s": {"city": "Rome"}, "name": "weather"}', []),
     "not an object": ('{"name": "weather", "%s": 5}', []),
-    "a name that is none": ('{"name": ["weather"], "%s": {}}', []),
     "Python": ("{'name': 'weather', '%s': {'city': 'Rome'}}", []),
     "nothing": ("", []),
 }
@@ -108,8 +83,8 @@ def written(kind: str, what: str) -> tuple[str, list[tuple[str, Any]]]:
     return text.replace("@", "; "), calls
 
 
-def read(reader: ToolReader, pieces: list[str], reason: str = "stop") -> tuple[str, list[tuple[str, str]]]:
-    return read_answer(reader, pieces, reason)[:2]
+def read(kind: str, pieces: list[str], reason: str = "stop", most: int | None = None) -> tuple[str, Calls]:
+    return read_answer(CallReader(FORMATS[kind], FUNCTIONS, most), pieces, reason)[:2]
 
 
 @pytest.mark.parametrize("what", FORMS_OF_CALLS)
@@ -120,7 +95,7 @@ def test_calls_are_found_as_models_write_them(kind: str, what: str) -> None:
     for before, after in (("", ""), ("Hi <b>\n", ""), ("", "\nbye")):
         if FORMATS[kind].bare and before:
             text = FORMATS[kind].begin + text
-        content, made = read(ToolReader(FORMATS[kind], NAMES), [before + text + after])
+        content, made = read(kind, [before + text + after])
         assert [(name, json.loads(arguments)) for name, arguments in made] == calls
         assert not any(mark in content for mark in ("tool_call", "TOOL_CALLS", "python_tag")), content
         if calls:
@@ -136,12 +111,11 @@ def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what
     # Reasons alternate, because each end would take twice as long with both.
     ends = [(end, ("stop", "length")[end % 2]) for end in range(1, len(text))]
     for end, reason in [*ends, (len(text), "stop"), (len(text), "length")]:
-        whole = content, calls = read(ToolReader(FORMATS[kind], NAMES), [text[:end]], reason)
-        assert read(ToolReader(FORMATS[kind], NAMES), list(text[:end]), reason) == whole
+        whole = content, calls = read(kind, [text[:end]], reason)
+        assert read(kind, list(text[:end]), reason) == whole
         for at in range(1 + end % 7, end, 16):
-            assert read(ToolReader(FORMATS[kind], NAMES), [text[:at], text[at:end]], reason) == whole
+            assert read(kind, [text[:at], text[at:end]], reason) == whole
         assert "<tool" not in content and "</" not in content and "TOOL" not in content and "<|" not in content, content
-        assert "mark" in what or not any(re.search("<|TOOL", arguments) for _, arguments in calls), calls
         for name, arguments in calls:
             assert name in NAMES and arguments.startswith("{")
 
@@ -152,34 +126,9 @@ def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what
         ("mistral", f"[TOOL_CALLS]weather{R}[TOOL_CALLS]time[ARGS]{{}}", "", [("weather", R), ("time", "{}")]),
         ("mistral", f"[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{R}", "", [("weather", R)]),
         ("mistral", f"[TOOL_CALLS]nothing{R}", f"nothing{R}", []),
-        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Rome</tool_call>', "", [("weather", R)]),
-        (
-            "hermes",
-            '<tool_call>{"name": "weather", "arguments": {"city": </tool_call>',
-            "",
-            [("weather", '{"city": null}')],
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "weather", "arguments": {"a": [1, {"b": 2</tool_call>',
-            "",
-            [("weather", '{"a": [1, {"b": 2}]}')],
-        ),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "weather", "arguments": {"a": [1, {"b": 2',
-            "",
-            [("weather", '{"a": [1, {"b": 2}]}')],
-        ),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Ro', "", [("weather", '{"city": "Ro')]),
-        ("hermes", f'<tool_call>{{"name": "weather", "arguments": {R}}}</tool_call></tool_call>', "", [("weather", R)]),
         ("hermes", "</tool_call>", "</tool_call>", []),
-        (
-            "hermes",
-            f'<tool_call>{{"note": "x", "name": "weather", "arguments": {R}}}</tool_call>',
-            "",
-            [("weather", R)],
-        ),
+        ("hermes", f'<tool_call>{{"name": "weather", "arguments": {R}}}</tool_call> Hi', "Hi", [("weather", R)]),
         ("hermes", "a < b, <table>, {x} [y] ", "a < b, <table>, {x} [y] ", []),
         ("hermes", "a <", "a <", []),
         ("llama3_json", '{"answer": {"name": "time"}, "b": [1]} ', '{"answer": {"name": "time"}, "b": [1]} ', []),
@@ -189,19 +138,19 @@ def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what
 )
 def test_answers_at_the_edge(kind: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for pieces in ([text], list(text)):
-        assert read(ToolReader(FORMATS[kind], NAMES), pieces) == (content, calls)
+        assert read(kind, pieces) == (content, calls)
 
 
 def test_json_that_is_no_call_is_streamed() -> None:
     """In a format whose calls have no mark, an answer in JSON is not held back until it is complete."""
-    reader = ToolReader(FORMATS["llama3_json"], NAMES)
-    assert [reader.add(piece)[0] for piece in ('{"ci', 'ty": ', '"Ro')] == ["", '{"city":', ' "Ro']
+    reader = CallReader(FORMATS["llama3_json"], FUNCTIONS)
+    assert [reader.content(piece) for piece in ('{"ci', 'ty": ', '"Ro')] == ['{"ci', 'ty":', ' "Ro']
 
 
 @pytest.mark.parametrize("kind", JSON_FORMATS)
 def test_only_one_call_is_told_where_only_one_is_wanted(kind: str) -> None:
     text = written(kind, "two")[0]
-    assert [name for name, _ in read(ToolReader(FORMATS[kind], NAMES, most=1), list(text))[1]] == ["weather"]
+    assert [name for name, _ in read(kind, list(text), most=1)[1]] == ["weather"]
 
 
 def test_formats_come_from_the_template() -> None:
@@ -225,7 +174,8 @@ def test_a_systems_words_stand_before_those_on_tools() -> None:
     assert joined == [{"role": "system", "content": f"Be kind.\n\n{told[0]['content']}"}, user]
     for kind, form in JSON_FORMATS.items():
         asked = with_tools([user], [{"name": "time"}], form)[0]["content"].rpartition("arguments:\n")[2]
-        assert read(ToolReader(form, ["FUNCTION"]), [asked]) == ("", [("FUNCTION", '{"PARAMETER": "VALUE"}')]), kind
+        reader = CallReader(form, {"FUNCTION": None})
+        assert read_answer(reader, [asked], "stop")[:2] == ("", [("FUNCTION", '{"PARAMETER": "VALUE"}')]), kind
         assert ("[{" in asked) == (kind in ("mistral", "granite"))
 
 
@@ -331,6 +281,22 @@ def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
     assert whole.message.tool_calls is None and whole.message.content and whole.finish_reason in ("stop", "length")
     events = client.chat.completions.create(**given, max_tokens=20, stream=True)
     assert "".join(e.choices[0].delta.content or "" for e in events).strip() == whole.message.content.strip()
+
+
+def test_calls_of_free_answers_are_valid(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with random weights writes calls that match their schemas, because here they begin with a letter that a
+    logit bias makes likely."""
+    monkeypatch.setitem(FORMATS, "letter", ToolFormat("e", "}}}", "", "arguments", each=True))
+    monkeypatch.setattr(live.service.codec, "tool_parser", "letter")
+    found, mixed = 0, 0
+    for seed in range(4):
+        body = {"messages": MESSAGES, "tools": TOOLS, "logit_bias": {str(ids_of("e ")[0]): 6}, "seed": seed}
+        content, calls, reason = answered(live, {**body, "max_tokens": 700})
+        if reason == "length":
+            calls = calls[:-1]  # the last call may be cut off
+        check_calls(calls, len(calls) + 1) if calls else None
+        found, mixed = found + len(calls), mixed + bool(content and calls)
+    assert found > 3 and mixed
 
 
 def forced(text: str, **more: Any) -> dict[str, Any]:
@@ -712,9 +678,9 @@ def test_calls_and_results_come_back_as_a_conversation() -> None:
 
 def test_text_and_calls_of_one_answer_are_items_in_order() -> None:
     items = Items(scored=False)
-    told = items.open_message() + items.add("a", [CallDelta(0, "f"), CallDelta(0, None, "{")])
-    # The rest of a call, the text after it and the next call may arrive together.
-    told += items.add("b", [CallDelta(0, None, "}"), CallDelta(1, "g", "[]")]) + items.close("incomplete")
+    pieces = [Piece("content", "a"), Piece("call", "f"), Piece("arguments", "{"), Piece("arguments", "}")]
+    pieces += [Piece("content", "b"), Piece("call", "g"), Piece("arguments", "[]")]
+    told = b"".join([items.open_message(), *map(items.add, pieces), items.close("incomplete")])
     assert [(item.type, item.status) for item in items.all] == [
         ("message", "completed"),
         ("function_call", "completed"),

@@ -19,7 +19,7 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import ToolReader
+from megakernel.serving.text.tool_calls import CallReader, Reader
 from megakernel.serving.text.tool_formats import FORMATS
 
 FUNCTIONS: dict[str, Any] = {
@@ -54,11 +54,11 @@ ROME = ("weather", {"city": "Rome"})
 def read_each_way(kind: str, text: str, reason: str = "stop", most: int | None = None) -> tuple[str, Calls, str]:
     """Return what is read of `text`, which must not depend on the pieces in which the text arrives."""
 
-    def reader() -> ToolReader | ChannelReader:
+    def reader() -> Reader:
         form = FORMATS[kind]
         weather = {**FUNCTIONS["weather"], "properties": {**FUNCTIONS["weather"]["properties"], **STRANGE}}
         functions = {**FUNCTIONS, "weather": weather}
-        return ChannelReader(functions, most) if form.final else ToolReader(form, functions, most)
+        return ChannelReader(functions, most) if form.final else CallReader(form, functions, most)
 
     whole = read_answer(reader(), [text], reason)
     assert read_answer(reader(), list(text), reason) == whole
@@ -74,7 +74,7 @@ def read_each_way(kind: str, text: str, reason: str = "stop", most: int | None =
         (f"{THOUGHT}{CALL}", "", [ROME], "Hm <b>."),
         (f"{CALL}<|call|>", "", [ROME], ""),
         (' to=functions.weather<|channel|>commentary json<|message|>{"city":"Rome"}', "", [ROME], ""),
-        ("<|channel|>commentary to=functions.time<|message|>", "", [("time", {})], ""),
+        ("<|channel|>commentary to=functions.time<|message|>{}", "", [("time", {})], ""),
         ("<|channel|>commentary to=browser.find<|message|>Rome<|call|>", "Rome", [], ""),
         (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}", "I look.", [ROME], ""),
         (f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>x", "x", [], "Hm <b>.\n\nHm <b>."),
@@ -97,18 +97,15 @@ def test_a_call_that_is_cut_off_stays_open() -> None:
     assert read_each_way("openai", CALL[:-4], "length")[1] == [("weather", '{"city":"Ro')]
     text = "<tool_call>\n<function=weather>\n<parameter=city>\nRo"
     assert read_each_way("hermes", text, "length")[1] == [("weather", "{")]
-    assert read_each_way("hermes", text)[1] == [("weather", '{"city": "Ro"}')]
 
 
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
         ("<parameter=city>\nRome\n</parameter>", "", [ROME]),
-        ("<parameter=city>Rome\n<parameter=days>3", "", [("weather", {"city": "Rome", "days": 3})]),
         ("<parameter=city>\n\n12\n\n</parameter>", "", [("weather", {"city": "\n12\n"})]),
         ("<parameter=days>\n3.5 days\n</parameter>", "", [("weather", {"days": "3.5 days"})]),
         ('<parameter=where>\n{"x": [1]}\n</parameter>', "", [("weather", {"where": {"x": [1]}})]),
-        ("<parameter=where>None</parameter>", "", [("weather", {"where": None})]),
         ("<parameter=unit>null</parameter>", "", [("weather", {"unit": None})]),
         ("<parameter=unit>7</parameter>", "", [("weather", {"unit": "7"})]),
         ('<parameter=place>{"x": 1}</parameter>', "", [("weather", {"place": {"x": 1}})]),
@@ -141,7 +138,8 @@ def test_calls_in_tags_have_the_types_of_the_schema(
 
 def test_tags_of_unknown_functions_are_content() -> None:
     text = "<function=other>\n<parameter=a>\n1\n</parameter>\n</function>"
-    assert read_each_way("hermes", f"<tool_call>\n{text}\n</tool_call>") == (text, [], "")
+    content, calls, _ = read_each_way("hermes", f"<tool_call>\n{text}\n</tool_call>")
+    assert content.strip() == text and not calls
     assert read_each_way("hermes", "see <function=weather") == ("see <function=weather", [], "")
     two = f"{text}\n<function=weather>\n</function>\n<function=time>\n</function>".replace("other", "time")
     assert [name for name, _ in read_each_way("hermes", two)[1]] == ["time", "weather", "time"]

@@ -1,0 +1,208 @@
+"""Calls that a model begins of its own accord: a grammar constrains them, and the text around them is free."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizer_support import byte_backend, hf_folder, loaded
+
+from megakernel import LLM, SamplingParams
+from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving import StructuredOutputsParams
+from megakernel.serving.engine.grammars import Calls, Grammars
+from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.tool_calls import Piece
+from megakernel.serving.text.tool_formats import FORMATS
+
+FUNCTIONS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 5},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            "unit": {"enum": ["C", "F"]},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["city", "days"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}}},
+    },
+    "time": None,
+    "open": {"type": "object", "additionalProperties": True},
+    "wrong": {"type": "object", "properties": {"x": {"type": "wrong"}}},
+}
+TIME = '{"name": "time", "%s": {}}'
+CITY = '"city": "Rome", "days": 3'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return loaded(hf_folder(tmp_path_factory.mktemp("tokenizer"), byte_backend()))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size, frozenset([2]))
+
+
+def calls(grammars: Grammars, tokenizer: Tokenizer, kind: str, functions: dict[str, Any] = FUNCTIONS) -> Calls:
+    wanted = Codec("m", tokenizer, kind).constraint(functions, None, required=False, several=True)
+    found = grammars.get(SamplingParams(structured_outputs=wanted, min_tokens=1, ignore_eos=True))
+    assert isinstance(found, Calls)
+    return found
+
+
+def follow(constraint: Calls, tokenizer: Tokenizer, text: str) -> str:
+    """Let a model write `text`, one character at a time. Returns what came of it: the text with `«` and `»` around what
+    the grammar constrains, up to a character that it forbids, in place of which stands `!`."""
+    ids = [tokenizer.encode(character, add_special=False)[0] for character in text]
+    shown, inside = "", False
+    for at in range(len(ids) + 1):
+        forced = constraint.follow(np.array(ids[:at], np.int32))
+        if inside == constraint.idle:
+            inside = not inside
+            shown += "«" if inside else "»"
+        if at == len(ids):
+            break
+        limit = constraint.limit
+        allowed = forced[:1] == ids[at : at + 1]
+        if not forced and limit is not None:
+            mask = np.frombuffer(limit.matcher.compute_bitmask(), np.uint8)  # type: ignore[attr-defined]
+            allowed = bool(mask[ids[at] // 8] >> ids[at] % 8 & 1)
+        if not allowed and not constraint.idle:
+            return shown + "!"
+        shown += text[at]
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("hermes", 'Hi <tool_call>«\n{"name": "weather", "arguments": {' + CITY + "}}\n</tool_call>» and"),
+        ("hermes", f"<tool_call>«\n{TIME}\n</tool_call>»\n<tool_call>«{TIME}\n</tool_call>»"),
+        ("hermes", '<tool_call>«\n{"name": "!x'),
+        ("hermes", '<tool_call>«{"name": "weather", "arguments": {"city": "Rome"!}'),
+        ("hermes", '<tool_call>«{"name": "weather", "arguments": {"city": "Rome", "days": !x'),
+        ("hermes", "<tool_call>«\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nRome\n"
+         "</parameter>\n</function>\n</tool_call>»"),
+        ("hermes", '<function=«weather>\n<parameter=unit>\nC\n</parameter>\n<parameter=place>\n{"x": 1.5}\n'
+         "</parameter>\n<!/function>"),
+        ("hermes", "<function=«weather>\n<parameter=days>\n!x"),
+        ("hermes", "<function=«open>\n<parameter=any>\n1 < 2\n</parameter>\n</function>\n</tool_call>»"),
+        ("hermes", '<tool_call>«{"name": "open", "arguments": {"x": [1]}}\n</tool_call>»'),
+        ("hermes", '<tool_call>«{"name": "wrong", "arguments": {"x": [1]}}\n</tool_call>»'),
+        ("hermes", "a <tool and {} [] </tool_call> <func"),
+        ("seed_oss", "<seed:tool_call>«\n<function=time>\n</function>\n</seed:tool_call>»"),
+        ("llama3_json", ' {"name"«: "time", "parameters": {}}; {"name": "time", "parameters": {}}'),
+        ("llama3_json", '{"type": "function", "name"«: "time", "parameters": {}}'),
+        ("llama3_json", f"Hi <|python_tag|>«{TIME}"),
+        ("llama3_json", f'Hi {TIME} {{"type": "circle"}}'),
+        ("mistral", f"Hi [TOOL_CALLS]«[{TIME}, {TIME}]» x"),
+        ("mistral", "[TOOL_CALLS]«weather[ARGS]{" + CITY + "}»[TOOL_CALLS]«time{}»"),
+        ("granite", f"<|tool_call|>« [{TIME}]»"),
+        ("openai", "<|channel|>analysis<|message|>to=functions.x<|end|><|start|>assistant<|channel|>commentary "
+         "to=functions.«weather <|constrain|>json<|message|>{" + CITY + "}»<|call|>"),
+        ("openai", "<|start|>assistant to=functions.«time<|channel|>commentary json<|message|>{}»"),
+    ],
+)  # fmt: skip
+def test_a_call_is_constrained_once_it_has_begun(
+    grammars: Grammars, tokenizer: Tokenizer, kind: str, shown: str
+) -> None:
+    shown = shown.replace("%s", FORMATS[kind].arguments)
+    text = shown.replace("«", "").replace("»", "").replace("!", "")
+    told = follow(calls(grammars, tokenizer, kind).copy(), tokenizer, text)
+    assert told == shown if "!" not in shown else told == shown.partition("!")[0] + "!"
+
+
+def test_a_token_may_hold_the_end_of_a_mark_and_more(tmp_path: Path) -> None:
+    backend = byte_backend()
+    backend.add_tokens(["call>\n{", "call>\n{]"])
+    tokenizer = loaded(hf_folder(tmp_path, backend))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([2]))
+    for piece, constrained in (("call>\n{", True), ("call>\n{]", False)):
+        constraint = calls(grammars, tokenizer, "hermes", {"time": {}})
+        forced = constraint.follow(
+            np.array([*map(backend.token_to_id, "<tool_"), backend.token_to_id(piece)], np.int32)
+        )
+        assert constraint.idle != constrained
+        assert b"".join(map(tokenizer.token_bytes, forced)).startswith(b'"name": "time"') == constrained
+
+
+def test_proposed_tokens_end_where_a_call_begins(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = calls(grammars, tokenizer, "hermes")
+    ids = tokenizer.encode("a <tool_call>{", add_special=False)
+    assert constraint.unlimited(ids) == len(ids) - 2 and constraint.unlimited(ids[:-2]) == len(ids) - 2
+    constraint.follow(np.array(ids[:-1], np.int32))
+    assert constraint.unlimited(ids) == 0
+
+
+def test_tools_are_free_if_the_library_fails(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = {"f": {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": 99999999}}}}
+    loose = calls(Grammars(tokenizer, tokenizer.vocab_size, frozenset([2])), tokenizer, "hermes", hard)
+    text = '<tool_call>«{"name": "f", "arguments": {"x": 1}}\n</tool_call>»'
+    assert follow(loose, tokenizer, text.replace("«", "").replace("»", "")) == text and "tools" in loose.left
+    for eos in (frozenset[int](), frozenset([2])):
+        broken = Grammars(tokenizer, tokenizer.vocab_size, eos)
+        monkeypatch.setattr(broken, "_checked", lambda *_: ("start: nothing", [], 1))
+        free = calls(broken, tokenizer, "hermes")
+        assert follow(free, tokenizer, "<tool_call>x") == "<tool_call>x" and free.left == ("tools",)
+
+
+# In a text of random tokens, "e" begins a call.
+BEGUN = StructuredOutputsParams(grammar='start: "{" /[0-9]{3}/ "}"', trigger="e")
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> Iterator[list[tuple[list[int], str]]]:
+    with LLM(model, backend="cpu", max_context=512, max_num_seqs=8, threads=1) as llm:
+        yield answers(llm)
+
+
+def answers(llm: LLM, more: int = 0) -> list[tuple[list[int], str]]:
+    often, seldom = llm.codec.encode("ae")[-2:]
+    bias = {often: 13.0, seldom: 10.0}
+    each = [
+        SamplingParams(seed=seed, n=2, temperature=1.0, max_tokens=150, logit_bias=bias, structured_outputs=BEGUN,
+                       min_tokens=150 * (seed % 2))
+        for seed in range(4)
+    ]  # fmt: skip
+    each += [SamplingParams(seed=9, max_tokens=60)] * more
+    results = llm.generate(["abc", "abab " * 9, "x", "abab " * 9 + "y", *["free"] * more], each)
+    return [(choice.token_ids, choice.text or "") for result in results[:4] for choice in result.outputs]
+
+
+def test_every_call_matches_and_the_text_around_it_is_free(expected: list[tuple[list[int], str]]) -> None:
+    begun = 0
+    for _, text in expected:
+        free, *rest = text.split("e")
+        assert set(free) - set("e{}0123456789")
+        for part in rest[:-1]:
+            begun += 1
+            assert part[0] == "{" and part[1:4].isdigit() and part[4] == "}", text
+    assert begun > 20
+
+
+@pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps"])
+def test_answers_depend_on_nothing_else(model: str, expected: list[tuple[list[int], str]], how: str) -> None:
+    limits: dict[str, Any] = (
+        {"max_num_seqs": 4, "max_num_batched_tokens": 16} if how == "small steps" else {"max_num_seqs": 16}
+    )
+    limits |= {"speculate": 5} if how == "speculating" else {}
+    with LLM(model, backend="cpu", max_context=512, threads=1, **limits) as other:
+        pool = other.engine._batch._pool
+        if how == "short of pages":
+            pool.take(pool.free - 20)
+        assert answers(other, 12 if how == "crowded" else 0) == expected
+        assert (other.engine.stats.preemptions > 0) == (how == "short of pages")
+        assert (other.engine.stats.counts.accepted > 0) == (how == "speculating")
+
+
+def test_a_written_call_is_read(tokenizer: Tokenizer) -> None:
+    """What the grammar of calls in tags allows is what their reader reads, with the types of the schema."""
+    reader = Codec("m", tokenizer, "hermes").reader(FUNCTIONS)
+    text = "<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\n7\n</parameter>\n</function>"
+    assert reader is not None
+    [name, arguments] = reader.add(text, "stop")
+    assert name == Piece("call", "weather") and json.loads(arguments.text) == {"days": 3, "city": "7"}
