@@ -76,20 +76,24 @@ class Share(NamedTuple):
     size: int
 
 
+# Which rows or columns of a matrix a rank has.
+Axis = Callable[[Split], Share]
+
+
 @dataclass(frozen=True)
 class WeightSpec:
     """Declares a weight buffer, which has vectors or matrices.
 
-    `rows`        which rows of each vector or matrix a rank has (of one expert if `per_expert`)
-    `columns`     which columns of each row it has; None for vectors, whose rows have one element
+    `rows`        the rows of each vector or matrix (of one expert if `per_expert`)
+    `columns`     the columns of each row; None for vectors, whose rows have one element
     `folded`      if not None, the rows form an array whose last axis has this length
     `rotated`     RoPE rotates the rows of this many first matrices: those of q and k
     `norm`        the buffer has the scales of an RMS norm
     `per_expert`  in a layer with experts, each expert has its own weights
     """
 
-    rows: Callable[[Split], tuple[Share, ...]]
-    columns: Callable[[Split], Share] | None = None
+    rows: tuple[Axis, ...]
+    columns: Axis | None = None
     folded: Callable[[Split], int] | None = None
     rotated: int = 0
     norm: bool = False
@@ -97,11 +101,10 @@ class WeightSpec:
 
     def shape(self, split: Split) -> tuple[int, ...]:
         """Return the shape of a rank's part of one layer, for one expert if there are experts."""
-        shares = self.rows(split)
-        shape: tuple[int, ...] = (sum(share.size for share in shares),)
+        shape: tuple[int, ...] = (sum(axis(split).size for axis in self.rows),)
         if self.folded is not None:
             last = self.folded(split)
-            shape = (shape[0] // last if last else len(shares), last)
+            shape = (shape[0] // last if last else len(self.rows), last)
         return shape if self.columns is None else (*shape, self.columns(split).size)
 
 
@@ -139,27 +142,24 @@ class BufferSpec:
         return Dtype(model.dtype) if self.dtype is None else self.dtype
 
 
-def _all(count: int) -> Share:
-    return Share(count, 0, count)
+def _all(size: Callable[[ModelSizes], int]) -> Axis:
+    """All rows or columns."""
+    return lambda split: Share(size(split.model), 0, size(split.model))
 
 
-def _heads(split: Split) -> tuple[Share, ...]:
-    """The rows of q, k and v that a rank has: all, even those of other ranks' heads, if norms span all heads."""
-    size = split.model.head_dim
-    if split.qkv_rows > split.qkv_cols:
-        split = Split(split.model)
-    kv = Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
-    return Share(split.model.heads * size, split.first_head * size, split.q_cols), kv, kv
+def _q(split: Split) -> Share:
+    size, split = split.model.head_dim, _normed(split)
+    return Share(split.model.heads * size, split.first_head * size, split.q_cols)
 
 
-def _ffn(split: Split) -> Share:
-    return Share(split.model.ffn, split.first_ffn, split.rank_ffn)
+def _kv(split: Split) -> Share:
+    size, split = split.model.head_dim, _normed(split)
+    return Share(split.model.kv_heads * size, split.first_kv_head * size, split.kv_cols)
 
 
-def _normed_heads(split: Split) -> tuple[Share, Share]:
-    model = split.model
-    q, k = (model.heads, model.kv_heads) if model.whole_norms else (1, 1)
-    return _all(q * model.head_dim), _all(k * model.head_dim)
+def _normed(split: Split) -> Split:
+    """Return the split of q, k and v. If norms span all heads, a rank has all, even those of other ranks' heads."""
+    return Split(split.model) if split.qkv_rows > split.qkv_cols else split
 
 
 def _attention_columns(split: Split) -> Share:
@@ -167,8 +167,8 @@ def _attention_columns(split: Split) -> Share:
     return Share(split.model.heads * split.model.head_dim, first, split.o_cols)
 
 
-def _hidden(split: Split) -> Share:
-    return _all(split.model.hidden)
+def _ffn(split: Split) -> Share:
+    return Share(split.model.ffn, split.first_ffn, split.rank_ffn)
 
 
 def _matrix(buffer: Buffer, what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
@@ -179,9 +179,11 @@ def _vector(buffer: Buffer, what: str, weight: WeightSpec, *, layered: bool = Tr
     return replace(_matrix(buffer, what, weight, layered=layered), dtype=Dtype.F32)
 
 
-def _scales(buffer: Buffer, what: str, *, layered: bool = True) -> BufferSpec:
-    """Declare the scales of RMS norms of the residual."""
-    return _vector(buffer, f"RMS norm scales {what}", WeightSpec(lambda s: (_hidden(s),), norm=True), layered=layered)
+_hidden, _vocab = _all(lambda m: m.hidden), _all(lambda m: m.vocab)
+_experts, _pairs = _all(lambda m: m.experts), _all(lambda m: m.head_dim // 2)
+_q_norm = _all(lambda m: m.head_dim * (m.heads if m.whole_norms else 1))
+_k_norm = _all(lambda m: m.head_dim * (m.kv_heads if m.whole_norms else 1))
+_QKV, _GATE_UP, _SCALES = (_q, _kv, _kv), (_ffn, _ffn), WeightSpec((_hidden,), norm=True)
 
 
 def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: str) -> BufferSpec:
@@ -203,35 +205,31 @@ _B = Buffer
 # Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 _SPECS: tuple[BufferSpec, ...] = (
     # -- weights
-    _matrix(_B.EMBED, "token embeddings", WeightSpec(lambda s: (_all(s.model.vocab),), _hidden), layered=False),
+    _matrix(_B.EMBED, "token embeddings", WeightSpec((_vocab,), _hidden), layered=False),
     _vector(
         _B.INV_FREQ,
         "RoPE: a frequency for each pair of elements, then a factor for each",
-        WeightSpec(lambda s: (_all(s.model.head_dim),), folded=lambda s: s.model.head_dim // 2),
+        WeightSpec((_pairs, _pairs), folded=lambda s: s.model.head_dim // 2),
     ),
-    _scales(_B.ATTN_NORM, "before attention"),
-    _matrix(_B.W_QKV, "QKV projection: q heads, k heads, v heads", WeightSpec(_heads, _hidden, rotated=2)),
-    _vector(_B.B_QKV, "bias of W_QKV", WeightSpec(_heads, rotated=2)),
-    _matrix(_B.W_O, "attention output projection", WeightSpec(lambda s: (_hidden(s),), _attention_columns)),
-    _vector(_B.B_O, "bias of W_O", WeightSpec(lambda s: (_hidden(s),))),
-    _scales(_B.MLP_NORM, "before the MLP"),
+    _vector(_B.ATTN_NORM, "RMS norm scales before attention", _SCALES),
+    _matrix(_B.W_QKV, "QKV projection: q heads, k heads, v heads", WeightSpec(_QKV, _hidden, rotated=2)),
+    _vector(_B.B_QKV, "bias of W_QKV", WeightSpec(_QKV, rotated=2)),
+    _matrix(_B.W_O, "attention output projection", WeightSpec((_hidden,), _attention_columns)),
+    _vector(_B.B_O, "bias of W_O", WeightSpec((_hidden,))),
+    _vector(_B.MLP_NORM, "RMS norm scales before the MLP", _SCALES),
     _matrix(
         _B.W_GATE_UP,
         "gate projection, then up projection",
-        WeightSpec(lambda s: (_ffn(s),) * 2, _hidden, lambda s: s.rank_ffn, per_expert=True),
+        WeightSpec(_GATE_UP, _hidden, folded=lambda s: s.rank_ffn, per_expert=True),
     ),
-    _vector(
-        _B.B_GATE_UP,
-        "bias of W_GATE_UP",
-        WeightSpec(lambda s: (_ffn(s),) * 2, folded=lambda s: s.rank_ffn, per_expert=True),
-    ),
-    _matrix(_B.W_DOWN, "down projection", WeightSpec(lambda s: (_hidden(s),), _ffn, per_expert=True)),
-    _vector(_B.B_DOWN, "bias of W_DOWN", WeightSpec(lambda s: (_hidden(s),), per_expert=True)),
-    _scales(_B.FINAL_NORM, "before the LM head", layered=False),
+    _vector(_B.B_GATE_UP, "bias of W_GATE_UP", WeightSpec(_GATE_UP, folded=lambda s: s.rank_ffn, per_expert=True)),
+    _matrix(_B.W_DOWN, "down projection", WeightSpec((_hidden,), _ffn, per_expert=True)),
+    _vector(_B.B_DOWN, "bias of W_DOWN", WeightSpec((_hidden,), per_expert=True)),
+    _vector(_B.FINAL_NORM, "RMS norm scales before the LM head", _SCALES, layered=False),
     _matrix(
         _B.LM_HEAD,
         "LM head; rows of EMBED if embeddings are tied",
-        WeightSpec(lambda s: (Share(s.model.vocab, s.first_vocab, s.rank_vocab),), _hidden),
+        WeightSpec((lambda s: Share(s.model.vocab, s.first_vocab, s.rank_vocab),), _hidden),
         layered=False,
     ),
     # -- activations
@@ -289,10 +287,10 @@ _SPECS: tuple[BufferSpec, ...] = (
     _vector(
         _B.QK_NORM,
         "RMS norm scales of q heads and k heads, of each head if norms span all heads",
-        WeightSpec(_normed_heads, folded=lambda s: s.model.head_dim, rotated=2, norm=True),
+        WeightSpec((_q_norm, _k_norm), folded=lambda s: s.model.head_dim, rotated=2, norm=True),
     ),
     # -- experts
-    _matrix(_B.W_ROUTER, "router: a row for each expert", WeightSpec(lambda s: (_all(s.model.experts),), _hidden)),
+    _matrix(_B.W_ROUTER, "router: a row for each expert", WeightSpec((_experts,), _hidden)),
     _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
     _use(_B.ROUTE_WEIGHTS, _A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of the experts in ROUTES"),
     _use(
@@ -310,17 +308,17 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda m, s, b: (b.tokens * m.post_norms, m.hidden),
         "result of attention or the MLP before its norm",
     ),
-    _scales(_B.POST_ATTN_NORM, "of attention's result"),
-    _scales(_B.POST_MLP_NORM, "of the MLP's result"),
+    _vector(_B.POST_ATTN_NORM, "RMS norm scales of attention's result", _SCALES),
+    _vector(_B.POST_MLP_NORM, "RMS norm scales of the MLP's result", _SCALES),
     # -- norms over all heads
     _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
     # -- attention sinks
     _vector(
         _B.SINKS,
         "a score of each head that no token has",
-        WeightSpec(lambda s: (Share(s.model.heads, s.first_head, s.rank_heads),)),
+        WeightSpec((lambda s: Share(s.model.heads, s.first_head, s.rank_heads),)),
     ),
-    _vector(_B.B_ROUTER, "bias of W_ROUTER", WeightSpec(lambda s: (_all(s.model.experts),))),
+    _vector(_B.B_ROUTER, "bias of W_ROUTER", WeightSpec((_experts,))),
 )
 
 BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
@@ -362,7 +360,7 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
     order. In a layer with experts, each expert's matrices have their own entries, without rows if another rank has
     them."""
-    shares = list(weight(buffer).rows(split))
+    shares = [axis(split) for axis in weight(buffer).rows]
     if not (split.model.experts and weight(buffer).per_expert):
         return shares
     own = range(split.first_expert, split.first_expert + split.rank_experts)
@@ -373,4 +371,4 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
 def column_share(buffer: Buffer, split: Split) -> Share:
     """Return which columns rank `split.rank` has of each row of a weight buffer."""
     columns = weight(buffer).columns
-    return _all(1) if columns is None else columns(split)
+    return Share(1, 0, 1) if columns is None else columns(split)

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as Value
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError, whole_file
@@ -67,47 +68,45 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
 
 
 def _add_config(writer: Any, config: ModelConfig) -> None:
-    writer.add_vocab_size(config.vocab)
-    writer.add_context_length(config.max_context)
-    writer.add_embedding_length(config.hidden)
-    writer.add_feed_forward_length(config.ffn)
-    writer.add_block_count(config.layers)
-    if config.experts:
-        writer.add_expert_count(config.experts)
-        writer.add_expert_used_count(config.experts_per_token)
-    if "expert_feed_forward_length" in FAMILIES[config.family].metadata_keys:
-        writer.add_expert_feed_forward_length(config.ffn)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rope.dims or config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_eps)
-    writer.add_rope_freq_base(config.rope.theta)
-    if config.rope.kind is RopeKind.LINEAR:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope.factor)
-    if config.rope.attention != 1.0:
-        writer.add_rope_scaling_attn_factors(config.rope.attention)
-    multipliers = {
-        "embedding_scale": config.embedding_multiplier,
-        "residual_scale": config.residual_multiplier,
-        "logit_scale": config.logits_scaling,
+    keys = FAMILIES[config.family].metadata_keys
+    rope = config.rope
+    values: dict[str, int | float | str | list[bool]] = {
+        "vocab_size": config.vocab,
+        "context_length": config.max_context,
+        "embedding_length": config.hidden,
+        "feed_forward_length": config.ffn,
+        "block_count": config.layers,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_eps,
+        "rope.dimension_count": rope.dims or config.head_dim,
+        "rope.freq_base": rope.theta,
     }
-    for name, value in multipliers.items():
-        if value != 1.0 and name in FAMILIES[config.family].metadata_keys:
-            getattr(writer, f"add_{name}")(value)
+    if config.experts:
+        values |= {"expert_count": config.experts, "expert_used_count": config.experts_per_token}
+    if "expert_feed_forward_length" in keys:
+        values["expert_feed_forward_length"] = config.ffn
+    if rope.kind is RopeKind.LINEAR:
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
+    if rope.attention != 1.0:
+        values["rope.scaling.attn_factor"] = rope.attention
     if config.window:
-        writer.add_sliding_window(config.window)
-        if "attention.sliding_window_pattern" in FAMILIES[config.family].metadata_keys:
-            writer.add_sliding_window_pattern([layer not in config.full_layers for layer in range(config.layers)])
+        values["attention.sliding_window"] = config.window
+        if (pattern := "attention.sliding_window_pattern") in keys:
+            values[pattern] = [layer not in config.full_layers for layer in range(config.layers)]
     if config.local_theta:
-        writer.add_rope_freq_base_swa(config.local_theta)
-    if config.attention_multiplier is not None:
-        if "attention.scale" in FAMILIES[config.family].metadata_keys:
-            writer.add_attention_scale(config.attention_multiplier)
-        elif not math.isclose(config.attention_multiplier, config.head_dim**-0.5):
-            raise MegakernelError(f"GGUF files of the family {config.family} have no attention multiplier")
+        values["rope.freq_base_swa"] = config.local_theta
+    for field, (key, _) in FAMILIES[config.family].gguf_fields.items():
+        if (value := getattr(config, field)) is not None:
+            values[key] = value
+    multiplier = config.attention_multiplier
+    if "attention.scale" not in keys and multiplier and not math.isclose(multiplier, config.head_dim**-0.5):
+        raise MegakernelError(f"GGUF files of the family {config.family} have no attention multiplier")
+    types = {int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
+    for key, value in values.items():
+        writer.add_key_value(f"{FAMILIES[config.family].gguf[0]}.{key}", value, types[type(value)])
 
 
 def _add_tokenizer(writer: Any, source: Path | None) -> None:

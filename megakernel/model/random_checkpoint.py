@@ -31,6 +31,11 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
     return replace(config, window=128, full_layers=tuple(range(1, layers, 2)), **biases, **gates)
 
 
+def _routed(family: str, experts: int, per_token: int, *sizes: Any) -> ModelConfig:
+    """The configuration of a model with experts. `sizes` are the first fields of ModelConfig."""
+    return ModelConfig(*sizes, family=family, experts=experts, experts_per_token=per_token, normalised_routes=True)
+
+
 # The configurations of public models, without end-of-text ids, because text from random weights has no meaningful end.
 KNOWN_SHAPES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, 64, 32.0, True),
@@ -40,38 +45,8 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
     "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, Rope(100000.0), True),
     "mistral-7b": ModelConfig(32768, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, Rope(1000000.0), family="mistral"),
     "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, Rope(1000000.0), True, "qwen3"),
-    "qwen3-30b-a3b": ModelConfig(
-        151936,
-        2048,
-        768,
-        48,
-        32,
-        4,
-        128,
-        40960,
-        1e-6,
-        Rope(1000000.0),
-        family="qwen3_moe",
-        experts=128,
-        experts_per_token=8,
-        normalised_routes=True,
-    ),
-    "mixtral-8x7b": ModelConfig(
-        32000,
-        4096,
-        14336,
-        32,
-        32,
-        8,
-        128,
-        32768,
-        1e-5,
-        Rope(1000000.0),
-        family="mixtral",
-        experts=8,
-        experts_per_token=2,
-        normalised_routes=True,
-    ),
+    "qwen3-30b-a3b": _routed("qwen3_moe", 128, 8, 151936, 2048, 768, 48, 32, 4, 128, 40960, 1e-6, Rope(1000000.0)),
+    "mixtral-8x7b": _routed("mixtral", 8, 2, 32000, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, Rope(1000000.0)),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "qwen2.5-0.5b": ModelConfig(
