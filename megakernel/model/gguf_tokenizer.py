@@ -13,7 +13,7 @@ from ..errors import MegakernelError
 from .chat_template import ChatTemplate
 from .config import Keys, short
 from .limits import MOST_SPLIT_CHARACTERS
-from .pre_tokenizers import BEGUN, COMPOSED, SPELLED, SPLITS, WHOLE_PIECES
+from .pre_tokenizers import BEGUN, COMPOSED, SPLITS, WHOLE_PIECES
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors
 
 # The types of tokens, with the numbers that GGML gives them.
@@ -67,7 +67,7 @@ def ggml_tokenizer(
     model, pre = keys.get("model"), keys.get("pre") or "default"
     if model in (None, "none", "no_vocab"):
         return None
-    if model not in ("gpt2", "gemma4", "llama"):
+    if model not in ("gpt2", "llama"):
         raise UnknownTokenizer(f"{source}: tokenizer {short(model)} is not supported, only 'gpt2' and 'llama'")
     tokens, types = _tokens(keys)
     ids = {token: i for i, token in enumerate(tokens)}
@@ -84,7 +84,7 @@ def ggml_tokenizer(
     if model == "llama":
         backend = _sentencepiece(keys, tokens, types, own.get("unk_token"))
     else:
-        backend = _merging(keys, tokens, "gemma4" if model == "gemma4" else pre, own.get("unk_token"))
+        backend = _merging(keys, tokens, pre)
     ends = {token for token in _ENDS & ids.keys() if types[ids[token]] != NORMAL or "|" in token or "｜" in token}
     ends -= {text for text, sets in _NO_ENDS.items() if any(others <= ids.keys() for others in sets)}
     hidden = [t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, CONTROL) or t in ends]
@@ -138,18 +138,14 @@ def _tokens(keys: Keys) -> tuple[list[str], list[int]]:
     return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types
 
 
-def _merging(keys: Keys, tokens: list[str], pre: Any, unk: str | None) -> Backend:
+def _merging(keys: Keys, tokens: list[str], pre: Any) -> Backend:
     """Return a BPE tokenizer that applies merges in the order of the metadata. `pre` is the rule that splits a text
-    first, and `unk` is the token for unknown characters."""
-    if not isinstance(pre, str) or pre not in SPLITS.keys() | SPELLED:
+    first."""
+    if not isinstance(pre, str) or pre not in SPLITS:
         raise UnknownTokenizer(f"{keys.source}: the pre-tokeniser {short(pre)} is not supported")
     if not _list_of(merges := keys.get("merges"), str):
         raise MegakernelError(f"{keys.source}: {keys.prefix}merges is missing or is not a list of texts")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in dict.fromkeys(merges))]
-    if pre in SPELLED:
-        backend = _bpe(keys, tokens, pairs, byte_fallback=True, unk_token=unk)
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
-        return _spelled(backend, space_prefix=False)
     backend = _bpe(keys, tokens, pairs, ignore_merges=pre in WHOLE_PIECES)
     if pre in COMPOSED:
         backend.normalizer = normalizers.NFC()
@@ -170,15 +166,10 @@ def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unk: str | N
     ranked = sorted((i for i, kind in enumerate(types) if kind == NORMAL), key=lambda i: -scores[i])
     pairs = merges_of([tokens[i] for i in ranked], set(tokens), keys.source)
     backend = _bpe(keys, tokens, pairs, byte_fallback=True, unk_token=unk, fuse_unk=True)
-    prefix = keys.get("add_space_prefix")
-    return _spelled(backend, space_prefix=prefix is None or keys.flag("add_space_prefix"))
-
-
-def _spelled(backend: Backend, *, space_prefix: bool) -> Backend:
-    """Return the tokenizer, adapted to a vocabulary in which "▁" stands for a space and "<0x0A>" for a byte."""
-    prepend = [normalizers.Prepend("▁")] if space_prefix else []
+    # In the vocabulary, "▁" stands for a space and "<0x0A>" for a byte.
+    prefix = keys.get("add_space_prefix") is None or keys.flag("add_space_prefix")
+    prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 

@@ -1,7 +1,8 @@
 """Before BPE, a tokenizer splits a text into pieces. This module lists the splitting rules by llama.cpp's names for
 them.
 
-The regular expressions are those of the models' own tokenizers.
+The regular expressions are those of the models' own tokenizers. Rules that only models of families without support have
+are left out.
 """
 
 from __future__ import annotations
@@ -48,26 +49,18 @@ _CASED = (
 _ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 # Vocabularies with this rule put BOS before a text. A piece that is itself a token becomes that token without merges.
-_LLAMA3_NAMES = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+_LLAMA3_NAMES = "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0"
 
 # For each rule, its names and its regular expressions. The first expression splits the text into its matches and the
 # parts between them. Each further expression splits the resulting pieces in the same way.
 _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert gigachat "
-        "a.x-4.0 mellum mpt olmo jais exaone4 trillion granite-docling",
-        (_GPT2,),
-    ),
-    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
-    (f"{_LLAMA3_NAMES} dbrx smaug-bpe glm4 glm5 chatglm-bpe", (_LLAMA3,)),
-    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", (_QWEN2,)),
-    ("qwen35", (_QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),)),
+    ("gpt-2 gigachat a.x-4.0 mellum olmo exaone4 trillion granite-docling", (_GPT2,)),
+    ("smollm starcoder command-r exaone minerva-7b mellum2", (r"\p{N}", _GPT2)),
+    (f"{_LLAMA3_NAMES} smaug-bpe glm4 chatglm-bpe", (_LLAMA3,)),
+    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan", (_QWEN2,)),
     ("tekken", (_camel("") + _DIGIT + _REST_SLASH,)),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", (_GPT4O,)),
-    ("tiny_aya cohere2moe", (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
-    ("kimi-k2", (r"\p{Han}+|" + _camel(f"{_ENDING}?", r"&&[^\p{Han}]") + _DIGITS + _REST,)),
+    ("gpt-4o talkie", (_GPT4O,)),
     ("default", (_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9]{3}")),
-    ("falcon", (_PUNCTUATION.replace("~", "~`"), _GPT2, "[0-9]{3}")),
     (
         "deepseek-llm",
         (
@@ -80,63 +73,20 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
-    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
+    ("deepseek-v3 hunyuan-dense", (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
     ("spark2_5", (r"\p{N}{1,3}", _CJK, _DEEPSEEK3.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"), r"\p{N}")),
-    (
-        "youtu",
-        (
-            "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
-            f"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_CJK}",
-            _camel(f"{_ENDING}?") + _DIGIT + _REST_SLASH,
-        ),
-    ),
-    ("poro-chat bloom gpt3-finnish", (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",)),
+    ("poro-chat bloom", (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",)),
     ("viking", (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")),
-    (
-        "chameleon",
-        ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
-    ),
     ("superbpe", (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    (
-        "bailingmoe bailingmoe2 llada-moe",
-        (rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}{_DIGIT}" + _REST.replace(r"[\r\n]+", r"[\r\n]"),),
-    ),
     ("seed-coder", (f"{_ENDING}|{_WORD}{_DIGIT}" + _REST.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"),)),
     ("ufakzeka", (_WORD + _DIGIT + _REST,)),
-    (
-        "afmoe",
-        (
-            r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
-            "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff\u1780-\u17ff"
-            "\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
-            _DEEPSEEK3,
-        ),
-    ),
     ("laguna", (r"[^\n]+|\n+", _QWEN2)),
-    (
-        "exaone-moe",
-        (
-            rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+{_DIGIT}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        ),
-    ),
     ("minicpm5", (r"\p{N}{1,3}", rf"{_ENDING}|{_WORD}|\p{{N}}+{_REST}")),
-    (
-        "jais-2",
-        (
-            f"{_ENDING}|{_WORD}{_DIGITS}"
-            + _REST.removesuffix(r"|\s+(?!\S)|\s+")
-            + "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
-            + r"|\s",
-        ),
-    ),
 )
 SPLITS = {name: expressions for names, expressions in _RULES for name in names.split()}
-# Rules of vocabularies that write tokens as SentencePiece does ("▁" for a space). Only line breaks split their texts.
-SPELLED = {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
 # With these rules, a piece that is itself a token becomes that token, without applying merges.
-WHOLE_PIECES = {*_LLAMA3_NAMES.split(), "tekken", "minicpm5", "youtu", "granite-embed-multi-97m", "glm4", "glm5"}
+WHOLE_PIECES = {*_LLAMA3_NAMES.split(), "tekken", "minicpm5", "glm4"}
 # With these rules, BOS is put before a text unless the file says otherwise.
-BEGUN = {*_LLAMA3_NAMES.split(), "tekken", "chameleon", "gemma4", "granite-embed-multi-311m"}
+BEGUN = {*_LLAMA3_NAMES.split(), "tekken"}
 # With these rules, characters are composed first (Unicode NFC), such as e and an accent.
-COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}
+COMPOSED = {"qwen2", "deepseek-r1-qwen"}
