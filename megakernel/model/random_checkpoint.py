@@ -33,7 +33,8 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
 
 def _routed(family: str, experts: int, per_token: int, *sizes: Any) -> ModelConfig:
     """The configuration of a model with experts. `sizes` are the first fields of ModelConfig."""
-    return ModelConfig(*sizes, family=family, experts=experts, experts_per_token=per_token, normalised_routes=True)
+    config = ModelConfig(*sizes)
+    return replace(config, family=family, experts=experts, experts_per_token=per_token, normalised_routes=True)
 
 
 # The configurations of public models, without end-of-text ids, because text from random weights has no meaningful end.

@@ -12,8 +12,8 @@ from handmade import record
 from twins import CpuTwins, check_attention_splits, check_hostile_logits, compare_samples
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Forward, Operation, StepTable, to_f32
-from megakernel.model import ModelConfig, families
+from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, StepTable, to_f32
+from megakernel.model import families
 from megakernel.runtime.cpu import native
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import phase_refusal
@@ -207,13 +207,7 @@ def test_sinks_of_attention(
     monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int, quantised_kv: int
 ) -> None:
     """A sink counts once, however many items divide the KV blocks of a row."""
-    f = families.FAMILIES["llama"].forward
-
-    def sunk(c: ModelConfig) -> Forward:
-        body = [replace(p, weights=B.SINKS) if p.operation is Operation.ATTENTION else p for p in f(c).body]
-        return Forward.of(f(c).prologue, body, f(c).epilogue)
-
-    monkeypatch.setitem(families.FAMILIES, "llama", replace(families.FAMILIES["llama"], forward=sunk))
+    monkeypatch.setitem(families.FAMILIES, "llama", replace(families.FAMILIES["llama"], sinks=True))
     twins = make(DIMS.changed(dtype=int(dtype), window=window, quantised_kv=quantised_kv))
     check_attention(twins)
     check_attention_splits(twins)

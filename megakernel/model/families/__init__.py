@@ -6,14 +6,23 @@ from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
 from .experts import GPT_OSS, MIXTRAL, QWEN3_MOE
 from .family import Family
-from .gemma import GEMMA, GEMMA3
-from .glm4 import GLM4
 from .lacking import LACKING
-from .like_llama import ERNIE4_5, GLM, GRANITE, MINISTRAL, MINISTRAL3, MISTRAL, PHI3, QWEN2, SEED_OSS
+from .like_llama import (
+    ERNIE4_5,
+    GEMMA,
+    GLM,
+    GRANITE,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SEED_OSS,
+    SMOLLM3,
+)  # fmt: skip
 from .llama import LLAMA
-from .olmo2 import OLMO2, OLMO3
-from .qwen3 import QWEN3
-from .smollm3 import SMOLLM3
+from .post_norms import GEMMA3, GLM4, OLMO2, OLMO3
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
@@ -27,7 +36,8 @@ __all__ = ["FAMILIES", "LACKING", "Family", "forward", "weights"]
 
 def forward(config: ModelConfig) -> Forward:
     """The phases of a model's step on one device."""
-    return FAMILIES[config.family].forward(config)
+    family = FAMILIES[config.family]
+    return family.forward(config, family)
 
 
 def weights(config: ModelConfig) -> list[Buffer]:

@@ -12,64 +12,25 @@ from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
 from ..config import Keys, ModelConfig
 from .family import Family, Weight, of_layer
 from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS
-from .qwen3 import QK_NORM
-from .verbs import add_experts, add_matmul, attention, experts, norm, qkv, route, silu_experts
+from .verbs import add_experts, add_matmul, attention, experts, gated_experts, norm, qkv, route
 from .windows import every_nth, layers_of, read_gguf_windows, windows
 
 B = Buffer
 
 
-def forward(c: ModelConfig) -> Forward:
-    """Mixtral: Llama's attention, then experts."""
+def forward(c: ModelConfig, f: Family) -> Forward:
+    """Llama's attention, then experts."""
     return Forward.of(
         BEFORE,
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, output=B.Q),
-            attention("attention", inputs=B.Q, output=B.ATTN),
-            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, output=B.X),
-            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            route("route", inputs=B.H, router=B.W_ROUTER, output=B.ROUTES),
-            silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
-            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, output=B.EXPERTS_OUT),
-            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
-        ],
-        AFTER,
-    )
-
-
-def forward_qwen3(c: ModelConfig) -> Forward:
-    """Qwen3's attention, with an RMS norm of each head of q and k, then experts."""
-    return Forward.of(
-        BEFORE,
-        [
-            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norm=B.QK_NORM, output=B.Q),
-            attention("attention", inputs=B.Q, output=B.ATTN),
+            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norms=f.head_norms, output=B.Q),
+            attention("attention", inputs=B.Q, sinks=f.sinks, output=B.ATTN),
             add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
             norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            route("route", inputs=B.H, router=B.W_ROUTER, output=B.ROUTES),
-            silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
-            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, output=B.EXPERTS_OUT),
-            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
-        ],
-        AFTER,
-    )
-
-
-def forward_gpt_oss(c: ModelConfig) -> Forward:
-    """Llama's attention with sinks, then experts with biases."""
-    return Forward.of(
-        BEFORE,
-        [
-            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.Q),
-            attention("attention", inputs=B.Q, sinks=B.SINKS, output=B.ATTN),
-            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
-            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            route("route", inputs=B.H, router=B.W_ROUTER, bias=B.B_ROUTER, output=B.ROUTES),
-            silu_experts("experts_gate_up", inputs=B.H, weights=B.W_GATE_UP, bias=B.B_GATE_UP, output=B.ACT),
-            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, bias=B.B_DOWN, output=B.EXPERTS_OUT),
+            route("route", inputs=B.H, router=B.W_ROUTER, bias=c.bias(B.B_ROUTER), output=B.ROUTES),
+            gated_experts("experts_gate_up", B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), output=B.ACT),
+            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.EXPERTS_OUT),
             add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
         ],
         AFTER,
@@ -158,9 +119,9 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     gguf=("qwen3moe",),
     models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B",
-    forward=forward_qwen3,
+    forward=forward,
+    head_norms=True,
     weights=WEIGHTS
-    | {B.QK_NORM: QK_NORM}
     | _weights(
         "mlp.gate",
         "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
@@ -199,7 +160,8 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     gguf=("gpt-oss",),
     models="gpt-oss-20b and 120b",
-    forward=forward_gpt_oss,
+    forward=forward,
+    sinks=True,
     weights=WEIGHTS
     | {
         B.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),

@@ -36,6 +36,10 @@ class Family:
     `architecture`    the class name in config.json
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
     `models`          published models of the family, for the documentation
+    `forward`         lists the phases of a step, for a configuration and this family
+    `head_norms`      each head of q and k is normalised before RoPE
+    `gelu`            the MLP's gate is GELU, approximated by tanh, instead of SiLU
+    `sinks`           each head of attention has a score that no token has
     `weights`         the tensor names of each buffer
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
                       formats, the rows are half of a head's rotated part apart
@@ -60,7 +64,10 @@ class Family:
     architecture: str
     gguf: tuple[str, ...] = ()
     models: str
-    forward: Callable[[ModelConfig], Forward]
+    forward: Callable[[ModelConfig, Family], Forward]
+    head_norms: bool = False
+    gelu: bool = False
+    sinks: bool = False
     weights: Mapping[Buffer, Weight]
     adjacent: tuple[str, ...] = ("gguf",)
     norms_minus_one: bool = False

@@ -1,15 +1,25 @@
-"""Families with Llama's forward pass, as data: other keys and defaults in files, other names or orders of weights."""
+"""Families with Llama's phases, as data: other keys and defaults in files, other names or orders of weights."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+from ...errors import MegakernelError
 from ...isa import Buffer
 from ..config import Keys
 from .family import Family, of_layer
-from .llama import BIASES, WEIGHTS, forward
-from .windows import layers_of, read_gguf_window, windows
+from .llama import ATTENTION_BIAS, BIASES, WEIGHTS, forward
+from .windows import every_nth, layers_of, read_gguf_window, windows
+
+GELU = "gelu_pytorch_tanh"
+
+
+def scaled_embeddings(hidden: int) -> dict[str, Any]:
+    """Gemma multiplies embeddings by the root of their size."""
+    return {"embedding_multiplier": math.sqrt(hidden)}
+
 
 # gate and up in one tensor
 _ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
@@ -24,6 +34,25 @@ ERNIE4_5 = Family(
     adjacent=("safetensors", "gguf"),
     fields=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), ("use_bias", False)),
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
+)
+
+GEMMA = Family(
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    gguf=("gemma",),
+    models="Gemma 2B and 7B",
+    forward=forward,
+    gelu=True,
+    weights=WEIGHTS,
+    adjacent=(),
+    norms_minus_one=True,
+    fixed={"rounds_embedding": True},
+    only={"attention_bias": (False,), "use_bidirectional_attention": (False,), "hidden_activation": (GELU,)},
+    read=lambda config: scaled_embeddings(config.count("hidden_size")),
+    defaults={"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True},
+    read_gguf=lambda config: scaled_embeddings(config.count("embedding_length")),
+    # The first files say "gelu" and mean the approximation, so other programs take it for that too.
+    activations=(GELU, "gelu"),
 )
 
 GLM = Family(
@@ -114,7 +143,7 @@ PHI3 = Family(
 )
 
 
-def read_qwen2(config: Keys) -> dict[str, Any]:
+def _qwen2(config: Keys) -> dict[str, Any]:
     """Read the sliding window, which only the layers from `max_window_layers` on use, and only if it is turned on."""
     if not config.flag("use_sliding_window"):
         config.names("layer_types", "full_attention")
@@ -131,8 +160,23 @@ QWEN2 = Family(
     weights=WEIGHTS,
     adjacent=(),
     fixed={"qkv_bias": True},
-    read=read_qwen2,
+    read=_qwen2,
     keys="layer_types max_window_layers sliding_window use_sliding_window",
+    defaults={"max_position_embeddings": 32768},
+)
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    gguf=("qwen3",),
+    models="Qwen3",
+    forward=forward,
+    head_norms=True,
+    weights=WEIGHTS,
+    adjacent=(),
+    fields=ATTENTION_BIAS,
+    read=_qwen2,
+    keys=QWEN2.keys,
     defaults={"max_position_embeddings": 32768},
 )
 
@@ -147,4 +191,33 @@ SEED_OSS = Family(
     adjacent=(),
     fields=BIASES | {"qkv_bias": ("attention_bias", True), "o_bias": ("attention_out_bias", False)},
     defaults={"max_position_embeddings": 524288, "head_dim": 128},
+)
+
+
+def _smollm3(config: Keys) -> dict[str, Any]:
+    """Read which layers have RoPE: a list with 1 for these layers and 0 for others, or else an interval."""
+    layers, interval = layers_of(config), config.count("no_rope_layer_interval", 4)
+    rotated = None if config.get("no_rope_layers") is None else config.numbers("no_rope_layers")
+    if interval < 1 or (rotated is not None and len(rotated) < len(layers)):
+        raise MegakernelError(
+            f"{config.source}: no_rope_layers and no_rope_layer_interval do not say which layers have RoPE"
+        )
+    nope = every_nth(layers, interval) if rotated is None else (i for i in layers if not rotated[i])
+    return {"nope_layers": tuple(nope)}
+
+
+SMOLLM3 = Family(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    gguf=("smollm3",),
+    models="SmolLM3-3B",
+    forward=forward,
+    weights=WEIGHTS,
+    fields=BIASES,
+    only={"use_sliding_window": (False,)},
+    read=_smollm3,
+    keys="max_window_layers no_rope_layer_interval no_rope_layers sliding_window",
+    defaults={"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True},
+    # llama.cpp assumes that every fourth layer has no RoPE.
+    read_gguf=lambda config: {"nope_layers": tuple(every_nth(layers_of(config, "block_count"), 4))},
 )

@@ -1,11 +1,11 @@
-"""Llama: a step from token ids to sampled tokens, top to bottom, and the names of its weights in files."""
+"""Llama and families with its phases: a step from token ids to sampled tokens, top to bottom, and names of weights."""
 
 from __future__ import annotations
 
-from ...isa import Buffer, Forward
+from ...isa import Buffer, Forward, Phase
 from ..config import Keys, ModelConfig
 from .family import Family, Weight, of_layer
-from .verbs import add_matmul, attention, gather, last_norm, logits, norm, qkv, rope, sample, silu_matmul
+from .verbs import add_matmul, attention, gated_matmul, gather, last_norm, logits, norm, qkv, rope, sample
 
 B = Buffer
 
@@ -18,21 +18,28 @@ AFTER = (
 )
 
 
-def forward(c: ModelConfig) -> Forward:
+def forward(c: ModelConfig, f: Family) -> Forward:
     """The phases of a step: those before the layers, those of each layer, those after the layers."""
     return Forward.of(
         BEFORE,
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.Q),
-            attention("attention", inputs=B.Q, output=B.ATTN),
+            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norms=f.head_norms, output=B.Q),
+            attention("attention", inputs=B.Q, sinks=f.sinks, output=B.ATTN),
             add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
             norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            silu_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), output=B.ACT),
+            gated_matmul("gate_up_silu", B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), gelu=f.gelu, output=B.ACT),
             add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.X),
+            *next_rope(c),
         ],
         AFTER,
     )
+
+
+def next_rope(c: ModelConfig) -> list[Phase]:
+    """If the RoPE of layers differs, the end of each layer computes the next one's table of cosines and sines."""
+    differs = c.local_theta or c.nope_layers
+    return [rope("next_rope", frequencies=B.INV_FREQ, output=B.ROPE, ahead=1)] if differs else []
 
 
 _QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attn_q attn_k attn_v"
@@ -44,6 +51,7 @@ WEIGHTS: dict[Buffer, Weight] = {
     B.ATTN_NORM: of_layer("input_layernorm", "attn_norm"),
     B.W_QKV: of_layer(*_QKV),
     B.B_QKV: of_layer(*_QKV, ".bias"),
+    B.QK_NORM: of_layer("self_attn.q_norm self_attn.k_norm", "attn_q_norm attn_k_norm"),
     B.W_O: of_layer(*_O),
     B.B_O: of_layer(*_O, ".bias"),
     B.MLP_NORM: of_layer("post_attention_layernorm", "ffn_norm"),

@@ -35,17 +35,13 @@ def add_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
 
 
 def qkv(
-    name: str,
-    inputs: Buffer,
-    weights: Buffer,
-    output: Buffer,
-    bias: Buffer | None = None,
-    head_norm: Buffer | None = None,
+    name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None, head_norms: bool = False
 ) -> Phase:
-    """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q. If
-    `head_norm` is given, the RMS norm of each head of q and k, times these scales, comes before the rotation.
+    """q, k, v = inputs[r] weights^T + bias; rotates q and k, stores k and v in the KV cache, and output[r] = q. With
+    `head_norms`, the RMS norm of each head of q and k, times QK_NORM, comes before the rotation.
     """
-    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias, head_norm=head_norm)
+    scales = Buffer.QK_NORM if head_norms else None
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.HEADS, bias, head_norm=scales)
 
 
 def rounded(name: str, inputs: Buffer, output: Buffer) -> Phase:
@@ -63,11 +59,11 @@ def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phas
     return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
 
 
-def attention(name: str, inputs: Buffer, output: Buffer, sinks: Buffer | None = None) -> Phase:
-    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence. `sinks` has for each
-    head a score that no token has.
+def attention(name: str, inputs: Buffer, output: Buffer, sinks: bool = False) -> Phase:
+    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence. With `sinks`, each
+    head has a score that no token has.
     """
-    return Phase(name, Operation.ATTENTION, weights=sinks, inputs=inputs, output=output)
+    return Phase(name, Operation.ATTENTION, weights=Buffer.SINKS if sinks else None, inputs=inputs, output=output)
 
 
 def matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
@@ -80,14 +76,12 @@ def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias:
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.RESIDUAL, bias)
 
 
-def silu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
-    """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up"""
-    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GATED, bias)
-
-
-def gelu_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """gate, up = inputs[r] weights^T; output[r] = gelu(gate) * up, with the approximation of GELU by tanh"""
-    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, Result.GELU_GATED)
+def gated_matmul(
+    name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None, gelu: bool = False
+) -> Phase:
+    """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up, or gelu(gate) * up, approximated by tanh"""
+    result = Result.GELU_GATED if gelu else Result.GATED
+    return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, result, bias)
 
 
 def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
@@ -97,7 +91,7 @@ def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffe
     return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output, bias=bias)
 
 
-def silu_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
+def gated_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
     """gate, up = inputs[r] weights[e]^T + bias[e] for the j-th expert e of row r; output[r, j] = silu(gate) * up"""
     return Phase(name, Operation.EXPERTS, Rows.OWN, weights, inputs, output, Result.GATED, bias)
 

@@ -1,0 +1,160 @@
+"""Families with norms of what a layer adds to the residual: GLM-4-0414, Gemma 3, OLMo 2 and 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...errors import MegakernelError
+from ...isa import Buffer, Forward
+from ..config import Keys, ModelConfig
+from .family import Family, of_layer
+from .like_llama import GELU, GEMMA, GLM, scaled_embeddings
+from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS, next_rope
+from .verbs import add_norm, attention, gated_matmul, heads_norm, matmul, norm, qkv, raw_qkv, rounded
+from .windows import every_nth, layers_of, read_gguf_windows, windows_with_rope
+
+B = Buffer
+
+
+def forward(c: ModelConfig, f: Family) -> Forward:
+    """Norms precede and follow attention and the MLP."""
+    return Forward.of(
+        BEFORE,
+        [
+            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norms=f.head_norms, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            matmul("o_proj", inputs=B.ATTN, weights=B.W_O, output=B.SUBLAYER),
+            add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
+            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
+            gated_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, gelu=f.gelu, output=B.ACT),
+            matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.SUBLAYER),
+            add_norm("post_mlp_norm", inputs=B.SUBLAYER, scale=B.POST_MLP_NORM, output=B.X),
+            *next_rope(c),
+        ],
+        AFTER,
+    )
+
+
+def forward_olmo(c: ModelConfig, f: Family) -> Forward:
+    """Norms only follow attention and the MLP. q and k have norms over all heads."""
+    return Forward.of(
+        BEFORE,
+        [
+            rounded("attn_input", inputs=B.X, output=B.H),
+            raw_qkv("qkv", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.QKV),
+            heads_norm("qk_norm_rope", inputs=B.QKV, scale=B.QK_NORM, output=B.Q),
+            attention("attention", inputs=B.Q, output=B.ATTN),
+            matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.SUBLAYER),
+            add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
+            rounded("mlp_input", inputs=B.X, output=B.H),
+            gated_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+            matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.SUBLAYER),
+            add_norm("post_mlp_norm", inputs=B.SUBLAYER, scale=B.POST_MLP_NORM, output=B.X),
+            *next_rope(c),
+        ],
+        AFTER,
+    )
+
+
+GLM4 = replace(
+    GLM,
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    gguf=("glm4",),
+    models="GLM-4-9B-0414, GLM-4-32B-0414",
+    forward=forward,
+    weights={
+        **GLM.weights,
+        B.POST_ATTN_NORM: of_layer("post_self_attn_layernorm", "post_attention_norm"),
+        B.POST_MLP_NORM: of_layer("post_mlp_layernorm", "post_ffw_norm"),
+    },
+    fixed={"post_norms": True},
+)
+
+
+def _gemma3(config: Keys) -> dict[str, Any]:
+    """Read which layers have windows, their RoPE base, and what multiplies attention scores."""
+    every = config.count("sliding_window_pattern", 6)
+    if every < 1:
+        raise MegakernelError(f"{config.source}: sliding_window_pattern is {every}; it must be at least 1")
+    scalar = config.number("query_pre_attn_scalar", 256)
+    if scalar <= 0:
+        raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
+    windowed = windows_with_rope(
+        config, every_nth(layers_of(config), every), config.number("rope_local_base_freq", 1e4)
+    )
+    return scaled_embeddings(config.count("hidden_size")) | windowed | {"attention_multiplier": scalar**-0.5}
+
+
+def _gguf_gemma3(config: Keys) -> dict[str, Any]:
+    """Read the windows and their RoPE base. llama.cpp assumes most of the other numbers."""
+    layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
+    # The 27B model, with 62 layers, divides scores by the root of another size than that of its heads.
+    size = hidden / max(heads, 1) if layers == 62 else config.count("attention.key_length", 256)
+    return scaled_embeddings(hidden) | read_gguf_windows(config, 6, 1e4) | {"attention_multiplier": size**-0.5}
+
+
+GEMMA3 = replace(
+    GEMMA,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    gguf=("gemma3",),
+    models="Gemma 3 270M and 1B",
+    forward=forward,
+    head_norms=True,
+    weights=WEIGHTS
+    | {
+        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+        B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm"),
+        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
+    },
+    fixed={"rounds_embedding": True, "post_norms": True},
+    only={**GEMMA.only, "attn_logit_softcapping": (), "final_logit_softcapping": ()},
+    read=_gemma3,
+    keys="cache_implementation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window "
+    "sliding_window_pattern",
+    defaults={**GEMMA.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    activations=(GELU,),
+    two_ropes=True,
+    read_gguf=_gguf_gemma3,
+    gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
+)
+
+
+def _olmo3(config: Keys) -> dict[str, Any]:
+    """Read which layers have windows, and their RoPE base."""
+    return windows_with_rope(config, every_nth(layers_of(config), 4), config.number("rope_theta", 5e5))
+
+
+OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    gguf=("olmo2",),
+    models="OLMo-2-1B to 32B",
+    forward=forward_olmo,
+    weights=WEIGHTS
+    | {
+        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
+    },
+    adjacent=(),
+    fixed={"post_norms": True, "whole_norms": True},
+    fields=ATTENTION_BIAS,
+    defaults={"rms_norm_eps": 1e-5},
+    # Only files of OLMo 3 have windows.
+    read_gguf=lambda config: read_gguf_windows(config, 4, config.number("rope.freq_base", 1e4)),
+    gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
+)
+
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    models="Olmo-3-7B and 32B",
+    read=_olmo3,
+    keys="layer_types sliding_window",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    two_ropes=True,
+)
