@@ -12,9 +12,10 @@ reads a page that the next one overwrites."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from megakernel.scheduler import MOST_MASKS
 from megakernel.serving.engine.pages import PagePool
 from megakernel.serving.engine.request import Request, Sequence, Slots
 
+T = TypeVar("T")
 _Queue = OrderedDict[Sequence, None]
 SCORED_ROWS = 64  # maximum logit rows per step for scoring prompts; each has a logit per vocabulary entry
 
@@ -65,6 +67,30 @@ class Stats:
     prefix_queries: int  # tokens of all admitted sequences that may use the prefix cache
     prefix_hits: int  # how many of these tokens were in the prefix cache
     counts: Counts
+
+
+class Turns(Generic[T]):
+    """A queue of entries of several clients. The clients are served in turn, however many entries each has."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # client -> its entries, in the order of turns
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, client: str, entry: T) -> None:
+        self._waiting.setdefault(client, deque()).append(entry)
+
+    def take(self, allowed: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
+        """Remove the next entry of a client that is `allowed`. Returns the client and the entry, or None."""
+        if (client := next(filter(allowed, self._waiting), None)) is None:
+            return None
+        entry = self._waiting[client].popleft()
+        if self._waiting[client]:
+            self._waiting.move_to_end(client)
+        else:
+            del self._waiting[client]
+        return client, entry
 
 
 class Waiting:

@@ -34,7 +34,7 @@ from megakernel.serving.replicas.relay import relay
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Head, Headers, Part, ServerProcess
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.replay import Replay
+from megakernel.serving.server.writer import Replay
 
 # Names of the two Ray applications; the front keeps running while replicas are replaced.
 FRONT, REPLICAS = "megakernel", "megakernel-replicas"

@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from megakernel.serving.replicas.server_process import Head, Part
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.http import event
-from megakernel.serving.server.replay import MARK, Replay
+from megakernel.serving.server.writer import MARK, Replay, event
 
 log = logging.getLogger("ray.serve")
 # A request that crashes every replica must not be tried forever. It fails after this number of attempts in a row that

@@ -17,7 +17,7 @@ from yarl import URL
 
 from megakernel.errors import MegakernelError
 from megakernel.runtime.cpu.native import simd
-from megakernel.serving.server.replay import HEADER, KEY, Replay
+from megakernel.serving.server.writer import HEADER, KEY, Replay
 
 Headers = list[tuple[str, str]]
 # Headers that are not passed on, because they hold for one connection only or are set for each answer anew.

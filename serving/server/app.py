@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,19 +15,56 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.server.errors import TOO_DEEP, APIError, ErrorResponse, MessagesError, answer_error, shortened
-from megakernel.serving.server.http import Gate, while_connected
+from megakernel.serving.server.http import Gate
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
 from megakernel.serving.server.messages import ROOFLINE, TIMELINE
-from megakernel.serving.server.routes import anthropic, bodies, embeddings, requests
-from megakernel.serving.server.routes.chat import chat
-from megakernel.serving.server.routes.completions import complete
+from megakernel.serving.server.requests import DetokenizeRequest, TokenizeText
+from megakernel.serving.server.routes import anthropic, embeddings
+from megakernel.serving.server.routes.chat import ChatRequest, ChatResponse, TokenizeRequest, chat
+from megakernel.serving.server.routes.completions import CompletionRequest, CompletionResponse, complete
 from megakernel.serving.server.routes.responses import ResponseObject, ResponsesRequest, respond
 from megakernel.serving.server.service import Service
+from megakernel.serving.server.writer import while_connected
 from megakernel.timeline.template import fill, policy, timeline_script
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "megakernel"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class TokenizerInfo(BaseModel):
+    bos_token: str | None
+    eos_token: str | None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class VersionResponse(BaseModel):
+    version: str
+
 
 _ERROR = {"model": ErrorResponse}
 _POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 415, 503), _ERROR)
@@ -69,13 +106,13 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         error = APIError(404, f"there is no route {where}: this server has {', '.join(listed)}")
         return error.response(request.scope["path"])
 
-    @app.post("/v1/completions", response_model=bodies.CompletionResponse, responses=_GENERATE)
-    async def completions(body: requests.CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         return await while_connected(request.receive, complete(service, body))
 
-    @app.post("/v1/chat/completions", response_model=bodies.ChatResponse, responses=_GENERATE)
-    async def chat_completions(body: requests.ChatRequest, request: Request) -> Response:
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await while_connected(request.receive, chat(service, body))
 
@@ -99,38 +136,38 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         """Turn texts into vectors."""
         return await while_connected(request.receive, embeddings.embed(service, body))
 
-    @app.get("/v1/models", response_model=bodies.ModelList)
-    async def models() -> bodies.ModelList:
+    @app.get("/v1/models", response_model=ModelList)
+    async def models() -> ModelList:
         """List the model names that requests may use."""
-        return bodies.ModelList(data=[_model(service, name) for name in service.names])
+        return ModelList(data=[_model(service, name) for name in service.names])
 
-    @app.get("/v1/models/{name:path}", response_model=bodies.ModelCard, responses={404: _ERROR})
-    async def model(name: str) -> bodies.ModelCard:
+    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses={404: _ERROR})
+    async def model(name: str) -> ModelCard:
         """Describe one model."""
         return _model(service, service.model(name))
 
-    @app.post("/tokenize", response_model=bodies.TokenizeResponse, responses=_POST)
-    async def tokenize(body: Annotated[requests.TokenizeRequest, Body()]) -> bodies.TokenizeResponse:
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
+    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> TokenizeResponse:
         """Convert a text or a conversation to token ids."""
         service.model(body.model)
-        if isinstance(body, requests.TokenizeText):
+        if isinstance(body, TokenizeText):
             [tokens] = await service.encode_prompts([body.prompt], body.add_special_tokens is not False)
         else:
-            tokens = await service.encode_chat(body)
+            tokens = await service.encode_chat(body.conversation())
         service.check_count(tokens)
-        return bodies.TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens.tolist())
+        return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens.tolist())
 
-    @app.post("/detokenize", response_model=bodies.DetokenizeResponse, responses=_POST)
-    async def detokenize(body: requests.DetokenizeRequest) -> bodies.DetokenizeResponse:
+    @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """Convert token ids to text."""
         service.model(body.model)
-        return bodies.DetokenizeResponse(prompt=await service.decode(body.tokens))
+        return DetokenizeResponse(prompt=await service.decode(body.tokens))
 
-    @app.get("/tokenizer_info", response_model=bodies.TokenizerInfo)
-    async def tokenizer_info() -> bodies.TokenizerInfo:
+    @app.get("/tokenizer_info", response_model=TokenizerInfo)
+    async def tokenizer_info() -> TokenizerInfo:
         """Return the BOS and EOS tokens, for evaluation harnesses that have no tokenizer."""
         special = service.tokenizer.special if service.tokenizer else {}
-        return bodies.TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
+        return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
 
     @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
     async def health() -> Response:
@@ -148,10 +185,10 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         """Prometheus metrics."""
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/version", response_model=bodies.VersionResponse)
-    async def own_version() -> bodies.VersionResponse:
+    @app.get("/version", response_model=VersionResponse)
+    async def own_version() -> VersionResponse:
         """The server's version."""
-        return bodies.VersionResponse(version=version("megakernel"))
+        return VersionResponse(version=version("megakernel"))
 
     making = asyncio.Lock()
 
@@ -200,10 +237,8 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     return app
 
 
-def _model(service: Service, name: str) -> bodies.ModelCard:
-    return bodies.ModelCard(
-        id=name, created=service.started, root=service.description.name, max_model_len=service.max_context
-    )
+def _model(service: Service, name: str) -> ModelCard:
+    return ModelCard(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
 
 
 def _page(name: str, *more: str) -> str:

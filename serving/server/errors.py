@@ -66,6 +66,10 @@ class MessagesError(BaseModel):
     error: MessagesErrorInfo
 
 
+class ClientGone(Exception):
+    """Raised when the client has closed the connection, so that nobody reads the answer."""
+
+
 class APIError(Exception):
     """Ends a request with the HTTP status `status`. `param` names the invalid field."""
 

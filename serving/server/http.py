@@ -1,18 +1,16 @@
-"""The HTTP layer below the routes: access checks, limits on bodies, disconnected clients, and server-sent events."""
+"""The HTTP layer below the routes: access checks, and limits on bodies."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Collection, Coroutine
-from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from collections.abc import Collection
+from contextlib import suppress
 
-from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megakernel.serving.server.errors import APIError, as_api_error, is_messages, quoted
+from megakernel.serving.server.errors import APIError, ClientGone, quoted
 from megakernel.serving.server.limits import (
     BODY_SECONDS,
     LARGE_BODY,
@@ -22,17 +20,11 @@ from megakernel.serving.server.limits import (
     check_text,
     has_more_values,
 )
-from megakernel.serving.server.replay import HEADER, REPLAYED, replayed
-from megakernel.serving.server.turns import CLIENT
+from megakernel.serving.server.service import CLIENT
+from megakernel.serving.server.writer import DIRECT, HEADER, REPLAYED, replayed
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _MOST_ID = 256  # maximum characters of a client's X-Request-Id
-_DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
-
-
-class ClientGone(Exception):
-    """Raised when the client has closed the connection, so that nobody reads the answer."""
 
 
 class Gate:
@@ -55,7 +47,7 @@ class Gate:
         headers = dict(scope["headers"])
         if scope["method"] == "HEAD":  # answered like GET; uvicorn leaves out the body
             scope = {**scope, "method": "GET"}
-        scope[_DIRECT] = send
+        scope[DIRECT] = send
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
         REPLAYED.set(replayed(headers.get(HEADER.encode())))
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
@@ -174,62 +166,3 @@ def _with_id(send: Send, given: bytes) -> Send:
         await send(message)
 
     return send_with_id
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client closes the connection first, cancel `work` and raise ClientGone."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for pending in (task, watch):
-            pending.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def event(data: bytes, name: str = "") -> bytes:
-    """Return a server-sent event with the content `data`, and with a name unless this is empty."""
-    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
-
-
-class EventStream(Response):
-    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`. Each
-    part contains one or more events and is sent in one write. The caller generates `first` before it creates the
-    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], end: bytes) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._first, self._rest, self._end = first, rest, end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._rest):
-            # Middleware changes only the start of a response. To save time, the many parts of a stream bypass it.
-            await while_connected(receive, self._send(scope["path"], scope.get(_DIRECT, send)))
-
-    async def _send(self, path: str, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        last = b""
-        try:
-            async for part in self._rest:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        except Exception as e:
-            error = as_api_error(e)
-            if error.status == 503 and REPLAYED.get():
-                return  # before the end of the body: the front then asks another replica for the rest
-            if error.status == 500:
-                log.exception("a stream failed")
-            last = event(error.body(path), "error" if is_messages(path) else "")
-        await send({"type": "http.response.body", "body": last + self._end, "more_body": False})

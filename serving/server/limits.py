@@ -26,6 +26,7 @@ THREADS = 4  # Threads for tokenizing and detokenizing. There are few, because e
 TURNS = 4  # a large body waits this many iterations of the event loop, in which short requests can be answered
 MAX_PROMPTS = 2048  # Maximum prompts in a request, because each prompt needs its own queue entry.
 MAX_MESSAGES = 2048  # Maximum messages in a conversation, because the chat template loops over them in Python.
+MAX_TOOLS = 128  # maximum functions in a request, and calls in a message: the OpenAI API's limit
 MAX_PARTS = 1024  # Maximum parts of a message, because Python code joins the parts.
 
 # Maximum number and length of stop strings. The server searches for all of them after every token.

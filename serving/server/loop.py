@@ -26,10 +26,10 @@ from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.scheduler import Turns
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
-from megakernel.serving.server.turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

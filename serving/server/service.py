@@ -1,49 +1,131 @@
-"""The code that all endpoints share: model names, tokenization, checks of prompts, and the start of generation."""
+"""The way of a request through a frontend: its body becomes a conversation or a prompt, that becomes token ids, and the
+engine's tokens become the answer. All endpoints share this code."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
+import contextlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from fastapi.responses import Response
 
+from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
+from megakernel.serving.engine.scheduler import Turns
 from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.board import Board
-from megakernel.serving.server.client import Answers, Delta, EngineClient
+from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
-from megakernel.serving.server.http import EventStream, event
 from megakernel.serving.server.limits import THREADS, AccessRules, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
-from megakernel.serving.server.replay import REPLAYED, created, new_id
-from megakernel.serving.server.routes.bodies import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
-from megakernel.serving.server.routes.requests import Choices, Conversation, Sampled, Truncated
-from megakernel.serving.server.turns import CLIENT, ThreadTurns
-from megakernel.serving.text.codec import Codec
+from megakernel.serving.server.requests import Choices, Sampled, Truncated
+from megakernel.serving.server.writer import REPLAYED, Asked, EventStream, Writer, created, encode_json
+from megakernel.serving.text.codec import Codec, Conversation
+from megakernel.serving.text.tool_calls import Reader
 
 T = TypeVar("T")
-_encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
 
 
-def encode_json(value: object) -> bytes:
-    """Return a value as JSON. The fast encoder cannot write integers beyond 64 bits, so another one writes these."""
-    try:
-        return _encode(value)
-    except OverflowError:
-        return json.dumps(value).encode()
+class ThreadTurns:
+    """Runs work in `threads` threads. Waiting clients get a thread in turn, however much work each has sent. A client
+    that already has a thread never gets the last free one, so its long work leaves a thread for other clients."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "turns")
+        self._free = threads
+        # How many threads each client has now.
+        self._running: Counter[str] = Counter()
+        self._waiting: Turns[asyncio.Future[None]] = Turns()  # calls of `run` that wait for a thread
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Wait for the client's turn, run `work` in a thread, and return its result."""
+        client, loop = CLIENT.get(), asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.put(client, turn)
+        self._deal()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # a thread was assigned just before the cancellation, so release it
+                self._end(client)
+            raise
+        done = self._pool.submit(work)
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
+                loop.call_soon_threadsafe(self._end, client)
+
+        done.add_done_callback(ended)  # runs even if the caller was cancelled
+        return await asyncio.wrap_future(done)
+
+    def _end(self, client: str) -> None:
+        self._free += 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._deal()
+
+    def _deal(self) -> None:
+        while self._free:
+            taken = self._waiting.take(lambda client: self._free > 1 or client not in self._running)
+            if taken is None:
+                return
+            client, turn = taken
+            if not turn.cancelled():
+                self._free -= 1
+                self._running[client] += 1
+                turn.set_result(None)
+
+
+class Tools:
+    """The functions that the model may call, in the OpenAI API's form, and which of them the answer may or must call.
+    `mode` is none, auto or required; `only` names the allowed functions, None allows all. `several` calls may come, or
+    one. The constructor raises an HTTP error 400 if these contradict each other."""
+
+    def __init__(
+        self,
+        given: list[dict[str, Any]],
+        mode: str | None = None,
+        only: Collection[str] | None = None,
+        *,
+        several: bool = True,
+    ) -> None:
+        functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in given}
+        if len(functions) < len(given):
+            raise APIError(400, "tools: two functions have the same name", param="tools")
+        if not given and (mode == "required" or only):
+            raise APIError(400, "tool_choice needs tools, but the request has none", param="tool_choice")
+        if only is not None and (other := [name for name in only if name not in functions]):
+            raise APIError(400, f"tool_choice names {other[0]!r:.80}, which is none of the tools", param="tool_choice")
+        self.told = given
+        self.used = bool(given) and mode != "none"
+        self._required, self._several = mode == "required", several
+        self._functions = {name: functions[name] for name in functions if only is None or name in only}
+
+    def form(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
+        """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that the other
+        fields of the request set."""
+        functions = self._functions if self.used else {}
+        try:
+            return codec.constraint(functions, asked, required=self._required, several=self._several)
+        except MegakernelError as e:
+            raise APIError(400, str(e)) from e
+
+    def reader(self, codec: Codec) -> Reader | None:
+        """Return a parser that finds the tool calls in the text of one answer, or None if its text is content only."""
+        return codec.reader(self._functions if self.used else None, None if self._several else 1)
 
 
 class Service:
@@ -71,6 +153,7 @@ class Service:
         self._turns = ThreadTurns(THREADS)
         self._seeds = None if seed is None else Random(f"{seed} {number}")
         self._longest = codec.tokenizer.longest_token() if codec.tokenizer else 0
+        self._most = max_values(description.max_context)  # tokens of all prompts of a request together
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
         board = Board(description.board, description.rows)
@@ -111,22 +194,13 @@ class Service:
             for prompt in prompts
         ]
 
-    async def encode_chat(self, asked: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> TokenIds:
-        """Return the token ids of a conversation, up to where the answer begins. The model may call `tools`."""
-        plain = [message.plain() for message in asked.messages]
-        told = [encode_json(tools).decode()] if tools else []
-        told += [encode_json(calls).decode() for message in plain if (calls := message.get("tool_calls"))]
-        self._check_text("".join([*(m["content"] + m.get("reasoning_content", "") for m in plain), *told]))
-        values = {**asked.template_values, "now": created()}
-        conversation = partial(
-            self.codec.chat_ids,
-            plain,
-            values,
-            tools=tools,
-            continue_final=bool(asked.continue_final_message),
-            add_special=bool(asked.add_special_tokens),
-        )
-        return np.array(await self._turns.run(conversation), np.int32)
+    async def encode_chat(self, asked: Conversation) -> TokenIds:
+        """Return the token ids of a conversation, up to where the answer begins."""
+        told = [encode_json(asked.tools).decode()] if asked.tools else []
+        told += [encode_json(calls).decode() for message in asked.messages if (calls := message.get("tool_calls"))]
+        self._check_text("".join([*(m["content"] + m.get("reasoning_content", "") for m in asked.messages), *told]))
+        dated = replace(asked, values={**asked.values, "now": created()})
+        return np.array(await self._turns.run(partial(self.codec.chat_ids, dated)), np.int32)
 
     async def decode(self, ids: Sequence[int] | TokenIds) -> str:
         tokenizer = self.codec.need("token ids cannot be converted to text")
@@ -158,7 +232,7 @@ class Service:
     def room(self, prompts: list[TokenIds], wanted: int | None) -> None:
         """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context. The error
         is also raised if all prompts of the request together have too many tokens."""
-        most, total = max_values(self.max_context), sum(map(len, prompts))
+        most, total = self._most, sum(map(len, prompts))
         if total > most:
             raise APIError(
                 400, f"a request's prompts may have {most} tokens together, not {total}: send several requests"
@@ -185,6 +259,51 @@ class Service:
             raise APIError(400, told, param="truncate_prompt_tokens")
         return prompt[-most:]
 
+    async def converse(
+        self,
+        body: Sampled,
+        asked: Conversation,
+        tools: Tools,
+        write: Callable[[Asked], Writer],
+        *,
+        wanted: int | None,
+        cut: bool = False,
+        **more: Any,
+    ) -> Response:
+        """Answer a conversation with at most `wanted` tokens; with `cut`, they may exceed the context. `more` are
+        further fields of SamplingParams."""
+        model = self.model(body.model)
+        form = tools.form(body.form(), self.codec)
+        prompt = self.truncated(await self.encode_chat(asked), body, wanted)
+        self.room([prompt], None if cut else wanted)
+        left = self.max_context - len(prompt)
+        params = body.sampling(self.description.sampling, min(left, wanted or left), form, **more)
+        reader = partial(tools.reader, self.codec)
+        answers = self.answers([prompt], params, special=reader() is not None)
+        return await self.respond(body, write(self.asked(body, model, [prompt], answers, reader)))
+
+    def asked(
+        self,
+        body: Sampled,
+        model: str,
+        prompts: list[TokenIds],
+        answers: Answers,
+        reader: Callable[[], Reader | None] = lambda: None,
+    ) -> Asked:
+        """Return what the `Writer` of the answer must know."""
+        choices = body if isinstance(body, Choices) else None
+        ids = bool(choices and choices.return_tokens_as_token_ids)
+        return Asked(
+            model,
+            prompts,
+            answers,
+            None if ids else self.tokenizer,
+            reader,
+            shows_ids=bool(choices and choices.return_token_ids) or self.tokenizer is None,
+            usage=bool(choices and choices.stream_options and choices.stream_options.include_usage),
+            room=self.max_context - len(prompts[0]),
+        )
+
     def answers(self, prompts: list[TokenIds], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
         text. Raises EngineDead if the engine has stopped, and MegakernelError for stop strings without a tokenizer."""
@@ -196,14 +315,15 @@ class Service:
         seed = replay.seed if replay else None
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
 
-    async def respond(self, answers: Answers, answer: AnswerFormat, stream: bool) -> Response:
+    async def respond(self, body: Sampled, writer: Writer) -> Response:
         """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
         aborted."""
-        if stream:
-            chunks = answer.chunks()
-            response: Response = EventStream(await self.finished(answers, anext(chunks)), chunks, answer.last)
+        answers = writer.answers
+        if body.stream:
+            chunks = writer.chunks()
+            response: Response = EventStream(await self.finished(answers, anext(chunks)), chunks, writer.last)
         else:
-            response = Response(await self.finished(answers, answer.whole()), media_type="application/json")
+            response = Response(await self.finished(answers, writer.whole()), media_type="application/json")
         if answers.unenforced:
             response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
         return response
@@ -224,75 +344,3 @@ class Service:
                 " ask for fewer tokens or try again later",
                 headers={"Retry-After": "5"},
             ) from None
-
-
-class AnswerFormat(ABC):
-    """Formats the answer to one request as JSON. Each generating endpoint has its own subclass. `_head` holds the id,
-    creation time and model name for every response body. `last` is the final event of a stream."""
-
-    last = event(b"[DONE]")
-
-    def __init__(
-        self, service: Service, kind: str, body: Sampled, model: str, prompts: list[TokenIds], answers: Answers
-    ) -> None:
-        self._service, self._prompts, self._answers = service, prompts, answers
-        # Log-probabilities show tokens as text, or as `token_id:N` if the request asks for that or there is no
-        # tokenizer.
-        choices = body if isinstance(body, Choices) else None
-        self._tokenizer = None if choices and choices.return_tokens_as_token_ids else service.tokenizer
-        self._head: dict[str, Any] = {"id": f"{kind}-{new_id()}", "created": created()}
-        self._head["model"] = model
-        self._shows_ids = bool(choices and choices.return_token_ids) or service.tokenizer is None
-        self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
-
-    @abstractmethod
-    async def whole(self) -> bytes: ...
-
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream, without the last one. If another server could continue the answer, yield one
-        item per token, even if the token has no new event."""
-        replay = REPLAYED.get()
-        make = partial(replay.events, self._event) if replay else self._event
-        try:
-            while not self._answers.finished:
-                if (events := b"".join(map(make, await self._answers.take(singly=bool(replay))))) or replay:
-                    yield events
-            if (usage := self._usage_chunk()) is not None:
-                yield event(usage)
-        finally:
-            self._answers.close()
-
-    @abstractmethod
-    def _event(self, delta: Delta) -> bytes:
-        """Return the events for the new tokens of a choice."""
-
-    def _usage_chunk(self) -> bytes | None:
-        """Return the chunk with the usage at the end of a stream, or None if the client has not asked for it."""
-        return None
-
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        """Return a chunk of a choice that contains only new text."""
-        raise NotImplementedError
-
-    def _text_event(self, index: int, text: str) -> bytes:
-        """Return `_text_chunk` as an event. To save time, the JSON around the text is made only once per choice."""
-        if (around := self._around.get(index)) is None:
-            around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
-        before, after = around
-        return before + encode_json(text) + after
-
-    def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
-        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position. Returns None
-        if `count` is None. The engine must have sent the prompt's log-probabilities already."""
-        if count is None:
-            return None
-        return prompt_logprobs(self._tokenizer, self._prompts[index].tolist(), self._answers.scores[index][1], count)
-
-    def _usage(self, completion: int) -> Usage:
-        prompt = sum(map(len, self._prompts))
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=self._answers.cached),
-        )

@@ -4,7 +4,7 @@ results convert the ids to text outside the engine's thread, so a slow reader ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megakernel.errors import MegakernelError
@@ -97,6 +97,20 @@ class Transcript:
         return 0
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation whose next message the model writes. `messages` have the form that chat templates read: text as
+    `content`, and the arguments of calls as objects. The model may call `tools`, which are functions in the OpenAI
+    API's form. `values` are further variables for the template. With `continue_final`, the answer continues the last
+    message."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
+    add_special: bool = False
+
+
 @dataclass
 class Codec:
     """A model's tokenizer and tool call format. `model` is the name that errors show. A model without a tokenizer
@@ -127,19 +141,11 @@ class Codec:
             return list(prompt)
         return self.need("give token ids instead of text").encode(prompt)
 
-    def chat_ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        values: Mapping[str, Any] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        **how: bool,
-    ) -> list[int]:
-        """Return the token ids of a conversation, up to the point where the answer begins. The model may call `tools`
-        in the answer. `values` and `how` are passed to `Tokenizer.apply_chat_template`."""
+    def chat_ids(self, asked: Conversation) -> list[int]:
+        """Return the token ids of a conversation, up to the point where the answer begins."""
         tokenizer = self.need("give token ids instead of a conversation")
-        template = (tokenizer.tool_template if tools else tokenizer.chat_template) or ""
-        told = [dict(message) for message in messages]
+        template = (tokenizer.tool_template if asked.tools else tokenizer.chat_template) or ""
+        told = [dict(message) for message in asked.messages]
         if "developer" not in template:
             told = _for_system(told)
         if self.tools.final:  # the template's name for reasoning, which may not stand beside content
@@ -149,11 +155,14 @@ class Codec:
                 else message
                 for message in told
             ]
-        if tools and not tokenizer.takes_tools:
-            told = with_tools(told, tools, self.tools)
-        elif tools:
-            values = {**(values or {}), "tools": list(tools)}
-        return tokenizer.apply_chat_template(told, values, **how)
+        values = asked.values
+        if asked.tools and not tokenizer.takes_tools:
+            told = with_tools(told, asked.tools, self.tools)
+        elif asked.tools:
+            values = {**values, "tools": list(asked.tools)}
+        return tokenizer.apply_chat_template(
+            told, values, continue_final=asked.continue_final, add_special=asked.add_special
+        )
 
     @property
     def tools(self) -> ToolFormat:

@@ -38,7 +38,7 @@ from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation, StepTimes
 from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.codec import Codec, Conversation
 from megakernel.serving.text.engine_args import EngineArgs
 from megakernel.serving.text.vllm import Question, RequestOutput, as_conversations, as_prompts
 
@@ -248,14 +248,14 @@ class LLM:
         variables for the template."""
         values = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         prompts = [
-            self.codec.chat_ids(conversation, values, continue_final=continue_final_message)
+            self.codec.chat_ids(Conversation(conversation, values=values, continue_final=continue_final_message))
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_token=on_token)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, up to the point where the answer begins."""
-        return self.codec.chat_ids(messages)
+        return self.codec.chat_ids(Conversation(messages))
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
-from megakernel.serving.engine.tokens import TokenIds
-from megakernel.serving.server.client import Answers, Delta
-from megakernel.serving.server.http import event
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS
-from megakernel.serving.server.replay import new_id
-from megakernel.serving.server.routes import requests
-from megakernel.serving.server.routes.chat import Tools
-from megakernel.serving.server.routes.fields import IGNORED, OF_MESSAGES, Strict
-from megakernel.serving.server.service import AnswerFormat, Service, encode_json
-from megakernel.serving.text.tool_calls import Piece
+from megakernel.serving.server import requests
+from megakernel.serving.server.client import Delta
+from megakernel.serving.server.fields import IGNORED, OF_MESSAGES
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
+from megakernel.serving.server.requests import Strict
+from megakernel.serving.server.routes.chat import FunctionName, Mode, chosen, conversation, plain_call
+from megakernel.serving.server.service import Service, Tools
+from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
+from megakernel.serving.text.codec import Conversation
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
 
@@ -101,44 +101,40 @@ class MessagesTurn(Strict):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
-    def chat_messages(self) -> list[dict[str, Any]]:
-        """Return the turn as messages of /v1/chat/completions. Each result of a tool is a message of its own."""
-        messages: list[dict[str, Any]] = [
-            {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-            for block in self.content
-            if isinstance(block, ToolResultBlock)
-        ]
-        calls = [
-            {"id": block.id, "function": {"name": block.name, "arguments": block.input}}
-            for block in self.content
-            if isinstance(block, ToolUseBlock)
-        ]
+    def plain(self) -> Iterator[dict[str, Any]]:
+        """Yield the turn as messages that chat templates read. Each result of a tool is a message of its own."""
+        results = [block for block in self.content if isinstance(block, ToolResultBlock)]
+        for block in results:
+            yield {"role": "tool", "content": _text(block.content), "tool_call_id": block.tool_use_id}
         text = _text(self.content)
-        if text or calls or not messages:
-            messages.append({"role": self.role, "content": text, "tool_calls": calls or None})
-        return messages
+        calls = [
+            plain_call(block.id, block.name, block.input) for block in self.content if isinstance(block, ToolUseBlock)
+        ]
+        if text or calls or not results:
+            yield {"role": self.role, "content": text, **({"tool_calls": calls} if calls else {})}
 
 
 class MessagesTool(Strict):
     """A tool that the client runs. Tools of other types, which Anthropic's servers run, are refused."""
 
     type: Literal["custom"] | None = None
-    name: requests.FunctionName
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
 
-    def chat_tool(self) -> requests.Tool:
-        function = requests.Function(name=self.name, description=self.description, parameters=self.input_schema)
-        return requests.Tool(type="function", function=function)
+    def told(self) -> dict[str, Any]:
+        """Return the tool as OpenAI's API has it, which is the form that chat templates read."""
+        about = {"description": self.description} if self.description is not None else {}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.input_schema}}
 
 
 # Anthropic's values of `tool_choice` -> those of /v1/chat/completions.
-_CHOICES: dict[str, Literal["none", "auto", "required"]] = {"none": "none", "auto": "auto", "any": "required"}
+_CHOICES: dict[str, Mode] = {"none": "none", "auto": "auto", "any": "required"}
 
 
 class MessagesToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
-    name: requests.FunctionName | None = None
+    name: FunctionName | None = None
     disable_parallel_tool_use: requests.Flag | None = None
 
     @model_validator(mode="after")
@@ -165,32 +161,26 @@ class CountRequest(requests.Body):
 
     messages: Annotated[list[MessagesTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=requests.MOST_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
+    chat_template_kwargs: requests.TemplateValues | None = None
 
-    def chat_tools(self) -> Tools:
-        """Return the tools and the tool choice, which have another form in /v1/chat/completions."""
+    def chosen(self) -> Tools:
+        """Return the tools and the choice among them."""
         choice = self.tool_choice or MessagesToolChoice(type="auto")
-        named = MessagesTool(name=choice.name, input_schema={}).chat_tool() if choice.name else None
-        tools = [tool.chat_tool() for tool in self.tools or ()]
-        return Tools(tools, named or _CHOICES[choice.type], not choice.disable_parallel_tool_use)
+        told = [tool.told() for tool in self.tools or ()]
+        return chosen(told, _CHOICES.get(choice.type), choice.name, not choice.disable_parallel_tool_use)
 
-    def conversation(self) -> requests.Conversation:
+    def conversation(self, tools: Tools) -> Conversation:
         """Return what a chat template reads. The answer continues the last turn if the assistant wrote it."""
         # Claude Code sends a block that differs with every request and would make the prefix cache useless.
         system = _text([block for block in self.system or () if not block.text.startswith(_BILLING)])
         said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        said += [message for turn in self.messages for message in turn.chat_messages()]
+        said += [message for turn in self.messages for message in turn.plain()]
         last = said[-1]
-        goes_on = last["role"] == "assistant" and bool(last["content"].strip()) and not last["tool_calls"]
-        try:
-            return requests.Conversation.model_validate(
-                {"messages": said, "continue_final_message": goes_on, "chat_template_kwargs": self.chat_template_kwargs}
-            )
-        except ValidationError as e:  # a limit that only the converted messages exceed
-            raise RequestValidationError(e.errors()) from e
+        goes_on = last["role"] == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
+        return conversation(said, tools, self.chat_template_kwargs or {}, continue_final=goes_on)
 
 
 class MessagesRequest(CountRequest, requests.Sampled):
@@ -204,7 +194,7 @@ class MessagesRequest(CountRequest, requests.Sampled):
         self.stop = self.stop or self.stop_sequences
         return self
 
-    def structured(self) -> StructuredOutputsParams | None:
+    def form(self) -> StructuredOutputsParams | None:
         wanted = self.output_config.format if self.output_config else None
         return StructuredOutputsParams(json=wanted.schema_) if wanted else None
 
@@ -239,7 +229,7 @@ class TokenCount(BaseModel):
 async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
     """Return the number of tokens of a conversation, tools included."""
     service.model(body.model)
-    prompt = await service.encode_chat(body.conversation(), body.chat_tools().told)
+    prompt = await service.encode_chat(body.conversation(body.chosen()))
     return TokenCount(input_tokens=len(prompt))
 
 
@@ -247,95 +237,56 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
     """Answer a request for a message. The response is the whole message, or an event stream that begins with the first
     token. If the prompt and `max_tokens` together exceed the context, `max_tokens` is reduced to what the prompt
     leaves."""
-    model = service.model(body.model)
-    tools = body.chat_tools()
-    structured = tools.structured(body.structured(), service.codec)
-    prompt = await service.encode_chat(body.conversation(), tools.told)
-    prompt = service.truncated(prompt, body, body.max_tokens)
-    service.room([prompt], None)
-    params = body.sampling(
-        service.description.sampling, min(body.max_tokens, service.max_context - len(prompt)), structured
+    tools = body.chosen()
+    asked = body.conversation(tools)
+    return await service.converse(
+        body, asked, tools, lambda asked: _MessageWriter(asked, body.max_tokens), wanted=body.max_tokens, cut=True
     )
-    answers = service.answers([prompt], params, special=tools.reader(service.codec) is not None)
-    return await service.respond(answers, _Message(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
-class _Message(AnswerFormat):
-    """An answer in Anthropic's format. `_content` has its blocks so far. In a stream, the last one may still grow."""
+class _MessageWriter(ItemWriter):
+    kind = "msg"
 
-    last = b""  # empty, because the last event of an answer is message_stop
+    def __init__(self, asked: Asked, most: int) -> None:
+        super().__init__(asked)
+        self._most = most
 
-    def __init__(
-        self, service: Service, body: MessagesRequest, model: str, prompt: TokenIds, answers: Answers, tools: Tools
-    ) -> None:
-        super().__init__(service, "msg", body, model, [prompt], answers)
-        self._reader = tools.reader(service.codec)
-        self._most = body.max_tokens
-        self._content: list[dict[str, Any]] = []
-        self._begun = False
+    def _whole(self, choices: list[Said]) -> bytes:
+        content = [_block(item, _object(item.text)) for item in self.said.items]
+        return self._answer(content, end=True).model_dump_json().encode()
 
-    async def whole(self) -> bytes:
-        [choice] = await self._answers.collect()
-        self._add(choice.text, choice.finish_reason)
-        for block in self._content:
-            if block["type"] == "tool_use":
-                block["input"] = _object(block["input"])
-        return self._answer(self._content, choice).model_dump_json().encode()
+    def _begin(self) -> bytes:
+        return _tell("message_start", message=self._answer([], end=False).model_dump()) + _tell("ping")
 
-    def _event(self, delta: Delta) -> bytes:
-        events = b""
-        if not self._begun:
-            self._begun = True
-            events += _tell("message_start", message=self._answer([], None).model_dump()) + _tell("ping")
-        events += self._add(delta.text, delta.finish_reason)
-        if delta.finish_reason is not None:
-            end = self._answer([], delta).model_dump()
-            stop = {name: end[name] for name in ("stop_reason", "stop_sequence")}
-            events += self._close() + _tell("message_delta", delta=stop, usage=end["usage"]) + _tell("message_stop")
-        return events
+    def _open(self, item: Item) -> bytes:
+        return self._about("start", content_block=_block(replace(item, text=""), {}))
 
-    def _add(self, text: str, reason: str | None) -> bytes:
-        """Append the new text and tool calls to the content blocks. Returns the stream events that report them."""
-        pieces = [Piece("content", text)] if self._reader is None else self._reader.add(text, reason)
-        return b"".join(self._append(piece) for piece in pieces if piece.text)
+    def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
+        if item.kind == "call":
+            return self._about("delta", delta={"type": "input_json_delta", "partial_json": text})
+        return self._about("delta", delta={"type": "text_delta", "text": text})
 
-    def _append(self, piece: Piece) -> bytes:
-        """Append a piece to the last content block, or to a new one if it belongs to no open block."""
-        if piece.kind == "reasoning":
-            return b""
-        if piece.kind == "call":
-            block = {"type": "tool_use", "id": f"toolu_{new_id()}", "name": piece.text, "input": {}}
-            events = self._open(block)
-            block["input"] = ""
-            return events
-        if piece.kind == "arguments":
-            self._content[-1]["input"] += piece.text
-            return self._change(type="input_json_delta", partial_json=piece.text)
-        events = b""
-        if not self._content or self._content[-1]["type"] != "text":
-            events = self._open({"type": "text", "text": ""})
-        self._content[-1]["text"] += piece.text
-        return events + self._change(type="text_delta", text=piece.text)
+    def _close(self, item: Item) -> bytes:
+        return _tell("content_block_stop", index=self.said.items.index(item))
 
-    def _open(self, block: dict[str, Any]) -> bytes:
-        events = self._close()
-        self._content.append(block)
-        return events + _tell("content_block_start", index=len(self._content) - 1, content_block=block)
+    def _about(self, what: str, **content: Any) -> bytes:
+        """Return an event about the last block."""
+        return _tell(f"content_block_{what}", index=len(self.said.items) - 1, **content)
 
-    def _change(self, **delta: str) -> bytes:
-        return _tell("content_block_delta", index=len(self._content) - 1, delta=delta)
+    def _end(self) -> bytes:
+        end = self._answer([], end=True).model_dump()
+        stop = {name: end[name] for name in ("stop_reason", "stop_sequence")}
+        closed = b"".join(map(self._close, self.said.items[-1:]))
+        return closed + _tell("message_delta", delta=stop, usage=end["usage"]) + _tell("message_stop")
 
-    def _close(self) -> bytes:
-        return _tell("content_block_stop", index=len(self._content) - 1) if self._content else b""
-
-    def _answer(self, content: list[dict[str, Any]], end: Delta | None) -> MessagesAnswer:
-        """Return the answer with `content`. `end` is the last delta, or None while the answer is generated."""
-        used = self._usage(self._answers.completion_tokens)
+    def _answer(self, content: list[dict[str, Any]], *, end: bool) -> MessagesAnswer:
+        """Return the answer with `content`. `end` says whether it has ended."""
+        used = self._usage()
         cached = used.prompt_tokens_details.cached_tokens
-        reason, sequence = self._stop(end) if end else (None, None)
+        reason, sequence = self._stop() if end else (None, None)
         return MessagesAnswer(
-            id=self._head["id"],
-            model=self._head["model"],
+            id=self.head["id"],
+            model=self.head["model"],
             content=content,
             stop_reason=reason,
             stop_sequence=sequence,
@@ -346,14 +297,21 @@ class _Message(AnswerFormat):
             ),
         )
 
-    def _stop(self, end: Delta) -> tuple[str, str | None]:
+    def _stop(self) -> tuple[str, str | None]:
+        end = self.said.last
         if isinstance(end.stop_reason, str):
             return "stop_sequence", end.stop_reason
         if end.finish_reason == "length":
-            made = self._answers.completion_tokens
-            full = len(self._prompts[0]) + made == self._service.max_context and made < self._most
+            made = self.answers.completion_tokens
+            full = made == self.asked.room and made < self._most
             return "model_context_window_exceeded" if full else "max_tokens", None
-        return "tool_use" if self._reader is not None and self._reader.calls else "end_turn", None
+        return "tool_use" if self.said.calls else "end_turn", None
+
+
+def _block(item: Item, arguments: dict[str, Any]) -> dict[str, Any]:
+    if item.kind == "call":
+        return {"type": "tool_use", "id": f"toolu_{item.id}", "name": item.name, "input": arguments}
+    return {"type": "text", "text": item.text}
 
 
 def _tell(kind: str, **content: Any) -> bytes:

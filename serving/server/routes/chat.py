@@ -1,203 +1,456 @@
-"""POST /v1/chat/completions, and the choice among tools."""
+"""POST /v1/chat/completions: the body, the conversation that it describes, and the answer."""
 
 from __future__ import annotations
 
-from fastapi.responses import Response
+import contextlib
+import json
+import re
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
-from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import StructuredOutputsParams
-from megakernel.serving.engine.tokens import TokenIds
-from megakernel.serving.server.client import Answers, Delta
+from fastapi.responses import Response
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
+
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.http import event
-from megakernel.serving.server.replay import new_id
-from megakernel.serving.server.routes import bodies
-from megakernel.serving.server.routes.requests import ChatRequest, Tool, ToolChoice
-from megakernel.serving.server.service import AnswerFormat, Service
-from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import Piece, Reader
+from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, OF_REASONING
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from megakernel.serving.server.requests import (
+    READ,
+    AddSpecial,
+    Body,
+    Choices,
+    Flag,
+    NewTokens,
+    Strict,
+    TemplateValues,
+    TokenizeText,
+    TopCount,
+    contradiction,
+    one_message,
+)
+from megakernel.serving.server.scores import ChatLogprobs, PromptLogprobs, Usage, chat_logprobs, scores
+from megakernel.serving.server.service import Service, Tools
+from megakernel.serving.server.writer import AnyReason, Asked, Said, Writer, event
+from megakernel.serving.text.codec import Conversation
+from megakernel.serving.text.tool_calls import Piece
+
+# -- the request
+
+_HOSTED = re.compile(f"({HOSTED_TOOLS})(_[0-9_]+)?")
+
+
+def _callable(tools: Any) -> Any:
+    """Return the tools without those that only another server can run."""
+    if not isinstance(tools, list):
+        return tools
+    return [t for t in tools if not (isinstance(t, dict) and _HOSTED.fullmatch(str(t.get("type"))[:64]))]
+
+
+CALLABLE = BeforeValidator(_callable)
+Mode = Literal["none", "auto", "required"]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class Function(Strict):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+# JSON, or a part of it if the answer was cut. Clients of other APIs send an object.
+Arguments = Annotated[str | dict[str, Any], one_message("must be JSON text or an object")]
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: Arguments | None = None
+
+
+def plain_call(name: str | None, function: str, arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Return the call with the id `name` in the form that chat templates read: the arguments are an object if they are
+    JSON that UTF-8 can represent."""
+    value: Any = arguments or "{}"
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(value) if isinstance(value, str) else value
+        json.dumps(parsed, ensure_ascii=False).encode()
+        value = parsed
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": value}}
+
+
+class Called(Strict):
+    """A tool call from an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        return plain_call(self.id, self.function.name, self.function.arguments)
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    where = "an entry of messages"
+    ignored = OF_EARLIER_ANSWERS
+    lenient = True
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
+        one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
+    ] = None
+
+    tool_calls: Annotated[list[Called], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Annotated[str, Field(description="the reasoning of an earlier answer")] | None = None
+    reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
+    thinking: Annotated[str, Field(description="the same as reasoning_content")] | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates read."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
+        more["reasoning_content"] = self.reasoning_content or self.reasoning or self.thinking or None
+        if self.tool_calls:
+            more["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
+
+
+_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class Reasoning(Strict):
+    where = "reasoning"
+    ignored = OF_REASONING
+
+    effort: str | None = None
+
+
+class Templated(Strict):
+    """A conversation, and how the model's chat template turns it into a prompt."""
+
+    messages: Messages
+    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true"), READ] | None = None
+    continue_final_message: Annotated[bool, Field(description="continue the last message"), READ] | None = None
+    chat_template_kwargs: TemplateValues | None = None
+    reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
+    reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
+    add_special_tokens: AddSpecial | None = None
+
+    @model_validator(mode="after")
+    def _prompt_has_one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            told = "continue_final_message and add_generation_prompt exclude each other"
+            raise contradiction("continue_final_message", told)
+        return self
+
+    def conversation(self) -> Conversation:
+        values = reasoning_values(self.reasoning_effort, self.reasoning)
+        if self.add_generation_prompt is not None:
+            values["add_generation_prompt"] = self.add_generation_prompt
+        return Conversation(
+            [message.plain() for message in self.messages],
+            values=values | (self.chat_template_kwargs or {}),
+            continue_final=bool(self.continue_final_message),
+            add_special=bool(self.add_special_tokens),
+        )
+
+
+def conversation(
+    said: list[dict[str, Any]], tools: Tools, values: dict[str, Any], *, continue_final: bool = False
+) -> Conversation:
+    """Return a conversation that another API describes. Raises an HTTP error 400 if it exceeds a limit only in this
+    form."""
+    if len(said) > MAX_MESSAGES:
+        raise APIError(400, f"messages may have at most {MAX_MESSAGES} entries", param="messages")
+    if any(len(message.get("tool_calls", ())) > MAX_TOOLS for message in said):
+        raise APIError(400, f"messages.tool_calls may have at most {MAX_TOOLS} entries", param="messages")
+    return Conversation(said, tools.told, values, continue_final)
+
+
+def reasoning_values(effort: str | None, reasoning: Reasoning | None) -> dict[str, Any]:
+    """Return the variables by which chat templates know how much to reason."""
+    effort = effort or (reasoning.effort if reasoning else None)
+    if not effort:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+class ChatRequest(Templated, Choices):
+    where = "/v1/chat/completions"
+
+    max_completion_tokens: NewTokens | None = None
+    max_tokens: NewTokens | None = None  # the older name of max_completion_tokens
+    logprobs: Flag | None = None
+    top_logprobs: TopCount | None = None
+    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
+    tool_choice: Annotated[Mode | Tool | None, one_message(_CHOICES)] = None
+    parallel_tool_calls: Flag | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise contradiction("top_logprobs", "top_logprobs requires logprobs=true")
+        return self
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeMessages(Templated, Body):
+    where = "/tokenize with messages"
+
+
+def _which(given: Any) -> str:
+    return "(messages)" if isinstance(given, dict) and given.get("messages") is not None else "(text)"
+
+
+# The tags are in parentheses, so that errors.py can recognise them and leave them out of the path of an invalid field.
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
+]
+
+
+# -- the answer
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class _Part(BaseModel):
+    """A part of a streamed answer. Null fields are left out, because some clients let a null replace earlier values."""
+
+    @model_serializer(mode="wrap")
+    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class FunctionDelta(_Part):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(_Part):
+    """A part of a tool call: first its id and name, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None  # left out if null
+
+    @model_serializer(mode="wrap")
+    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told: dict[str, Any] = serialize(self)
+        if self.reasoning_content is None:
+            del told["reasoning_content"]
+        return told
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: AnyReason
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatDelta(_Part):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: AnyReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
-    model = service.model(body.model)
-    tools = Tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    structured = tools.structured(body.structured(), service.codec)
-    prompt = await service.encode_chat(body, tools.told)
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = service.truncated(prompt, body, wanted)
-    service.room([prompt], wanted)
-    params = body.sampling(
-        service.description.sampling,
-        service.max_context - len(prompt) if wanted is None else wanted,
-        structured,
+    choice, told = body.tool_choice, [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    mode, named = (None, choice.function.name) if isinstance(choice, Tool) else (choice, None)
+    tools = chosen(told, mode, named, body.parallel_tool_calls)
+    return await service.converse(
+        body,
+        replace(body.conversation(), tools=tools.told),
+        tools,
+        lambda asked: _ChatWriter(asked, body),
+        wanted=body.wanted,
         n=body.n or 1,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    answers = service.answers([prompt], params, special=tools.reader(service.codec) is not None)
-    return await service.respond(answers, _Chat(service, body, model, prompt, answers, tools), bool(body.stream))
 
 
-class _Chat(AnswerFormat):
-    def __init__(
-        self, service: Service, body: ChatRequest, model: str, prompt: TokenIds, answers: Answers, tools: Tools
-    ) -> None:
-        super().__init__(service, "chatcmpl", body, model, [prompt], answers)
-        self._body, self._tools = body, tools
+class _ChatWriter(Writer):
+    kind = "chatcmpl"
+
+    def __init__(self, asked: Asked, body: ChatRequest) -> None:
+        super().__init__(asked, keeps=bool(body.logprobs or asked.shows_ids))
+        self._body = body
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
-        self._readers: dict[int, Reader | None] = {}  # choice -> parser of its text, if any
 
-    async def whole(self) -> bytes:
-        choices = await self._answers.collect()
-        response = bodies.ChatResponse(
-            **self._head,
+    def _whole(self, choices: list[Said]) -> bytes:
+        response = ChatResponse(
+            **self.head,
             choices=[
-                bodies.ChatChoice(
-                    index=choice.index,
-                    message=message,
-                    logprobs=self._logprobs(choice),
-                    finish_reason=_reason(choice, bool(message.tool_calls)) or "length",
-                    stop_reason=choice.stop_reason,
-                    token_ids=choice.token_ids if self._shows_ids else None,
+                ChatChoice(
+                    index=said.index,
+                    message=self._message(said),
+                    logprobs=self._logprobs(said.tokens),
+                    finish_reason=said.reason or "length",
+                    stop_reason=said.last.stop_reason,
+                    token_ids=[token.token_id for token in said.tokens] if self.asked.shows_ids else None,
                 )
-                for choice in choices
-                for message in [self._message(choice)]
+                for said in choices
             ],
-            usage=self._usage(self._answers.completion_tokens),
-            prompt_token_ids=self._prompts[0].tolist() if self._shows_ids else None,
+            usage=self._usage(),
+            prompt_token_ids=self.asked.prompts[0].tolist() if self.asked.shows_ids else None,
             prompt_logprobs=self._prompt_logprobs(0, self._body.prompt_logprobs),
         )
         return response.model_dump_json().encode()
 
-    def _usage_chunk(self) -> bytes | None:
-        return self._chunk([], self._usage(self._answers.completion_tokens)) if self._body.wants_usage_chunk else None
-
-    def _message(self, choice: Delta) -> bodies.ChatMessage:
-        """Return a completed choice as a message. Tool calls are extracted from its text."""
-        if (reader := self._tools.reader(self._service.codec)) is None:
-            return bodies.ChatMessage(content=self._before + choice.text)
-        pieces = reader.add(choice.text, choice.finish_reason or "length")
-        calls: list[bodies.ToolCall] = []
-        for piece in pieces:
-            if piece.kind == "call":
-                function = bodies.FunctionCall(name=piece.text, arguments="")
-                calls.append(bodies.ToolCall(id=call_id(), function=function))
-            elif piece.kind == "arguments":
-                calls[-1].function.arguments += piece.text
-        text = "".join(piece.text for piece in pieces if piece.kind == "content")
-        reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
-        text = self._before + text
-        content = text or None if calls else text
-        return bodies.ChatMessage(content=content, tool_calls=calls or None, reasoning_content=reasoning or None)
-
-    def _tool_events(self, delta: Delta, reader: Reader) -> bytes:
-        """Return the events for the new tokens of a choice that may call tools. There is no event for new text that may
-        still turn out to be part of a tool call."""
-        before = reader.calls
-        pieces = []
-        for piece in reader.add(delta.text, delta.finish_reason):
-            before += piece.kind == "call"
-            # Many clients read only one call per event, so each piece of a call gets an event of its own.
-            pieces.append(_chat_delta(piece, before - 1))
-        new = self._choice(delta)
-        new.delta = pieces.pop() if pieces else bodies.ChatDelta()
-        new.finish_reason = _reason(delta, bool(reader.calls))
-        events = [event(self._chunk([bodies.ChatChunkChoice(index=delta.index, delta=piece)])) for piece in pieces]
-        if new.delta != bodies.ChatDelta() or new.finish_reason or new.logprobs or new.token_ids:
-            events.append(event(self._chunk([new])))
-        return b"".join(events)
-
-    def _event(self, delta: Delta) -> bytes:
-        """Return the stream events for new text of a choice. The first event of each choice contains the role and, with
-        `echo`, the text of the last assistant message."""
-        if delta.index in self._readers:
-            return self._later_event(delta)
-        self._readers[delta.index] = self._tools.reader(self._service.codec)
-        role = bodies.ChatDelta(role="assistant", content=self._before)
-        return event(self._chunk([bodies.ChatChunkChoice(index=delta.index, delta=role)])) + self._later_event(delta)
-
-    def _later_event(self, delta: Delta) -> bytes:
-        if (reader := self._readers[delta.index]) is not None:
-            return self._tool_events(delta, reader)
-        if delta.finish_reason is None and not self._body.logprobs and not self._shows_ids:
-            return self._text_event(delta.index, delta.text)
-        return event(self._chunk([self._choice(delta)]))
-
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._chunk([bodies.ChatChunkChoice(index=index, delta=bodies.ChatDelta(content=text))])
-
-    def _chunk(self, choices: list[bodies.ChatChunkChoice], usage: bodies.Usage | None = None) -> bytes:
-        return bodies.ChatChunk(**self._head, choices=choices, usage=usage).model_dump_json().encode()
-
-    def _choice(self, delta: Delta) -> bodies.ChatChunkChoice:
-        return bodies.ChatChunkChoice(
-            index=delta.index,
-            delta=bodies.ChatDelta(content=delta.text),
-            logprobs=self._logprobs(delta),
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self._shows_ids else None,
+    def _message(self, said: Said) -> ChatMessage:
+        text = self._before + said.text("content")
+        calls = [
+            ToolCall(id=f"call_{item.id}", function=FunctionCall(name=item.name, arguments=item.text))
+            for item in said.items
+            if item.kind == "call"
+        ]
+        return ChatMessage(
+            content=(text or None) if calls else text,
+            tool_calls=calls or None,
+            reasoning_content=said.text("reasoning") or None,
         )
 
-    def _logprobs(self, delta: Delta) -> bodies.ChatLogprobs | None:
+    def _events(self, delta: Delta) -> bytes:
+        """Return the events for new tokens of a choice. The first event of each choice contains the role and, with
+        `echo`, the text of the last assistant message. There is no event for new text that may still turn out to be
+        part of a tool call. Many clients read only one call per event, so each piece of a call gets its own."""
+        index, first = delta.index, delta.index not in self._said
+        said, begin = self._choice(delta), b""
+        if first:
+            begin = self._event(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=self._before)))
+        if said.reader is None and delta.finish_reason is None and not self._keeps:
+            return begin + self._text_event(index, delta.text)
+        deltas = [self._delta(said, piece) for piece in said.read(delta)]
+        last = deltas.pop() if deltas else ChatDelta()
+        new = ChatChunkChoice(
+            index=index,
+            delta=last,
+            logprobs=self._logprobs(delta.tokens),
+            finish_reason=said.reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self.asked.shows_ids else None,
+        )
+        events = [self._event(ChatChunkChoice(index=index, delta=one)) for one in deltas]
+        if last != ChatDelta() or new.finish_reason or new.logprobs or new.token_ids:
+            events.append(self._event(new))
+        return begin + b"".join(events)
+
+    @staticmethod
+    def _delta(said: Said, piece: Piece) -> ChatDelta:
+        """Return a piece in the form of a stream."""
+        said.put(piece)
+        if piece.kind == "content":
+            return ChatDelta(content=piece.text)
+        if piece.kind == "reasoning":
+            return ChatDelta(reasoning_content=piece.text)
+        at = said.calls - 1
+        if piece.kind == "arguments":
+            return ChatDelta(tool_calls=[ToolCallDelta(index=at, function=FunctionDelta(arguments=piece.text))])
+        part, name = FunctionDelta(name=piece.text, arguments=""), f"call_{said.items[-1].id}"
+        return ChatDelta(tool_calls=[ToolCallDelta(index=at, id=name, type="function", function=part)])
+
+    def _event(self, choice: ChatChunkChoice) -> bytes:
+        return event(self._chunk([choice]))
+
+    def _usage_chunk(self) -> bytes:
+        return self._chunk([], self._usage())
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
+        return ChatChunk(**self.head, choices=choices, usage=usage).model_dump_json().encode()
+
+    def _logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return bodies.chat_logprobs(self._tokenizer, bodies.scores(delta.tokens), self._body.top_logprobs or 0)
+        return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)
 
 
-def _reason(choice: Delta, calls: bool) -> bodies.FinishReason | None:
-    """Return why a choice has ended. A tool call that max_tokens cut off must not look complete: the reason is
-    `length`."""
-    return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason
-
-
-def _chat_delta(piece: Piece, call: int) -> bodies.ChatDelta:
-    """Return a piece of an answer in the form of a stream. `call` is the number of the last call."""
-    if piece.kind == "content":
-        return bodies.ChatDelta(content=piece.text)
-    if piece.kind == "reasoning":
-        return bodies.ChatDelta(reasoning_content=piece.text)
-    if piece.kind == "arguments":
-        part = bodies.FunctionDelta(arguments=piece.text)
-        return bodies.ChatDelta(tool_calls=[bodies.ToolCallDelta(index=call, function=part)])
-    part = bodies.FunctionDelta(name=piece.text, arguments="")
-    return bodies.ChatDelta(tool_calls=[bodies.ToolCallDelta(index=call, id=call_id(), type="function", function=part)])
-
-
-class Tools:
-    """The tools of a request and the field `tool_choice`, which says which of them the model may or must call. The
-    constructor raises an HTTP error 400 if the tools and the choice contradict each other."""
-
-    def __init__(self, given: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> None:
-        self.functions = {tool.function.name: tool.function.parameters for tool in given or ()}
-        if len(self.functions) < len(given or ()):
-            raise APIError(400, "tools: two functions have the same name", param="tools")
-        if not given and choice not in (None, "none", "auto"):
-            raise APIError(400, "tool_choice needs tools, but the request has none", param="tool_choice")
-        named = choice.function.name if isinstance(choice, Tool) else None
-        if named is not None and named not in self.functions:
-            raise APIError(400, f"tool_choice names {named!r:.80}, which is none of the tools", param="tool_choice")
-        self.told = [tool.model_dump(exclude_none=True) for tool in given or ()]
-        self.used = bool(given) and choice != "none"
-        self._required = choice == "required" or named is not None
-        self._callable = self.functions if named is None else {named: self.functions[named]}
-        self._several = parallel is not False and named is None
-
-    def structured(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that the other
-        fields of the request set."""
-        functions = self._callable if self.used else {}
-        try:
-            return codec.constraint(functions, asked, required=self._required, several=self._several)
-        except MegakernelError as e:
-            raise APIError(400, str(e)) from e
-
-    def reader(self, codec: Codec) -> Reader | None:
-        """Return a parser that finds the tool calls in the text of one answer, or None if its text is content only."""
-        return codec.reader(self._callable if self.used else None, None if self._several else 1)
-
-
-def call_id() -> str:
-    return f"call_{new_id()}"
+def chosen(told: list[dict[str, Any]], mode: Mode | None, named: str | None, parallel: bool | None) -> Tools:
+    """Return the tools of a request, which may name the function that the answer calls."""
+    if named is not None:
+        return Tools(told, "required", [named], several=False)
+    return Tools(told, mode, several=parallel is not False)

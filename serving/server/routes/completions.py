@@ -1,19 +1,98 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: the body and the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import takewhile, zip_longest
+from typing import Annotated, Literal, Self
 
 from fastapi.responses import Response
+from pydantic import BaseModel, Field, model_validator
 
-from megakernel.model.tokenizer import TextStream
+from megakernel.model.tokenizer import TextStream, Tokenizer
 from megakernel.serving.engine.tokens import TokenIds
-from megakernel.serving.server.client import Answers, Delta
-from megakernel.serving.server.http import event
-from megakernel.serving.server.routes import bodies
-from megakernel.serving.server.routes.requests import CompletionRequest, prompt_list
-from megakernel.serving.server.service import AnswerFormat, Service
+from megakernel.serving.server.client import Delta
+from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
+from megakernel.serving.server.scores import (
+    LOWEST,
+    PromptLogprobs,
+    Score,
+    Usage,
+    likeliest,
+    scores,
+    token_text,
+)
+from megakernel.serving.server.service import Service
+from megakernel.serving.server.writer import AnyReason, Asked, Said, Writer, event
+
+
+class CompletionRequest(Choices):
+    where = "/v1/completions"
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), READ] | None = None
+    echo: Flag | None = None
+    logprobs: TopCount | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), READ] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.max_tokens is None:
+            self.max_tokens = self.max_completion_tokens
+        if self.max_tokens == 0 and not self.echo:
+            raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
+        return self
+
+
+# -- the answer
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities as lists with one element per token. The first token of a prompt has no log-probability.
+    `text_offset` is the position in the text, in characters, where the token begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: AnyReason | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionResponse(BaseModel):
+    """A completion, or a chunk of one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]) -> CompletionLogprobs:
+    """Return log-probabilities in the format of /v1/completions. `offsets` are those of the tokens in the text."""
+    out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
+    for token, logprob, top in tokens:
+        out.tokens.append(token_text(tokenizer, token))
+        out.token_logprobs.append(None if logprob is None else max(logprob, LOWEST))
+        best: dict[str, float] = {}
+        for other, value in (top or {}).items():
+            # Different ids may have the same text. Of these, keep the most likely id, which comes first.
+            best.setdefault(token_text(tokenizer, other), max(value, LOWEST))
+        out.top_logprobs.append(None if logprob is None else best)
+    return out
+
 
 _DEFAULT_TOKENS = 16
 
@@ -29,7 +108,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     params = body.sampling(
         service.description.sampling,
         _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
-        body.structured(),
+        body.form(),
         n=body.n or 1,
         logprobs=body.logprobs,
         prompt_logprobs=max((count for count in scored if count is not None), default=None),
@@ -37,8 +116,8 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     whole = asked if body.truncate_prompt_tokens is None else []
     texts = await _texts(service, whole, prompts) if body.echo else []
     answers = service.answers(prompts, params)
-    completion = _Completion(service, body, model, prompts, texts, answers)
-    return await service.respond(answers, completion, bool(body.stream))
+    asked_for = service.asked(body, model, prompts, answers)
+    return await service.respond(body, _CompletionWriter(asked_for, body, texts, service.tokenizer))
 
 
 async def _texts(service: Service, whole: Sequence[str | list[int]], prompts: list[TokenIds]) -> list[str]:
@@ -63,53 +142,49 @@ class _Place:
         return before
 
 
-class _Completion(AnswerFormat):
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        model: str,
-        prompts: list[TokenIds],
-        texts: list[str],
-        answers: Answers,
-    ) -> None:
-        """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
-        super().__init__(service, "cmpl", body, model, prompts, answers)
-        self._body, self._texts = body, texts
+class _CompletionWriter(Writer):
+    kind = "cmpl"
+
+    def __init__(self, asked: Asked, body: CompletionRequest, texts: list[str], tokenizer: Tokenizer | None) -> None:
+        """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise. `tokenizer` is the model's."""
+        super().__init__(asked, keeps=body.logprobs is not None or asked.shows_ids)
+        self._body, self._texts, self._own = body, texts, tokenizer
         self._places: dict[int, _Place] = {}  # choice -> where its next token begins in the text
 
-    async def whole(self) -> bytes:
-        choices = [self._choice(delta) for delta in await self._answers.collect()]
-        for choice in choices:
-            prompt = choice.index // (self._body.n or 1)
-            choice.prompt_logprobs = self._prompt_logprobs(prompt, self._body.prompt_logprobs)
-        return self._json(choices, self._used())
+    def _whole(self, choices: list[Said]) -> bytes:
+        written = []
+        for said in choices:
+            last = replace(said.last, text=said.text("content"), tokens=said.tokens)
+            choice = self._choice_of(last)
+            choice.prompt_logprobs = self._prompt_logprobs(said.prompt, self._body.prompt_logprobs)
+            written.append(choice)
+        return self._json(written, self._used())
 
-    def _usage_chunk(self) -> bytes | None:
-        return self._json([], self._used()) if self._body.wants_usage_chunk else None
-
-    def _event(self, delta: Delta) -> bytes:
-        plain = delta.index in self._places and delta.finish_reason is None and self._body.logprobs is None
-        if plain and not self._shows_ids and self._body.max_tokens != 0:
+    def _events(self, delta: Delta) -> bytes:
+        plain = delta.index in self._places and delta.finish_reason is None and not self._keeps
+        if plain and self._body.max_tokens != 0:
             return self._text_event(delta.index, delta.text)
-        return event(self._json([self._choice(delta)]))
+        return event(self._json([self._choice_of(delta)]))
+
+    def _usage_chunk(self) -> bytes:
+        return self._json([], self._used())
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._json([bodies.CompletionChoice(index=index, text=text)])
+        return self._json([CompletionChoice(index=index, text=text)])
 
-    def _json(self, choices: list[bodies.CompletionChoice], usage: bodies.Usage | None = None) -> bytes:
-        return bodies.CompletionResponse(**self._head, choices=choices, usage=usage).model_dump_json().encode()
+    def _json(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
+        return CompletionResponse(**self.head, choices=choices, usage=usage).model_dump_json().encode()
 
-    def _used(self) -> bodies.Usage:
-        return self._usage(0 if self._body.max_tokens == 0 else self._answers.completion_tokens)
+    def _used(self) -> Usage:
+        return self._usage(0 if self._body.max_tokens == 0 else None)
 
-    def _choice(self, delta: Delta) -> bodies.CompletionChoice:
+    def _choice_of(self, delta: Delta) -> CompletionChoice:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
         text, generated, reason, stop = delta.text, delta.tokens, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
             text, generated, reason, stop = "", [], "length", None
         first = delta.index not in self._places
-        scored: list[bodies.Score] = []
+        scored: list[Score] = []
         offsets: list[int] = []
         if first:
             self._places[delta.index] = _Place(self._stream(delta.prompt))
@@ -121,24 +196,24 @@ class _Completion(AnswerFormat):
         logprobs = None
         if self._body.logprobs is not None:
             offsets += [self._places[delta.index].next(token.token_id) for token in generated]
-            logprobs = bodies.completion_logprobs(self._tokenizer, scored + bodies.scores(generated), offsets)
-        return bodies.CompletionChoice(
+            logprobs = completion_logprobs(self.asked.tokenizer, scored + scores(generated), offsets)
+        return CompletionChoice(
             index=delta.index,
             text=text,
             logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop,
-            token_ids=[token.token_id for token in generated] if self._shows_ids else None,
-            prompt_token_ids=self._prompts[delta.prompt].tolist() if first and self._shows_ids else None,
+            token_ids=[token.token_id for token in generated] if self.asked.shows_ids else None,
+            prompt_token_ids=self.asked.prompts[delta.prompt].tolist() if first and self.asked.shows_ids else None,
         )
 
     def _stream(self, prompt: int) -> TextStream | None:
-        tokenizer, skip = self._service.tokenizer, self._body.skip_special_tokens is not False
-        return tokenizer.stream(skip_special=skip, after=self._prompts[prompt]) if tokenizer else None
+        tokenizer, skip = self._own, self._body.skip_special_tokens is not False
+        return tokenizer.stream(skip_special=skip, after=self.asked.prompts[prompt]) if tokenizer else None
 
     def _prompt_offsets(self, index: int) -> list[int]:
         """Return where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
-        ids, tokenizer = self._prompts[index].tolist(), self._service.tokenizer
+        ids, tokenizer = self.asked.prompts[index].tolist(), self._own
         if tokenizer is None:
             return [0] * len(ids)
         special = list(takewhile(lambda token: not tokenizer.token_bytes(token, skip_special=True), ids))
@@ -146,10 +221,10 @@ class _Completion(AnswerFormat):
         place = _Place(tokenizer.stream(skip_special=False))
         return [0] * added + [place.next(token) for token in ids[added:]]
 
-    def _prompt_scores(self, index: int) -> list[bodies.Score]:
+    def _prompt_scores(self, index: int) -> list[Score]:
         """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
         token precedes it."""
-        prompt, (logprobs, tops) = self._prompts[index].tolist(), self._answers.scores[index]
+        prompt, (logprobs, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)
-        return [(prompt[0], None, None), *((token, p, bodies.likeliest(top, count, token)) for token, p, top in later)]
+        return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from megakernel.serving.engine.sampling import POOLINGS, SamplingParams
+from megakernel.serving.server import requests
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.routes import requests
-from megakernel.serving.server.service import Service, encode_json
+from megakernel.serving.server.service import Service
+from megakernel.serving.server.writer import encode_json
 
 
 class EmbeddingRequest(requests.Truncated):

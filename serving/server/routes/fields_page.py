@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from megakernel.serving.server.routes import anthropic, embeddings, fields, requests, responses
+from megakernel.serving.server import fields, requests
+from megakernel.serving.server.routes import anthropic, chat, completions, embeddings, responses
 
-_BODIES: list[type[fields.Strict]] = [requests.CompletionRequest, requests.ChatRequest, responses.ResponsesRequest]
+_BODIES: list[type[requests.Strict]] = [completions.CompletionRequest, chat.ChatRequest, responses.ResponsesRequest]
 _BODIES += [anthropic.MessagesRequest, anthropic.CountRequest, embeddings.EmbeddingRequest]
-_BODIES += [requests.TokenizeText, requests.TokenizeMessages, requests.DetokenizeRequest]
-_BODIES += [requests.Message, anthropic.MessagesTurn, requests.Reasoning, requests.StreamOptions]
+_BODIES += [requests.TokenizeText, chat.TokenizeMessages, requests.DetokenizeRequest]
+_BODIES += [chat.Message, anthropic.MessagesTurn, chat.Reasoning, requests.StreamOptions]
 _BODIES += [responses.InputMessage, responses.InputCall, responses.InputResult, responses.TextConfig]
 
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
-from megakernel.serving.engine.tokens import TokenIds
-from megakernel.serving.server.client import Answers, Delta
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.server import requests
+from megakernel.serving.server.client import Delta, FinishReason
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.http import event
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS
-from megakernel.serving.server.replay import new_id
-from megakernel.serving.server.routes import bodies, requests
-from megakernel.serving.server.routes.chat import Tools, call_id
-from megakernel.serving.server.routes.fields import OF_EARLIER_ANSWERS, OF_TEXT, Strict
-from megakernel.serving.server.service import AnswerFormat, Service, encode_json
+from megakernel.serving.server.fields import OF_EARLIER_ANSWERS, OF_TEXT
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from megakernel.serving.server.requests import Strict
+from megakernel.serving.server.routes.chat import (
+    CALLABLE,
+    Arguments,
+    FunctionName,
+    Mode,
+    Reasoning,
+    chosen,
+    conversation,
+    plain_call,
+    reasoning_values,
+)
+from megakernel.serving.server.scores import PromptDetails, TokenLogprob, chat_logprobs, scores
+from megakernel.serving.server.service import Service, Tools
+from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
+from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request
@@ -59,7 +71,7 @@ class InputCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: requests.Arguments | None = None
+    arguments: Arguments | None = None
 
 
 class InputResult(Strict):
@@ -86,7 +98,7 @@ def _kind(given: Any) -> str:
     return f"({kind})" if kind in ("function_call", "function_call_output", "reasoning") else "(message)"
 
 
-Item = Annotated[
+InputItem = Annotated[
     Annotated[InputMessage, Tag("(message)")]
     | Annotated[InputCall, Tag("(function_call)")]
     | Annotated[InputResult, Tag("(function_call_output)")]
@@ -110,7 +122,7 @@ class TextConfig(Strict):
 
 class ResponseTool(Strict):
     type: Literal["function"]
-    name: requests.FunctionName
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: requests.Flag | None = None
@@ -136,7 +148,7 @@ class ResponsesRequest(requests.Sampled):
 
     input: Annotated[
         Annotated[requests.Text, Tag("(text)")]
-        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
         Discriminator(lambda given: "(items)" if isinstance(given, list) else "(text)"),
     ]
     instructions: Annotated[str, Field(description="a system message before the conversation")] | None = None
@@ -144,17 +156,17 @@ class ResponsesRequest(requests.Sampled):
     top_logprobs: requests.TopCount | None = None
     include: list[Addition] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=requests.MOST_TOOLS), requests.CALLABLE] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ResponseTool | None, _TOLD] = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
+    tool_choice: Annotated[Mode | ResponseTool | None, _TOLD] = None
     parallel_tool_calls: requests.Flag | None = None
-    reasoning: requests.Reasoning | None = None
+    reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
-    def structured(self) -> StructuredOutputsParams | None:
+    def form(self) -> StructuredOutputsParams | None:
         """Return the format that the answer's text must match, or None. Raises a 400 if the schema is missing."""
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
@@ -165,16 +177,17 @@ class ResponsesRequest(requests.Sampled):
             raise APIError(400, "text.format.schema is required", param="text.format.schema")
         return StructuredOutputsParams(json=wanted.schema_)
 
-    def chat_tools(self) -> Tools:
-        """Return the tools and the tool choice, which have another form in /v1/chat/completions."""
+    def chosen(self) -> Tools:
+        """Return the tools, as OpenAI's other API has them, and the choice among them."""
         choice = self.tool_choice
-        return Tools(
-            [_chat_tool(tool) for tool in self.tools or ()],
-            _chat_tool(choice) if isinstance(choice, ResponseTool) else choice,
-            self.parallel_tool_calls,
-        )
+        told = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools or ()
+        ]
+        mode, named = (None, choice.name) if isinstance(choice, ResponseTool) else (choice, None)
+        return chosen(told, mode, named, self.parallel_tool_calls)
 
-    def conversation(self) -> requests.Conversation:
+    def conversation(self, tools: Tools) -> Conversation:
         """Return the input items as the conversation that a chat template reads. A function call is added to the
         assistant message that precedes it, or to a new assistant message if none precedes it."""
         said: list[dict[str, Any]] = []
@@ -187,18 +200,13 @@ class ResponsesRequest(requests.Sampled):
                 said.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             elif isinstance(item, InputCall):
                 last = said[-1] if said else {}
-                if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == requests.MOST_TOOLS:
+                if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == MAX_TOOLS:
                     said.append({"role": "assistant", "content": ""})
-                called = {"name": item.name, "arguments": item.arguments}
-                said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
+                call = plain_call(item.call_id, item.name, item.arguments)
+                said[-1].setdefault("tool_calls", []).append(call)
         if not said:
             raise APIError(400, "input has no message, function_call or function_call_output", param="input")
-        messages = [requests.Message.model_validate(message) for message in said]
-        return requests.Conversation(messages=messages, reasoning=self.reasoning)
-
-
-def _chat_tool(tool: ResponseTool) -> requests.Tool:
-    return requests.Tool(type="function", function=requests.Function(**tool.model_dump(exclude={"type"})))
+        return conversation(said, tools, reasoning_values(None, self.reasoning))
 
 
 # -- the answer
@@ -210,7 +218,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[bodies.TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class OutputMessage(BaseModel):
@@ -236,7 +244,7 @@ class OutputDetails(BaseModel):
 
 class ResponseUsage(BaseModel):
     input_tokens: int
-    input_tokens_details: bodies.PromptDetails
+    input_tokens_details: PromptDetails
     output_tokens: int
     output_tokens_details: OutputDetails = OutputDetails()
     total_tokens: int
@@ -278,171 +286,127 @@ class ResponseObject(BaseModel):
 _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs")
 
 
-class Items:
-    """The output items of one answer, in order. The last item is open while it may still grow; all others are closed.
-    Methods that change an item return the stream events that report the change."""
+async def respond(service: Service, body: ResponsesRequest) -> Response:
+    """Answer a request with the whole response, or with a stream that begins when the first token exists."""
+    tools = body.chosen()
+    if tools.reader(service.codec) is not None and body.wants_logprobs:
+        cause = "tools" if tools.used else "a model that writes its reasoning in channels"
+        raise APIError(400, f"log-probabilities cannot be combined with {cause}: leave one of them out")
+    return await service.converse(
+        body,
+        body.conversation(tools),
+        tools,
+        lambda asked: _ResponseWriter(asked, body),
+        wanted=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+    )
 
-    def __init__(self, *, scored: bool) -> None:
-        """Create an empty list of items. `scored` says whether text comes with log-probabilities."""
-        self.all: list[OutputMessage | OutputCall] = []
-        self._scored = scored
-        self._open = False
+
+class _ResponseWriter(ItemWriter):
+    kind = "resp"
+
+    def __init__(self, asked: Asked, body: ResponsesRequest) -> None:
+        super().__init__(asked, keeps=body.wants_logprobs)
+        self._body = body
         self._next = 0  # number of the next event
+        self._scores: list[TokenLogprob] = []
 
-    def event(self, kind: str, **content: Any) -> bytes:
+    def _whole(self, choices: list[Said]) -> bytes:
+        self._scores = self._logprobs(self.said.tokens)
+        if not self.said.items:
+            self.said.put(Piece("content", ""))
+        return self._response(self.said.last.finish_reason).model_dump_json(by_alias=True).encode()
+
+    def _begin(self) -> bytes:
+        response = self._response(None).model_dump(by_alias=True)
+        events = self._event("created", response=response) + self._event("in_progress", response=response)
+        if self.said.reader is None:
+            events += self._empty()
+        return events
+
+    def _empty(self) -> bytes:
+        """Open a message without text."""
+        self.said.put(Piece("content", ""))
+        return self._open(self.said.items[-1])
+
+    def _open(self, item: Item) -> bytes:
+        begun = self._item(replace(item, text=""), "in_progress")
+        if isinstance(begun, OutputMessage):
+            begun.content = []
+        events = self._event("output_item.added", output_index=self.said.items.index(item), item=begun.model_dump())
+        if item.kind == "call":
+            return events
+        return events + self._tell(item, "content_part.added", content_index=0, part=OutputText().model_dump())
+
+    def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
+        if item.kind == "call":
+            return self._tell(item, "function_call_arguments.delta", delta=text)
+        new = self._logprobs(delta.tokens)
+        self._scores += new
+        shown = [one.model_dump() for one in new]
+        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=shown)
+
+    def _close(self, item: Item, status: Status = "completed") -> bytes:
+        done = self._item(item, status)
+        if isinstance(done, OutputCall):
+            events = self._tell(item, "function_call_arguments.done", name=item.name, arguments=item.text)
+        else:
+            [part] = (part.model_dump() for part in done.content)
+            events = self._tell(
+                item, "output_text.done", content_index=0, text=item.text, logprobs=part["logprobs"] or []
+            )
+            events += self._tell(item, "content_part.done", content_index=0, part=part)
+        return events + self._event(
+            "output_item.done", output_index=self.said.items.index(item), item=done.model_dump()
+        )
+
+    def _end(self) -> bytes:
+        reason = self.said.last.finish_reason
+        events = b"" if self.said.items else self._empty()
+        events += self._close(self.said.items[-1], _status(reason))
+        response = self._response(reason).model_dump(by_alias=True)
+        return events + self._event(response["status"], response=response)
+
+    def _event(self, kind: str, **content: Any) -> bytes:
         """Return an event of the stream, with the next number."""
         name = f"response.{kind}"
         data = encode_json({"type": name, "sequence_number": self._next, **content})
         self._next += 1
         return event(data, name)
 
-    def add(self, piece: Piece) -> bytes:
-        """Append a piece of an answer. The item to which it belongs is opened if it is not open."""
-        if piece.kind == "content":
-            return self.add_text(piece.text)
-        if piece.kind == "call":
-            return self.close() + self._add(OutputCall(id=f"fc_{new_id()}", call_id=call_id(), name=piece.text))
-        if piece.kind == "reasoning":
-            return b""
-        item = self.all[-1]
-        assert isinstance(item, OutputCall)
-        item.arguments += piece.text
-        return self._tell("function_call_arguments.delta", delta=piece.text)
+    def _tell(self, item: Item, kind: str, **content: Any) -> bytes:
+        """Return an event about an output item."""
+        return self._event(kind, item_id=_id(item), output_index=self.said.items.index(item), **content)
 
-    def add_text(self, text: str, logprobs: Sequence[bodies.TokenLogprob] = ()) -> bytes:
-        """Append text, for which a message is opened if none is open."""
-        if not text and not logprobs:
-            return b""
-        events = b""
-        if not self._open or not isinstance(self.all[-1], OutputMessage):
-            events = self.close() + self.open_message()
-        message = self.all[-1]
-        assert isinstance(message, OutputMessage)
-        [part] = message.content
-        part.text += text
-        if part.logprobs is not None:
-            part.logprobs += logprobs
-        shown = [one.model_dump() for one in logprobs]
-        return events + self._tell("output_text.delta", content_index=0, delta=text, logprobs=shown)
+    def _item(self, item: Item, status: Status) -> OutputMessage | OutputCall:
+        if item.kind == "call":
+            call_id = f"call_{item.id}"
+            return OutputCall(id=_id(item), status=status, call_id=call_id, name=item.name, arguments=item.text)
+        text = OutputText(text=item.text, logprobs=self._scores if self._keeps else None)
+        return OutputMessage(id=_id(item), status=status, content=[text])
 
-    def open_message(self) -> bytes:
-        """Open a message without text."""
-        message = OutputMessage(id=f"msg_{new_id()}", content=[])
-        events = self._add(message)
-        message.content = [OutputText(logprobs=[] if self._scored else None)]
-        return events + self._tell("content_part.added", content_index=0, part=OutputText().model_dump())
-
-    def close(self, status: Status = "completed") -> bytes:
-        """Close the open output item, if there is one, and return the stream events that report it."""
-        if not self._open:
-            return b""
-        item, self._open = self.all[-1], False
-        item.status = status
-        if isinstance(item, OutputCall):
-            told = self._tell("function_call_arguments.done", name=item.name, arguments=item.arguments)
-        else:
-            [part] = item.content
-            shown = part.model_dump()
-            told = self._tell("output_text.done", content_index=0, text=part.text, logprobs=shown["logprobs"] or [])
-            told += self._tell("content_part.done", content_index=0, part=shown)
-        return told + self.event("output_item.done", output_index=len(self.all) - 1, item=item.model_dump())
-
-    def _add(self, item: OutputMessage | OutputCall) -> bytes:
-        self.all.append(item)
-        self._open = True
-        return self.event("output_item.added", output_index=len(self.all) - 1, item=item.model_dump())
-
-    def _tell(self, kind: str, **content: Any) -> bytes:
-        """Return a stream event about the last output item."""
-        return self.event(kind, item_id=self.all[-1].id, output_index=len(self.all) - 1, **content)
-
-
-async def respond(service: Service, body: ResponsesRequest) -> Response:
-    """Answer a request with the whole response, or with a stream that begins when the first token exists."""
-    model = service.model(body.model)
-    tools = body.chat_tools()
-    structured = tools.structured(body.structured(), service.codec)
-    read = tools.reader(service.codec) is not None
-    if read and body.wants_logprobs:
-        cause = "tools" if tools.used else "a model that writes its reasoning in channels"
-        raise APIError(400, f"log-probabilities cannot be combined with {cause}: leave one of them out")
-    prompt = await service.encode_chat(body.conversation(), tools.told)
-    prompt = service.truncated(prompt, body, body.max_output_tokens)
-    service.room([prompt], body.max_output_tokens)
-    params = body.sampling(
-        service.description.sampling,
-        body.max_output_tokens or service.max_context - len(prompt),
-        structured,
-        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-    )
-    answers = service.answers([prompt], params, special=read)
-    return await service.respond(answers, _Turn(service, body, model, prompt, answers, tools), bool(body.stream))
-
-
-class _Turn(AnswerFormat):
-    last = b""  # empty, because the last event of an answer is response.completed or response.incomplete
-
-    def __init__(
-        self, service: Service, body: ResponsesRequest, model: str, prompt: TokenIds, answers: Answers, tools: Tools
-    ) -> None:
-        super().__init__(service, "resp", body, model, [prompt], answers)
-        self._body = body
-        self._items = Items(scored=body.wants_logprobs)
-        self._reader = tools.reader(service.codec)
-        self._begun = False
-
-    async def whole(self) -> bytes:
-        [choice] = await self._answers.collect()
-        self._add(choice)
-        self._close(choice.finish_reason)
-        return self._response(choice.finish_reason).model_dump_json(by_alias=True).encode()
-
-    def _event(self, delta: Delta) -> bytes:
-        events = b""
-        if not self._begun:
-            self._begun = True
-            response = self._response(None).model_dump(by_alias=True)
-            events += self._items.event("created", response=response)
-            events += self._items.event("in_progress", response=response)
-            if self._reader is None:
-                events += self._items.open_message()
-        events += self._add(delta)
-        if delta.finish_reason is not None:
-            events += self._close(delta.finish_reason)
-            response = self._response(delta.finish_reason).model_dump(by_alias=True)
-            events += self._items.event(response["status"], response=response)
-        return events
-
-    def _add(self, delta: Delta) -> bytes:
-        if self._reader is None:
-            return self._items.add_text(delta.text, self._logprobs(delta))
-        return b"".join(map(self._items.add, self._reader.add(delta.text, delta.finish_reason)))
-
-    def _close(self, reason: bodies.FinishReason | None) -> bytes:
-        """Close the last output item. If the answer has no items, add an empty message first."""
-        events = b"" if self._items.all else self._items.open_message()
-        return events + self._items.close("completed" if reason == "stop" else "incomplete")
-
-    def _response(self, reason: bodies.FinishReason | None) -> ResponseObject:
+    def _response(self, reason: FinishReason | None) -> ResponseObject:
         """Return the response object so far. `reason` is None while the answer is generated."""
-        body, usage = self._body, None
+        body, usage, output = self._body, None, []
         if reason is not None:
-            used = self._usage(self._answers.completion_tokens)
+            used = self._usage()
             usage = ResponseUsage(
                 input_tokens=used.prompt_tokens,
                 input_tokens_details=used.prompt_tokens_details,
                 output_tokens=used.completion_tokens,
                 total_tokens=used.total_tokens,
             )
+            output = [self._item(item, "completed") for item in self.said.items]
+            output[-1].status = _status(reason)
         choice = body.tool_choice or "auto"
         form = body.text.format if body.text else None
         return ResponseObject(
             **{name: getattr(body, name) for name in _REPEATED},
-            id=self._head["id"],
-            created_at=self._head["created"],
-            status="in_progress" if reason is None else "completed" if reason == "stop" else "incomplete",
-            model=self._head["model"],
-            output=self._items.all if reason else [],
+            id=self.head["id"],
+            created_at=self.head["created"],
+            status="in_progress" if reason is None else _status(reason),
+            model=self.head["model"],
+            output=output,
             usage=usage,
             incomplete_details=Incomplete() if reason == "length" else None,
             metadata=body.metadata or {},
@@ -452,7 +416,15 @@ class _Turn(AnswerFormat):
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
 
-    def _logprobs(self, delta: Delta) -> list[bodies.TokenLogprob]:
-        if not self._body.wants_logprobs:
+    def _logprobs(self, tokens: list[Token]) -> list[TokenLogprob]:
+        if not self._keeps:
             return []
-        return bodies.chat_logprobs(self._tokenizer, bodies.scores(delta.tokens), self._body.top_logprobs or 0).content
+        return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0).content
+
+
+def _id(item: Item) -> str:
+    return f"fc_{item.id}" if item.kind == "call" else f"msg_{item.id}"
+
+
+def _status(reason: FinishReason | None) -> Status:
+    return "completed" if reason == "stop" else "incomplete"

@@ -4,18 +4,20 @@ import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, PropertyMock
 
+import numpy as np
 import pytest
 from api_support import Live, alternating
 
 from megakernel import LLM
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.routes import anthropic, responses
-from megakernel.serving.server.routes.responses import Items
+from megakernel.serving.server.routes.anthropic import CountRequest, MessagesRequest, _MessageWriter
+from megakernel.serving.server.routes.responses import ResponsesRequest, _ResponseWriter
+from megakernel.serving.server.service import Tools
+from megakernel.serving.server.writer import Asked
 from megakernel.serving.text.tool_calls import CallReader, Piece
-from megakernel.serving.text.tool_formats import FORMATS
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CONTEXT = 1024
@@ -136,10 +138,10 @@ def test_blocks_become_the_messages_that_templates_read(live: Live) -> None:
             {"role": "system", "content": "c"},
         ],
     }
-    asked = anthropic.CountRequest.model_validate(body).conversation()
+    asked = CountRequest.model_validate(body).conversation(Tools([]))
     called = {"id": "t1", "type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}
     first = {"role": "tool", "content": "ab", "tool_call_id": "t1"}
-    assert [message.plain() for message in asked.messages] == [
+    assert asked.messages == [
         {"role": "system", "content": "ab"},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "ab", "tool_calls": [called]},
@@ -152,7 +154,7 @@ def test_blocks_become_the_messages_that_templates_read(live: Live) -> None:
         {"role": "assistant", "content": ""},
         {"role": "system", "content": "c"},
     ]
-    assert not asked.continue_final_message
+    assert not asked.continue_final
     more = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "context_management": {"edits": []}, **cache}
     more |= {"output_config": {"effort": "low"}, "metadata": {"user_id": "u"}, "container": None, "mcp_servers": []}
     count = live.post(COUNT, {"messages": [ASK], "tools": [{**TIME, "type": "custom", **cache}], **more})
@@ -184,47 +186,74 @@ def test_tools(live: Live, choice: dict[str, Any]) -> None:
     assert plain["content"] == [{"type": "text", "text": "xy"}]
 
 
-def test_pieces_of_a_call_text_and_another_call_may_come_together() -> None:
-    parts = [
-        [Piece("content", "a"), Piece("call", "time"), Piece("arguments", '{"zone":')],
-        [Piece("arguments", ' "UTC"}'), Piece("content", "b"), Piece("call", "time"), Piece("arguments", "{}")],
+BODIES = {
+    MessagesRequest: {"max_tokens": 9, "messages": [ASK]},
+    ResponsesRequest: {"input": "hi"},
+}
+# Answers with pieces of calls and text that come together. The first is cut off, the others in and behind a call.
+DIVIDED = [
+    [("a", "call", '{"zone":'), (' "UTC"}', "b", "call", "{}")],
+    [("First.", "call", '{"zone": "UTC"}', 'Then {"ti')],
+    [("First.", "call", '{"zone": "UTC"}')],
+]
+
+
+def pieces(parts: tuple[str, ...]) -> list[Piece]:
+    return [
+        Piece("call", "time") if part == "call" else Piece("content" if part[0].isalpha() else "arguments", part)
+        for part in parts
     ]
-    answer = object.__new__(anthropic._Message)
-    answer._content, answer._reader = [], Mock(add=Mock(side_effect=parts))
-    events = events_of(b"".join(answer._add("", None) for _ in parts))
-    told = [
-        (event["index"], event["delta"].get("text") or event["delta"]["partial_json"])
-        for event in events
-        if "delta" in event
-    ]
-    assert told == [(0, "a"), (1, '{"zone":'), (1, ' "UTC"}'), (2, "b"), (3, "{}")]
-    assert [event["content_block"]["type"] for event in events if "content_block" in event] == ["text", "tool_use"] * 2
 
 
-# An answer that was cut off, after a call and in the text behind it.
-CUT = 'First.<tool_call>{"name": "time", "arguments": {"zone": "UTC"}}</tool_call>Then {"ti'
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.where)
+@pytest.mark.parametrize("parts", DIVIDED)
+def test_text_and_calls_are_items_in_order_in_a_stream_and_in_a_whole_answer(
+    parts: list[tuple[str, ...]], body: type[Any]
+) -> None:
+    """Pieces of a call, text and another call may come together. Both APIs list them in the order in which the model
+    wrote them, and only the last item can be incomplete."""
+    asked = body.model_validate(BODIES[body])
+
+    def writer() -> Any:
+        left = [Delta(0, 0, "...", finish_reason="length" if part is parts[-1] else None) for part in parts]
+        answers = Mock(cached=0, completion_tokens=5, close=Mock())
+        type(answers).finished = PropertyMock(side_effect=lambda: not left)
+        answers.take = AsyncMock(side_effect=lambda **how: [left.pop(0)])
+        reader = Mock(add=Mock(side_effect=list(map(pieces, parts))))
+        about = Asked("m", [np.array([1], np.int32)], answers, None, lambda: reader)
+        return _MessageWriter(about, 9) if body is MessagesRequest else _ResponseWriter(about, asked)
+
+    async def streamed() -> bytes:
+        return b"".join([events async for events in writer().chunks()])
+
+    whole, events = json.loads(asyncio.run(writer().whole())), events_of(asyncio.run(streamed()))
+    if body is MessagesRequest:
+        shown = [block.get("text") or block["input"] for block in whole["content"]]
+        told = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        grown = "".join(delta.get("text") or delta["partial_json"] for delta in told)
+        closed = [event["index"] for event in events if event["type"] == "content_block_stop"]
+    else:
+        shown = [item.get("arguments") or item["content"][0]["text"] for item in whole["output"]]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [item.get("arguments") or item["content"][0]["text"] for item in done] == shown
+        assert [item["status"] for item in done] == ["completed"] * (len(done) - 1) + ["incomplete"]
+        assert [item["status"] for item in whole["output"]] == [item["status"] for item in done]
+        shown = [json.loads(text) if text[0] == "{" else text for text in shown]
+        grown = "".join(event["delta"] for event in events if event["type"].endswith(".delta"))
+        closed = [event["output_index"] for event in events if event["type"] == "response.output_item.done"]
+    assert grown == "".join(_items(parts)) and closed == list(range(len(shown)))
+    assert shown == [json.loads(text) if text[0] == "{" else text for text in _items(parts)]
 
 
-@pytest.mark.parametrize("cut", [CUT, CUT[: CUT.index("Then")]])
-def test_a_whole_answer_keeps_the_order_of_text_and_calls(cut: str) -> None:
-    """Both APIs list text and calls in the order in which the model wrote them, as their streams do."""
-    choice = Delta(0, 0, cut, finish_reason="length")
-    expected = ["First.", '{"zone": "UTC"}', *([cut.partition("</tool_call>")[2]] if cut == CUT else [])]
-
-    def written(kind: type[Any], **given: Any) -> Any:
-        answer = object.__new__(kind)
-        answer._reader = CallReader(FORMATS["hermes"], {"time": None})
-        answer._answers = Mock(collect=AsyncMock(return_value=[choice]))
-        vars(answer).update(given)
-        asyncio.run(answer.whole())
-        return answer
-
-    message = written(anthropic._Message, _content=[], _answer=Mock())
-    assert [block.get("text") or json.dumps(block["input"]) for block in message._content] == expected
-    turn = written(responses._Turn, _items=Items(scored=False), _response=Mock())
-    found = [item.arguments if item.type == "function_call" else item.content[0].text for item in turn._items.all]
-    assert found == expected
-    assert [item.status for item in turn._items.all] == ["completed"] * (len(expected) - 1) + ["incomplete"]
+def _items(parts: list[tuple[str, ...]]) -> list[str]:
+    found: list[str] = []
+    for piece in (piece for part in parts for piece in pieces(part)):
+        if piece.kind == "arguments":
+            found[-1] += piece.text
+        else:
+            found.append("" if piece.kind == "call" else piece.text)
+    return found
 
 
 def test_an_answer_may_have_to_match_a_schema(live: Live) -> None:

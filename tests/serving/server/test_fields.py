@@ -14,15 +14,16 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.server.routes import anthropic, embeddings, fields, fields_page, requests, responses
+from megakernel.serving.server import fields, requests
+from megakernel.serving.server.routes import anthropic, chat, completions, embeddings, fields_page, responses
 from megakernel.serving.text.vllm import plain
 
 ROOT = Path(__file__).parents[3]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-BODIES: dict[type[fields.Strict], tuple[str, dict[str, Any]]] = {
-    requests.CompletionRequest: (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
-    requests.ChatRequest: (CHAT, {**HELLO, "max_tokens": 1}),
+BODIES: dict[type[requests.Strict], tuple[str, dict[str, Any]]] = {
+    completions.CompletionRequest: (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
+    chat.ChatRequest: (CHAT, {**HELLO, "max_tokens": 1}),
     responses.ResponsesRequest: (RESPONSES, {"input": "x", "max_output_tokens": 1}),
     requests.TokenizeText: ("/tokenize", {"prompt": "x"}),
     anthropic.MessagesRequest: ("/v1/messages", {**HELLO, "max_tokens": 1}),
@@ -52,13 +53,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("body", "declared"),
     [
-        (requests.CompletionRequest, completion_create_params.CompletionCreateParamsBase),
-        (requests.ChatRequest, chat_create_params.CompletionCreateParamsBase),
+        (completions.CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+        (chat.ChatRequest, chat_create_params.CompletionCreateParamsBase),
         (responses.ResponsesRequest, response_create_params.ResponseCreateParamsBase),
         (embeddings.EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
     ],
 )
-def test_every_field_of_the_openai_package_is_known(body: type[fields.Strict], declared: type[Any]) -> None:
+def test_every_field_of_the_openai_package_is_known(body: type[requests.Strict], declared: type[Any]) -> None:
     assert set(declared.__annotations__) <= {*body.model_fields, *fields.IGNORED, *fields.REFUSED}
 
 
@@ -68,7 +69,7 @@ def test_the_page_is_what_the_classes_say() -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, body: type[fields.Strict]) -> None:
+def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, body: type[requests.Strict]) -> None:
     path, plain = BODIES[body]
     refused = fields.REFUSED.keys() - body.model_fields.keys() - body.ignored.keys()
     for name in refused:
@@ -81,7 +82,7 @@ def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, b
 
 @pytest.mark.parametrize("body", BODIES)
 def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
-    live: Live, body: type[fields.Strict]
+    live: Live, body: type[requests.Strict]
 ) -> None:
     path, plain = BODIES[body]
     ignored = body.ignored.keys() - body.model_fields.keys()

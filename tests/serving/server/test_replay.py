@@ -21,8 +21,7 @@ from megakernel.serving.replicas import relay as module
 from megakernel.serving.replicas.relay import relay
 from megakernel.serving.replicas.server_process import Head, Part, _passed_on
 from megakernel.serving.server.client import EngineDead, Overloaded
-from megakernel.serving.server.http import EventStream
-from megakernel.serving.server.replay import HEADER, KEY, MARK, REPLAYED, Replay, Replayed
+from megakernel.serving.server.writer import HEADER, KEY, MARK, REPLAYED, EventStream, Replay, Replayed
 
 Ask = Callable[[Replay], AsyncGenerator[Part]]
 

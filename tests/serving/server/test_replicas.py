@@ -41,7 +41,7 @@ from megakernel.serving import replicas
 from megakernel.serving.replicas.placement import ClusterNode, ReplicaShare, place, prepare
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Head
-from megakernel.serving.server.replay import Replay
+from megakernel.serving.server.writer import Replay
 
 # -- routing
 

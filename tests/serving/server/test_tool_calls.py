@@ -17,9 +17,10 @@ from read_answers import Calls, read_answer
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.serving.server.routes.responses import Items, ResponsesRequest
-from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import CallReader, Piece
+from megakernel.serving.server.routes.responses import ResponsesRequest
+from megakernel.serving.server.service import Tools
+from megakernel.serving.text.codec import Codec, Conversation
+from megakernel.serving.text.tool_calls import CallReader
 from megakernel.serving.text.tool_formats import FORMATS, ToolFormat, tool_format, with_tools
 from megakernel.settings import SETTINGS
 
@@ -207,7 +208,7 @@ def test_a_conversation_with_calls_goes_through_the_template(tmp_path: Path, tem
         {"role": "tool", "content": "sunny", "tool_call_id": "1"},
     ]
     assert codec.tokenizer is not None
-    text = codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS))
+    text = codec.tokenizer.decode(codec.chat_ids(Conversation(told, TOOLS)))
     if template == "its own":
         assert text.startswith(json.dumps(TOOLS)) and "<assistant>weather=Rome<tool>sunny" in text
     else:
@@ -665,7 +666,7 @@ def test_calls_and_results_come_back_as_a_conversation() -> None:
             ],
         }
     )
-    told = [message.plain() for message in body.conversation().messages]
+    told = list(body.conversation(Tools([])).messages)
     assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "assistant"]
     assert [call["id"] for call in told[2]["tool_calls"]] == ["1", "2"] and told[2]["content"] == "Let me see."
     assert told[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Rome"}}
@@ -673,21 +674,4 @@ def test_calls_and_results_come_back_as_a_conversation() -> None:
     assert [call["id"] for call in told[4]["tool_calls"]] == ["3"]
     call = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
     many = ResponsesRequest.model_validate({"input": [call] * 300})
-    assert [len(message.plain()["tool_calls"]) for message in many.conversation().messages] == [128, 128, 44]
-
-
-def test_text_and_calls_of_one_answer_are_items_in_order() -> None:
-    items = Items(scored=False)
-    pieces = [Piece("content", "a"), Piece("call", "f"), Piece("arguments", "{"), Piece("arguments", "}")]
-    pieces += [Piece("content", "b"), Piece("call", "g"), Piece("arguments", "[]")]
-    told = b"".join([items.open_message(), *map(items.add, pieces), items.close("incomplete")])
-    assert [(item.type, item.status) for item in items.all] == [
-        ("message", "completed"),
-        ("function_call", "completed"),
-        ("message", "completed"),
-        ("function_call", "incomplete"),
-    ]
-    events = [json.loads(line.removeprefix("data: ")) for line in told.decode().splitlines() if line.startswith("data")]
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert [item.get("arguments") or item["content"][0]["text"] for item in done] == ["a", "{}", "b", "[]"]
+    assert [len(message["tool_calls"]) for message in many.conversation(Tools([])).messages] == [128, 128, 44]

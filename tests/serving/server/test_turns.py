@@ -8,6 +8,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from api_support import Live
@@ -17,8 +18,8 @@ from megakernel import SamplingParams, StructuredOutputsParams
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
-from megakernel.serving.server.messages import Submit, prompt_bytes
-from megakernel.serving.server.turns import CLIENT, ThreadTurns
+from megakernel.serving.server.messages import Submit
+from megakernel.serving.server.service import CLIENT, ThreadTurns
 
 
 def ask(turns: ThreadTurns, client: str, work: Callable[[], Any]) -> asyncio.Task[Any]:
@@ -170,7 +171,7 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
 
         def submit(first: int, client: str) -> bool:
             before = len(sent)
-            loop._submit(b"frontend", Submit(first, [prompt_bytes([1])], params, client))
+            loop._submit(b"frontend", Submit(first, [np.array([1], np.int32).tobytes()], params, client))
             return len(sent) == before
 
         assert [submit(i, "greedy") for i in range(4)] == [True, True, True, False]
@@ -199,7 +200,7 @@ def test_grammars_are_compiled_in_turn(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(loop, "_queue", lambda key, asked, constraint: None)
         for first in range(8):
             params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"{first}"))
-            asked = Submit(first, [prompt_bytes([1])], params, "other" if first in (6, 7) else "greedy")
+            asked = Submit(first, [np.array([1], np.int32).tobytes()], params, "other" if first in (6, 7) else "greedy")
             loop._submit(b"frontend", asked)
         assert order == [0]  # one at a time
         loop._abort(b"frontend", 2)

@@ -18,7 +18,7 @@ from megakernel import LLM
 from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.text.channels import ChannelReader
-from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.codec import Codec, Conversation
 from megakernel.serving.text.tool_calls import CallReader, Reader
 from megakernel.serving.text.tool_formats import FORMATS
 
@@ -233,7 +233,9 @@ def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     codec = Codec("m", load_tokenizer(str(tmp_path)))
     told = [{"role": "assistant", "content": text, "reasoning_content": "Hm"} for text in ("", "Hi")]
     assert codec.tokenizer is not None
-    assert codec.tokenizer.decode(codec.chat_ids(told, tools=TOOLS)).startswith("assistant:Hm:\nassistant::Hi\n")
+    assert codec.tokenizer.decode(codec.chat_ids(Conversation(told, TOOLS))).startswith(
+        "assistant:Hm:\nassistant::Hi\n"
+    )
 
 
 @pytest.mark.parametrize(

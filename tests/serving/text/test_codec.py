@@ -15,7 +15,7 @@ from tokenizer_support import ggml, loaded, spm_keys
 from tokenizers import decoders, models, normalizers, processors
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.codec import Codec, Conversation
 
 WORDS = ("▁The", "▁capital", "▁is", "▁Paris", "▁", *"TheCapitlsoPr")
 KEYS = spm_keys(*WORDS)
@@ -145,6 +145,6 @@ def test_developer_messages(tmp_path: Path, template: str, roles: str, text: str
     tokenizer = loaded(ggml(tmp_path / "m.gguf", **KEYS, add_bos_token=False, tokenizer__chat_template=template))
     messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles.split())]
     codec, kept = Codec("m", tokenizer), [dict(message) for message in messages]
-    assert tokenizer.decode(codec.chat_ids(messages)) == text and messages == kept
-    with_tools = tokenizer.decode(codec.chat_ids(messages, tools=[{"name": "f"}]))
+    assert tokenizer.decode(codec.chat_ids(Conversation(messages))) == text and messages == kept
+    with_tools = tokenizer.decode(codec.chat_ids(Conversation(messages, [{"name": "f"}])))
     assert ("developer" in with_tools) == ("developer" in template)

@@ -1,14 +1,11 @@
-"""The base class of all request bodies, and the request fields of other APIs that this server ignores or refuses. A
-field is ignored if it changes no answer. A refused field causes an error that gives the reason, unless its value has no
-effect. A field that no table and no class declares causes an error too. A value of null never causes an error."""
+"""The request fields of other APIs that this server ignores or refuses. A field is ignored if it changes no answer. A
+refused field causes an error that gives the reason, unless its value has no effect. A field that no table and no class
+declares causes an error too. A value of null never causes an error. `requests.py` applies these tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from typing import Any
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -127,45 +124,3 @@ HOSTED_TOOLS = (
 )
 REFUSED = {name: why for why, names, *_ in _REFUSED for name in names.split()}
 NEUTRAL: dict[str, list[Any]] = {name: neutral for _, names, *neutral in _REFUSED for name in names.split()}
-
-
-def _describe(schema: dict[str, Any], model: type[Any]) -> None:
-    """State in the OpenAPI schema that fields which the class `model` does not declare may only be null."""
-    if model.where and not model.lenient:
-        schema["additionalProperties"] = {"type": "null"}
-
-
-class Strict(BaseModel):
-    """A strictly validated JSON object of a request. Subclasses declare the supported fields; `where` is the name of
-    the object in error messages.
-
-    A field that the subclass does not declare causes an error, unless its value has no effect or `ignored` names the
-    field, with a reason. A `lenient` class refuses only the fields in REFUSED and ignores other unknown fields. If
-    `where` is empty, every undeclared field is ignored."""
-
-    # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
-    where: ClassVar[str] = ""
-    ignored: ClassVar[Mapping[str, str]] = IGNORED
-    lenient: ClassVar[bool] = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_fields(cls, given: Any) -> Any:
-        """Raise an error for a field that the server refuses or does not know."""
-        if cls.where and isinstance(given, dict):
-            for name, value in given.items():
-                if name in cls.model_fields or name in cls.ignored or value is None:
-                    continue
-                if name in REFUSED or not cls.lenient:
-                    _check(cls.where, name, value)
-        return given
-
-
-def _check(where: str, name: str, value: Any) -> None:
-    """Raise an error unless `value` is a neutral value of a refused field, of the same type: 0 is not false."""
-    if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
-        return
-    said = name if len(name) <= 60 else f"{name[:60]}..."
-    why = f"{said} is not supported: {REFUSED[name]}" if name in REFUSED else f"{said} is not a field of {where}"
-    raise PydanticCustomError("refused", "{why}", {"why": why, "field": said})

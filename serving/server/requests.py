@@ -1,15 +1,24 @@
-"""The pydantic models of the request bodies. They declare the range of every field, which the OpenAPI schema shows too.
-Names and defaults are those of vLLM, SGLang and the OpenAI API. A field that is null counts as absent. `fields.py` has
-the fields that the server ignores or refuses."""
+"""What the bodies of requests have in common: how they are checked, and the fields that several endpoints accept. The
+bodies declare the range of every field, which the OpenAPI schema shows too. Names and defaults are those of vLLM,
+SGLang and the OpenAI API. A field that is null counts as absent. `fields.py` has the fields that the server ignores or
+refuses."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megakernel.errors import MegakernelError
@@ -25,14 +34,8 @@ from megakernel.serving.engine.sampling import (
     StructuredOutputsParams,
 )
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
-from megakernel.serving.server.routes.fields import (
-    HOSTED_TOOLS,
-    OF_EARLIER_ANSWERS,
-    OF_REASONING,
-    OF_STREAM_OPTIONS,
-    Strict,
-)
+from megakernel.serving.server.fields import IGNORED, NEUTRAL, OF_STREAM_OPTIONS, REFUSED
+from megakernel.serving.server.limits import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
 
 INT32, _SEED = 2**31 - 1, 2**63
 
@@ -106,9 +109,62 @@ Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
     one_message(f"must be text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARACTERS} characters"),
 ]
+
+
+def _own_names(values: dict[str, Any]) -> dict[str, Any]:
+    for name in sorted(OWN_NAMES & set(values)):
+        raise contradiction("chat_template_kwargs", f"chat_template_kwargs must not contain {name}: the server sets it")
+    return values
+
+
+TemplateValues = Annotated[
+    dict[str, Any], Field(description="more variables for the template"), AfterValidator(_own_names)
+]
 Schema = Annotated[dict[str, Any] | str, Field(description="a JSON schema as an object or as text")]
 _Texts = Annotated[list[Text], Field(min_length=1, max_length=1024)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_CHARACTERS)]
+
+
+def _describe(schema: dict[str, Any], model: type[Any]) -> None:
+    """State in the OpenAPI schema that fields which the class `model` does not declare may only be null."""
+    if model.where and not model.lenient:
+        schema["additionalProperties"] = {"type": "null"}
+
+
+class Strict(BaseModel):
+    """A strictly validated JSON object of a request. Subclasses declare the supported fields; `where` is the name of
+    the object in error messages.
+
+    A field that the subclass does not declare causes an error, unless its value has no effect or `ignored` names the
+    field, with a reason. A `lenient` class refuses only the fields in REFUSED and ignores other unknown fields. If
+    `where` is empty, every undeclared field is ignored."""
+
+    # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
+    where: ClassVar[str] = ""
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    lenient: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, given: Any) -> Any:
+        """Raise an error for a field that the server refuses or does not know."""
+        if cls.where and isinstance(given, dict):
+            for name, value in given.items():
+                if name in cls.model_fields or name in cls.ignored or value is None:
+                    continue
+                if name in REFUSED or not cls.lenient:
+                    _check(cls.where, name, value)
+        return given
+
+
+def _check(where: str, name: str, value: Any) -> None:
+    """Raise an error unless `value` is a neutral value of a refused field, of the same type: 0 is not false."""
+    if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
+        return
+    said = name if len(name) <= 60 else f"{name[:60]}..."
+    why = f"{said} is not supported: {REFUSED[name]}" if name in REFUSED else f"{said} is not a field of {where}"
+    raise PydanticCustomError("refused", "{why}", {"why": why, "field": said})
 
 
 class JsonSchema(Strict):
@@ -146,6 +202,19 @@ class Body(Strict):
     model: Annotated[str, Field(description="a name that /v1/models lists; default: the first one")] | None = None
 
 
+class TokenizeText(Body):
+    where = "/tokenize with a text"
+
+    prompt: str
+    add_special_tokens: AddSpecial | None = None
+
+
+class DetokenizeRequest(Body):
+    where = "/detokenize"
+
+    tokens: Annotated[list[TokenId], _WHOLE_LIST]
+
+
 class Truncated(Body):
     truncate_prompt_tokens: Kept | None = None
 
@@ -171,6 +240,10 @@ class Sampled(Truncated):
         None
     )
     stream: Flag | None = None
+
+    def form(self) -> StructuredOutputsParams | None:
+        """Return the format that the answer must match, or None."""
+        return None
 
     def sampling(
         self,
@@ -232,11 +305,7 @@ class Choices(Sampled):
             raise contradiction("prompt_logprobs", "prompt_logprobs cannot be streamed: set stream to false")
         return self
 
-    @property
-    def wants_usage_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def structured(self) -> StructuredOutputsParams | None:
+    def form(self) -> StructuredOutputsParams | None:
         """Return the format that the answer must match, or None if no field sets one. Raises an HTTP error 400 if the
         format is invalid or if several fields set one."""
         given: dict[str, dict[str, Any]] = {
@@ -266,208 +335,3 @@ def prompt_list(given: Any) -> list[str] | list[list[int]]:
     """Return the prompts of a field of type `Prompt` as a list, also if there is only one."""
     one = isinstance(given, str) or isinstance(given[0], int)
     return [given] if one else given
-
-
-class CompletionRequest(Choices):
-    where = "/v1/completions"
-
-    prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), READ] | None = None
-    echo: Flag | None = None
-    logprobs: TopCount | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), READ] | None = None
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        if self.max_tokens is None:
-            self.max_tokens = self.max_completion_tokens
-        if self.max_tokens == 0 and not self.echo:
-            raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
-        return self
-
-
-MOST_TOOLS = 128  # the OpenAI API's limit
-_HOSTED = re.compile(f"({HOSTED_TOOLS})(_[0-9_]+)?")
-
-
-def _callable(tools: Any) -> Any:
-    """Return the tools without those that only another server can run."""
-    if not isinstance(tools, list):
-        return tools
-    return [t for t in tools if not (isinstance(t, dict) and _HOSTED.fullmatch(str(t.get("type"))[:64]))]
-
-
-CALLABLE = BeforeValidator(_callable)
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-
-
-class Function(Strict):
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Flag | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: Function
-
-
-# JSON, or a part of it if the answer was cut. Clients of other APIs send an object.
-Arguments = Annotated[str | dict[str, Any], one_message("must be JSON text or an object")]
-
-
-class CalledFunction(Strict):
-    name: str
-    arguments: Arguments | None = None
-
-
-def _parsed(given: str | dict[str, Any]) -> Any:
-    """Return the value of a JSON text. A text that is not JSON, or not representable in UTF-8, is returned itself."""
-    try:
-        value = json.loads(given) if isinstance(given, str) else given
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return given
-    return value
-
-
-class Called(Strict):
-    """A tool call from an earlier answer."""
-
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
-
-    def plain(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates read: the arguments are an object if they are JSON."""
-        arguments = _parsed(self.function.arguments or "{}")
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
-
-
-ToolChoice = Literal["none", "auto", "required"] | Tool
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    where = "an entry of messages"
-    ignored = OF_EARLIER_ANSWERS
-    lenient = True
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
-        one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
-    ] = None
-
-    tool_calls: Annotated[list[Called], Field(max_length=MOST_TOOLS)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: Annotated[str, Field(description="the reasoning of an earlier answer")] | None = None
-    reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
-    thinking: Annotated[str, Field(description="the same as reasoning_content")] | None = None
-    name: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates read."""
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
-        more["reasoning_content"] = self.reasoning_content or self.reasoning or self.thinking or None
-        if self.tool_calls:
-            more["tool_calls"] = [call.plain() for call in self.tool_calls]
-        return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
-
-
-_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class Reasoning(Strict):
-    where = "reasoning"
-    ignored = OF_REASONING
-
-    effort: str | None = None
-
-
-class Conversation(Strict):
-    """A conversation, and how the model's chat template turns it into a prompt."""
-
-    messages: Messages
-    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true"), READ] | None = None
-    continue_final_message: Annotated[bool, Field(description="continue the last message"), READ] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(description="more variables for the template")] | None = None
-    reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
-    reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
-    add_special_tokens: AddSpecial | None = None
-
-    @model_validator(mode="after")
-    def _prompt_has_one_end(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            told = "continue_final_message and add_generation_prompt exclude each other"
-            raise contradiction("continue_final_message", told)
-        for name in sorted(OWN_NAMES & set(self.chat_template_kwargs or ())):
-            told = f"chat_template_kwargs must not contain {name}: the server sets it"
-            raise contradiction("chat_template_kwargs", told)
-        return self
-
-    @property
-    def template_values(self) -> dict[str, Any]:
-        """Return the variables that the request sets for the chat template."""
-        values: dict[str, Any] = {}
-        if effort := self.reasoning_effort or (self.reasoning and self.reasoning.effort):
-            values["reasoning_effort"] = effort
-            if effort == "none":
-                values["enable_thinking"] = False
-        if self.add_generation_prompt is not None:
-            values["add_generation_prompt"] = self.add_generation_prompt
-        return values | (self.chat_template_kwargs or {})
-
-
-class ChatRequest(Conversation, Choices):
-    where = "/v1/chat/completions"
-
-    max_completion_tokens: NewTokens | None = None
-    max_tokens: NewTokens | None = None  # the older name of max_completion_tokens
-    logprobs: Flag | None = None
-    top_logprobs: TopCount | None = None
-    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), CALLABLE] | None = None
-    tool_choice: Annotated[ToolChoice | None, one_message(_CHOICES)] = None
-    parallel_tool_calls: Flag | None = None
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise contradiction("top_logprobs", "top_logprobs requires logprobs=true")
-        return self
-
-
-class TokenizeText(Body):
-    where = "/tokenize with a text"
-
-    prompt: str
-    add_special_tokens: AddSpecial | None = None
-
-
-class TokenizeMessages(Conversation, Body):
-    where = "/tokenize with messages"
-
-
-def _which(given: Any) -> str:
-    return "(messages)" if isinstance(given, dict) and given.get("messages") is not None else "(text)"
-
-
-# The tags are in parentheses, so that errors.py can recognise them and leave them out of the path of an invalid field.
-TokenizeRequest = Annotated[
-    Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
-]
-
-
-class DetokenizeRequest(Body):
-    where = "/detokenize"
-
-    tokens: Annotated[list[TokenId], _WHOLE_LIST]

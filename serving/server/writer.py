@@ -1,0 +1,393 @@
+"""Writes answers: whole, or as streams of server-sent events. Both are made of the same pieces (text, reasoning, calls
+of tools). Each API has its own `Writer`.
+
+If the server that gives an answer is lost, another one continues it. Results do not depend on the batch, so a server
+that gets the same request with the same random seed generates the same tokens, bit for bit. The front, which passes
+requests to servers, adds the header HEADER to each request, with a `Replay`. A server honours the header only with the
+key in the environment variable KEY, which only the front's processes know. Such an answer has separate events for each
+token, so the events do not depend on how many tokens arrive at once. After the events of a token comes a mark with the
+number of the choice. By counting the marks, the front knows which tokens the client has. A server that gets the request
+again leaves out the events of these tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.engine.tokens import Token, TokenIds
+from megakernel.serving.server.client import Answers, Delta
+from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
+from megakernel.serving.server.scores import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
+from megakernel.serving.text.tool_calls import Piece, Reader
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+AnyReason = Literal["stop", "length", "tool_calls"]
+DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
+_encode = msgspec.json.Encoder().encode
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
+
+
+def encode_json(value: object) -> bytes:
+    """Return a value as JSON. The fast encoder cannot write integers beyond 64 bits, so another one writes these."""
+    try:
+        return _encode(value)
+    except OverflowError:
+        return json.dumps(value).encode()
+
+
+# -- the same answer from another server
+
+HEADER, KEY = "x-megakernel-replay", "MEGAKERNEL_REPLAY_KEY"
+# A mark is an SSE comment with the choice of the events before it. JSON has no line breaks, so no event contains one.
+MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
+
+
+class Replay(msgspec.Struct):
+    """What servers need to give the same answer: `seed`, from which random numbers and ids are derived, and the time
+    `created`. `given` has, by choice, the number of tokens whose events the client already has."""
+
+    seed: int
+    created: int
+    given: dict[int, int] = {}
+
+    def header(self, key: str) -> str:
+        return f"{key} {msgspec.json.encode(self).decode()}"
+
+
+class Replayed:
+    """An answer that begins after the tokens that the client already has."""
+
+    def __init__(self, asked: Replay) -> None:
+        self.seed, self.created, self._given = asked.seed, asked.created, asked.given
+        self._passed: Counter[int] = Counter()  # choice -> number of its tokens generated so far
+        self._at, self._ids = "", 0  # the current token, and the number of ids that its events have so far
+
+    def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
+        """Return the stream events for a choice's next token, `delta`, followed by a mark. Return nothing if the client
+        has this token already. `make` makes the events and is called in both cases, because later events depend on
+        earlier ones."""
+        self._passed[delta.index] += 1
+        count = self._passed[delta.index]
+        self._at, self._ids = f"{delta.index} {count}", 0
+        events = make(delta)
+        return b"" if count <= self._given.get(delta.index, 0) else b"%s:%d\n\n" % (events, delta.index)
+
+    def new_id(self) -> str:
+        """Return an id that depends on the seed and the current token only."""
+        self._ids += 1
+        return hashlib.blake2b(f"{self.seed} {self._at} {self._ids}".encode(), digest_size=12).hexdigest()
+
+
+REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # of the request being answered
+
+
+def replayed(header: bytes | None) -> Replayed | None:
+    """Return the `Replayed` that the value of HEADER asks for, or None without the header or with a wrong key."""
+    key, _, asked = (header or b"").partition(b" ")
+    known = os.environ.get(KEY, "").encode()
+    if not known or not hmac.compare_digest(key, known):
+        return None
+    return Replayed(msgspec.json.decode(asked, type=Replay))
+
+
+def new_id() -> str:
+    """Return the id of an answer or of a part of it: 24 random hexadecimal digits."""
+    asked = REPLAYED.get()
+    return asked.new_id() if asked else secrets.token_hex(12)
+
+
+def created() -> int:
+    """Return the time at which the request that is being answered began, in seconds since 1970."""
+    asked = REPLAYED.get()
+    return asked.created if asked else int(time.time())
+
+
+# -- the pieces of an answer
+
+
+@dataclass
+class Item:
+    """A part of an answer: text for the user, reasoning, or a call of the function `name`, whose arguments are the
+    `text`."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str = ""
+    name: str = ""
+    id: str = field(default_factory=lambda: new_id())
+
+
+class Said:
+    """What one choice has said so far, as items. `reader` divides its text into pieces; None: all text is content.
+    `tokens` are those that the whole answer shows one by one."""
+
+    def __init__(self, delta: Delta, reader: Reader | None) -> None:
+        self.index, self.prompt, self.reader = delta.index, delta.prompt, reader
+        self.items: list[Item] = []
+        self.calls = 0  # number of items that are calls
+        self.tokens: list[Token] = []
+        self.last = delta  # says why the choice has ended
+
+    def read(self, delta: Delta) -> list[Piece]:
+        """Return the pieces of new text."""
+        self.last = delta
+        if self.reader is None:
+            return [Piece("content", delta.text)]
+        return self.reader.add(delta.text, delta.finish_reason)
+
+    def put(self, piece: Piece) -> bool:
+        """Append a piece to the last item, or to a new one. Returns whether there is a new one."""
+        if piece.kind == "arguments" or (piece.kind != "call" and self.items and self.items[-1].kind == piece.kind):
+            self.items[-1].text += piece.text
+        elif piece.kind == "call":
+            self.calls += 1
+            self.items.append(Item("call", name=piece.text))
+            return True
+        else:
+            self.items.append(Item(piece.kind, piece.text))
+            return True
+        return False
+
+    def text(self, kind: Literal["content", "reasoning"]) -> str:
+        return "".join(item.text for item in self.items if item.kind == kind)
+
+    @property
+    def reason(self) -> AnyReason | None:
+        """Why the choice has ended. A call that max_tokens cut off must not look complete: the reason is `length`."""
+        return "tool_calls" if self.calls and self.last.finish_reason == "stop" else self.last.finish_reason
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an answer depends on: the model's name, the prompts, and how tokens are shown. `reader` makes a parser for
+    the text of one choice; its result is None if all text is content."""
+
+    model: str
+    prompts: list[TokenIds]
+    answers: Answers
+    tokenizer: Tokenizer | None  # shows tokens as text; without it, they are shown as `token_id:N`
+    reader: Callable[[], Reader | None] = lambda: None
+    shows_ids: bool = False
+    usage: bool = False  # whether a stream ends with the usage
+    room: int = 0  # tokens that fit the context behind the first prompt
+
+
+class Writer(ABC):
+    """Writes the answer to one request as JSON. `head` holds the id, the creation time and the model's name for every
+    body. `last` is the final event of a stream, and `kind` begins the answer's id."""
+
+    last = b"data: [DONE]\n\n"
+    kind = ""
+    reasons = True  # whether the answer shows reasoning
+
+    def __init__(self, asked: Asked, *, keeps: bool) -> None:
+        """`keeps` says whether the whole answer shows single tokens."""
+        self.asked, self.answers, self._keeps = asked, asked.answers, keeps
+        self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": asked.model}
+        self._said: dict[int, Said] = {}  # by the number of the choice
+        self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
+
+    async def whole(self) -> bytes:
+        """Return the whole answer, which is made of the same pieces as a stream."""
+        while not self.answers.finished:
+            for delta in await self.answers.take():
+                said = self._choice(delta)
+                for piece in said.read(delta):
+                    if piece.text and (self.reasons or piece.kind != "reasoning"):
+                        said.put(piece)
+                if self._keeps:
+                    said.tokens += delta.tokens
+        return self._whole([self._said[index] for index in sorted(self._said)])
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """Yield the events of the stream, without the last one. If another server could continue the answer, yield one
+        item per token, even if the token has no new event."""
+        replay = REPLAYED.get()
+        make = partial(replay.events, self._events) if replay else self._events
+        try:
+            while not self.answers.finished:
+                if (events := b"".join(map(make, await self.answers.take(singly=bool(replay))))) or replay:
+                    yield events
+            if self.asked.usage:
+                yield event(self._usage_chunk())
+        finally:
+            self.answers.close()
+
+    def _choice(self, delta: Delta) -> Said:
+        if (said := self._said.get(delta.index)) is None:
+            said = self._said[delta.index] = Said(delta, self.asked.reader())
+        return said
+
+    @abstractmethod
+    def _events(self, delta: Delta) -> bytes:
+        """Return the events for what is new of a choice."""
+
+    @abstractmethod
+    def _whole(self, choices: list[Said]) -> bytes:
+        """Return the whole answer."""
+
+    def _usage_chunk(self) -> bytes:
+        """Return the chunk with the usage at the end of a stream."""
+        raise NotImplementedError
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Return a chunk of a choice that contains only new text."""
+        raise NotImplementedError
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return `_text_chunk` as an event. To save time, the JSON around the text is made only once per choice."""
+        if (around := self._around.get(index)) is None:
+            around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
+        before, after = around
+        return before + encode_json(text) + after
+
+    def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
+        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position. Returns None
+        if `count` is None. The engine must have sent the prompt's log-probabilities already."""
+        if count is None:
+            return None
+        prompt = self.asked.prompts[index].tolist()
+        return prompt_logprobs(self.asked.tokenizer, prompt, self.answers.scores[index][1], count)
+
+    def _usage(self, completion: int | None = None) -> Usage:
+        """Return the token counts. `completion` replaces the number of generated tokens."""
+        prompt = sum(map(len, self.asked.prompts))
+        made = self.answers.completion_tokens if completion is None else completion
+        details = PromptDetails(cached_tokens=self.answers.cached)
+        return Usage(
+            prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made, prompt_tokens_details=details
+        )
+
+
+class ItemWriter(Writer):
+    """Writes an answer of one choice, in APIs whose streams tell the beginning, the growth and the end of each item.
+    Reasoning is left out. `said` is the answer so far; its last item may still grow until it is closed."""
+
+    last = b""  # these streams have an event of their own for the end
+    reasons = False
+
+    def __init__(self, asked: Asked, *, keeps: bool = False) -> None:
+        super().__init__(asked, keeps=keeps)
+        reader = asked.reader()
+        self.said = self._said[0] = Said(Delta(0, 0), reader)
+        self._begun = False
+
+    def _choice(self, delta: Delta) -> Said:
+        return self.said
+
+    def _events(self, delta: Delta) -> bytes:
+        said, events = self.said, [b"" if self._begun else self._begin()]
+        self._begun = True
+        for piece in said.read(delta):
+            if piece.kind == "reasoning" or not (piece.text or self._keeps):
+                continue
+            if said.put(piece):
+                events += [self._close(item) for item in said.items[-2:-1]]
+                events.append(self._open(said.items[-1]))
+            if piece.kind != "call":
+                events.append(self._grow(said.items[-1], piece.text, delta))
+        if delta.finish_reason is not None:
+            events.append(self._end())
+        return b"".join(events)
+
+    @abstractmethod
+    def _begin(self) -> bytes:
+        """Return the first events of the stream."""
+
+    @abstractmethod
+    def _open(self, item: Item) -> bytes:
+        """Return the events for the beginning of an item, without its text."""
+
+    @abstractmethod
+    def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
+        """Return the events for more text, or more arguments, of the last item."""
+
+    @abstractmethod
+    def _close(self, item: Item) -> bytes:
+        """Return the events for the end of an item."""
+
+    @abstractmethod
+    def _end(self) -> bytes:
+        """Return the last events of the stream, from the end of the last item on."""
+
+
+# -- server-sent events and the client's connection
+
+
+def event(data: bytes, name: str = "") -> bytes:
+    """Return a server-sent event with the content `data`, and with a name unless this is empty."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`. Each
+    part contains one or more events and is sent in one write. The caller generates `first` before it creates the
+    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], end: bytes) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._rest, self._end = first, rest, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._rest):
+            # Middleware changes only the start of a response. To save time, the many parts of a stream bypass it.
+            await while_connected(receive, self._send(scope["path"], scope.get(DIRECT, send)))
+
+    async def _send(self, path: str, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        last = b""
+        try:
+            async for part in self._rest:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Exception as e:
+            error = as_api_error(e)
+            if error.status == 503 and REPLAYED.get():
+                return  # before the end of the body: the front then asks another replica for the rest
+            if error.status == 500:
+                log.exception("a stream failed")
+            last = event(error.body(path), "error" if is_messages(path) else "")
+        await send({"type": "http.response.body", "body": last + self._end, "more_body": False})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and raise ClientGone."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
