@@ -29,7 +29,7 @@ class Options:
                    `compile_program` treats auto as none
     interleave     whether a worker may alternate between memory-bound and compute-bound work of neighbouring
                    operations; if off, operations run one after another
-    matmul         dot products on CUDA cores (for few rows) or matrix units; `with_matmul` resolves auto. It has no
+    matmul         dot products on CUDA cores (for few rows) or matrix units; `Spec.matmul` decides auto. It has no
                    effect on a CPU
     expert_parallel  whether each rank has some whole experts, instead of a part of every expert
     overlap_ranks  if off, instructions wait until other ranks have finished a whole operation, instead of some rows

@@ -23,7 +23,7 @@ from record import options, write
 from megakernel import machine as machines
 from megakernel.isa import Dtype
 from megakernel.model import load_config
-from megakernel.scheduler import Options
+from megakernel.scheduler import Options, Spec
 from megakernel.scheduler.options import CHOICES
 from megakernel.scheduler.tune import Fastest
 from megakernel.scheduler.tune.fastest import Predictions
@@ -46,9 +46,8 @@ def variants(tp: int, rows: int) -> list[Options]:
 
 
 def point(model: str, machine: str, tp: int, rows: int) -> dict[str, Any]:
-    sizes = {"max_seqs": rows, "max_context": _CONTEXT}
     config = load_config(f"random:{model}")
-    fastest = Fastest(config, machines.load(machine), tp=tp, options=Options(), dtype=Dtype.BF16, **sizes)
+    fastest = Fastest(Spec(config, machines.load(machine), Dtype.BF16, rows, 1, rows, _CONTEXT, tp))
     begin = process_time()
     chosen = fastest.options(rows)
     spent, known = process_time() - begin, Predictions()

@@ -15,7 +15,7 @@ from megakernel.isa import Dtype
 from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import SEGMENTS, Program
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options, Spec, compile_program
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline.resolve import resolve
@@ -28,22 +28,24 @@ MACHINE = machines.load("h100")
 def decode(layers: int) -> Program:
     """Compile a decode step of one sequence for Llama-3.2-1B, with only `layers` layers, on one H100."""
     config = replace(load_config("random:llama-3.2-1b"), layers=layers)
-    return compile_program(config, MACHINE, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256)
+    return compile_program(Spec(config, MACHINE, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256))
 
 
 def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
     """Compile a decode step of `tokens` sequences for three layers of a model on `tp` H100s."""
     config = replace(load_config(f"random:{model}"), layers=3)
     return compile_program(
-        config,
-        MACHINE,
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=1,
-        max_seqs=tokens,
-        max_context=256,
-        tp=tp,
-        options=options,
+        Spec(
+            config,
+            MACHINE,
+            dtype=Dtype.BF16,
+            tokens=tokens,
+            logit_rows=1,
+            max_seqs=tokens,
+            max_context=256,
+            tp=tp,
+            options=options,
+        )
     )
 
 

@@ -23,7 +23,7 @@ from megakernel.isa.record import WORDS
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import SEGMENTS, Program, Segment, load_program
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.scheduler import Options, compile_program, disassemble
+from megakernel.scheduler import Options, Spec, compile_program, disassemble
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.verify import verify
 from megakernel.timeline import resolve, summarise, write_html, write_perfetto
@@ -56,7 +56,7 @@ def good_programs() -> list[Good]:
     made = []
     for name, (machine, changes) in shapes.items():
         bucket = {"dtype": Dtype.F32, "tokens": 4, "logit_rows": 2, "max_seqs": 4, "max_context": 32} | changes
-        program = compile_program(replace(CONFIG, layers=3), machine, **bucket)
+        program = compile_program(Spec(replace(CONFIG, layers=3), machine, **bucket))
         done = simulate(program, machine, decode_step(program.dims, 4, 16), trace=True)
         assert done.trace is not None
         made.append(Good(name, program, done.trace))
@@ -278,7 +278,7 @@ def _read_machine(path: Path, mutant: Mutant) -> Iterator[Stage]:
     yield "load", lambda: machine.append(machines.load(str(path)))
     if machine:
         bucket = {"dtype": Dtype.BF16, "tokens": 4, "logit_rows": 2, "max_seqs": 4, "max_context": 32}
-        yield "compile", lambda: compile_program(CONFIG, replace(machine[0], workers=2), **bucket)
+        yield "compile", lambda: compile_program(Spec(CONFIG, replace(machine[0], workers=2), **bucket))
         table = decode_step(good.program.dims, 4, 16)
         yield "simulate", lambda: simulate(good.program, replace(machine[0], workers=2), table)
 

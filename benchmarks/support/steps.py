@@ -10,7 +10,7 @@ from megakernel.model import ModelConfig
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program
 from megakernel.runtime import create
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import Spec, compile_program
 
 
 def compiled(
@@ -19,7 +19,7 @@ def compiled(
     """Compile a program for steps of `tokens` tokens, with logits for one row per sequence. The default dtype is
     bf16."""
     sizes = {"tokens": tokens, "logit_rows": seqs, "max_seqs": seqs, "max_context": context}
-    return compile_program(config, machine, **{"dtype": Dtype.BF16} | sizes | more)
+    return compile_program(Spec(config, machine, **{"dtype": Dtype.BF16} | sizes | more))
 
 
 def backend(name: str, config: ModelConfig, dims: Dims, *, pages: int = 0, **more: Any) -> Any:

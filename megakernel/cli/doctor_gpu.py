@@ -167,19 +167,21 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
 
 
 def _compile(case: Case) -> Program:
-    from megakernel.scheduler import Options, compile_program
+    from megakernel.scheduler import Options, Spec, compile_program
 
     machine = rank_machine("cuda", None, case.tp)
     return compile_program(
-        case.config,
-        machine,
-        dtype=Dtype.BF16,
-        tokens=case.tokens,
-        logit_rows=min(case.tokens, 3),
-        max_seqs=3,
-        max_context=case.config.max_context,
-        tp=case.tp,
-        options=Options(matmul=case.matmul, norm=case.norm),
+        Spec(
+            case.config,
+            machine,
+            dtype=Dtype.BF16,
+            tokens=case.tokens,
+            logit_rows=min(case.tokens, 3),
+            max_seqs=3,
+            max_context=case.config.max_context,
+            tp=case.tp,
+            options=Options(matmul=case.matmul, norm=case.norm),
+        )
     )
 
 

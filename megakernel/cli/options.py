@@ -167,7 +167,7 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
 
 
 def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return a model's sizes, and the arguments of `compile_program` that describe its weights: their types in memory,
+    """Return a model's sizes, and the fields of `Spec` that describe its weights: their types in memory,
     and how they are multiplied. Neither the weights nor the machine are needed, so a program can be compiled for a
     machine that does not exist here. Weights that are not on this computer count as bf16. Raises MegakernelError if
     `context` tokens exceed the model's limit."""

@@ -69,16 +69,16 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
     """Compile a program for the model and the machine that the flags of `add_machine` name. Return the program, the
-    model and the machine. `sizes` are further arguments of `compile_program`, such as the maximum number of token rows.
+    model and the machine. `sizes` are further fields of the Spec, such as the maximum number of token rows.
     Without `sizes`, the sizes come from flags."""
+    from megakernel.scheduler import Spec
     from megakernel.scheduler.tune import Fastest
 
     machine = machines.load(args.machine, args.workers)
     config, how = paper_model(args, machine, args.max_model_len or 0)
     sizes = {"max_context": args.max_model_len or config.max_context} | (sizes or _bucket(args))
-    bucket = {name: sizes.pop(name) for name in ("tokens", "logit_rows")}
-    fastest = Fastest(config, machine, tp=args.tensor_parallel_size, options=lowering(args), **how, **sizes)
-    return fastest(**bucket), config, machine
+    spec = Spec(config, machine, tp=args.tensor_parallel_size, options=lowering(args), **how, **sizes)
+    return Fastest(spec)(tokens=spec.tokens, logit_rows=spec.logit_rows), config, machine
 
 
 def _bucket(args: argparse.Namespace) -> dict[str, int]:

@@ -46,8 +46,8 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megakernel.scheduler import Options
-    from megakernel.scheduler.candidates import fastest
+    from megakernel.scheduler import Options, Spec
+    from megakernel.scheduler.candidates import lowered
     from megakernel.scheduler.describe import lowering
     from megakernel.serving.engine.memory import weight_bytes
 
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     parallel = args.enable_expert_parallel
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm, expert_parallel=parallel)
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    tasks = fastest(config, machine, max_context=context, tp=args.tensor_parallel_size, options=options, **how, **rows)
+    spec = Spec(config, machine, max_context=context, tp=args.tensor_parallel_size, options=options, **how, **rows)
+    tasks = lowered(spec)
     forward, ranks = tasks.forward, tasks.rank_dims
     parts = [
         PhasePart(each.phase, each.columns, ranks[each.rank], runs)

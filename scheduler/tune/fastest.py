@@ -7,20 +7,17 @@ predict both, and takes less than a second for a step of a few layers."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import ceil_div
-from megakernel.machine import Machine
-from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.scheduler import compile_program, with_matmul
-from megakernel.scheduler.candidates import most_dot_rows
+from megakernel.scheduler import Spec, compile_program
 from megakernel.scheduler.describe import lowering
 from megakernel.scheduler.options import CHOICES, Options
+from megakernel.scheduler.search import Change, products, search
 from megakernel.scheduler.tasks import Stages
 from megakernel.scheduler.tune.predict import predicted_seconds
 from megakernel.targets import TARGETS
@@ -34,7 +31,6 @@ _DOT_TILES = 4
 # A residual that is replicated on every rank is tried up to this many rows. With more rows, each rank would repeat too
 # much of the other ranks' work.
 _REPLICATED_ROWS = 1024
-_VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
 # A panel is a group of row blocks (tiles of rows) that share one pass over the weights. With at most this many row
 # blocks, a single panel of all row blocks is tried too. Ranks exchange a whole panel at once, and with a single panel
 # they use all links.
@@ -66,21 +62,11 @@ class Fastest:
     All programs of an engine must share the O projection in the same way (sharded or replicated), which `one_class`
     ensures. They must also use the same matmul units, which the engine sets in `options`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        machine: Machine,
-        *,
-        tp: int = 1,
-        options: Options,
-        one_class: bool = False,
-        **fixed: Any,
-    ) -> None:
-        self._config, self.machine, self._tp, self._options = config, machine, tp, options
-        self._fixed, self._chosen, self._stages = fixed, dict[int, Options](), Stages()
-        if one_class and tp > 1 and options.o == "auto":
-            program = self.compile(options, 1, 1)  # the choice for `o` does not depend on the size
-            self._options = replace(options, o=lowering(program.dims, program.forward)["o"])
+    def __init__(self, spec: Spec, *, one_class: bool = False) -> None:
+        self.spec, self._chosen, self._stages = spec, dict[int, Options](), Stages()
+        if one_class and spec.tp > 1 and spec.options.o == "auto":
+            program = self.compile(spec.options, 1, 1)  # the choice for `o` does not depend on the size
+            self.spec = spec.choosing(o=lowering(program.dims, program.forward)["o"])
 
     def __call__(self, *, tokens: int, logit_rows: int) -> Program:
         program = self.compile(self.options(tokens), tokens, logit_rows)
@@ -88,16 +74,10 @@ class Fastest:
         return program
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
-        return compile_program(
-            self._config,
-            self.machine,
-            tokens=tokens,
-            logit_rows=logit_rows,
-            tp=self._tp,
-            options=options,
-            stages=self._stages,
-            **self._fixed,
-        )
+        return compile_program(self._of(tokens, options, logit_rows), self._stages)
+
+    def _of(self, tokens: int, options: Options, logit_rows: int = 1) -> Spec:
+        return replace(self.spec, options=options, tokens=tokens, logit_rows=logit_rows)
 
     def seconds(self, options: Options, tokens: int, known: Predictions, most_s: float = math.inf) -> float:
         """Return the predicted seconds of a step, or infinity if these options cannot be combined. The result may also
@@ -112,61 +92,39 @@ class Fastest:
                 return math.inf
             found = known.get(program.hash)
             if found is None or not found.answers(most_s):
-                found = Prediction(predicted_seconds(program, self.machine, most_s), most_s)
+                found = Prediction(predicted_seconds(program, self.spec.machine, most_s), most_s)
             known[options] = known[program.hash] = found
         return found.seconds
 
     def options(self, tokens: int) -> Options:
-        if self._options.queue != "auto" or not TARGETS[self.machine.target].pages:
-            return self._options
+        if self.spec.options.queue != "auto" or not TARGETS[self.spec.machine.target].pages:
+            return self.spec.options
         if tokens not in self._chosen:
-            start = with_matmul(self._options, self._config, self.machine, tp=self._tp, tokens=tokens)
-            start, known = replace(start, queue="body"), Predictions()
+            spec, known = replace(self.spec, tokens=tokens), Predictions()
+            start = replace(spec.options, matmul=spec.matmul, queue="body")
             # Search once with a sharded and once with a replicated O projection, which may need other options.
-            forms = [form for form in CHOICES["o"] if form != "auto"]
-            starts = [replace(start, o=o) for o in forms] if self._tp > 1 and start.o == "auto" else [start]
-            found = [self._choose(each, tokens, known) for each in starts]
-            self._chosen[tokens] = min(found, key=lambda each: self.seconds(each, tokens, known))
+            starts = [replace(start, **o) for o in products("o")] if spec.tp > 1 and start.o == "auto" else [start]
+
+            def predict(options: Options, most_s: float = math.inf) -> float:
+                return self.seconds(options, tokens, known, most_s)
+
+            self._chosen[tokens] = min((search(each, self.open(tokens), predict) for each in starts), key=predict)
         return self._chosen[tokens]
 
-    def _choose(self, best: Options, tokens: int, known: Predictions) -> Options:
-        """Return the best options that a local search finds from `best`. It tries the values of one choice after
-        another, and stops when every choice has been tried since the last improvement."""
-        best_s, since = self.seconds(best, tokens, known), 0
-        choices = self.open(tokens)
-        for changes in itertools.cycle(choices):
-            found = best
-            for change in changes:
-                tried = replace(best, **change)
-                seconds = self.seconds(tried, tokens, known, best_s)
-                if seconds < best_s:
-                    found, best_s = tried, seconds
-            since = since + 1 if found == best else 1
-            best = found
-            if since >= len(choices):
-                break
-        return best
-
-    def open(self, tokens: int) -> list[list[dict[str, Any]]]:
+    def open(self, tokens: int) -> list[list[Change]]:
         """Return the choices that the search may make, each as a list of changes of options to try. Options that depend
         on each other form one choice."""
-        open_ = {name for name in CHOICES if getattr(self._options, name) == "auto"}
-        open_ |= {"interleave"} if self._options.interleave else set()
-        if self._tp == 1:
+        open_ = {name for name in CHOICES if getattr(self.spec.options, name) == "auto"}
+        open_ |= {"interleave"} if self.spec.options.interleave else set()
+        if self.spec.tp == 1:
             open_ -= {"o", "residual"}
         if tokens > _REPLICATED_ROWS:
             open_ -= {"residual"}
-        if ceil_div(tokens, most_dot_rows(self._config, self.machine, self._tp, self._options)) > _DOT_TILES:
+        if ceil_div(tokens, self.spec.most_dot_rows) > _DOT_TILES:
             open_ -= {"matmul"}
         together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["o"])
-        choices = [_products([name for name in names if name in open_]) for names in together]
-        blocks = ceil_div(tokens, self.machine.tile_rows)
-        if not self._options.panel and 1 < blocks <= _ONE_PANEL:
+        choices = [products(*(name for name in names if name in open_)) for names in together]
+        blocks = ceil_div(tokens, self.spec.machine.tile_rows)
+        if not self.spec.options.panel and 1 < blocks <= _ONE_PANEL:
             choices.append([{"panel": 0}, {"panel": blocks}])
         return [changes for changes in choices if len(changes) > 1]
-
-
-def _products(names: list[str]) -> list[dict[str, Any]]:
-    """Return all combinations of values for the options `names`."""
-    values = [[value for value in _VALUES[name] if value != "auto"] for name in names]
-    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]

@@ -27,7 +27,7 @@ from megakernel.program import Program, Segment
 from megakernel.roofline import QUIET, Ceilings
 from megakernel.roofline.ceilings import last_level_cache
 from megakernel.runtime import Chunk, build_step, create
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options, Spec, compile_program
 
 _ROWS = (1, 2, 4, 8, 12, 24, 48, 96)
 _ATTENTION_ROWS = (1, 4, 16, 32)
@@ -144,14 +144,16 @@ def _config(layers: int) -> ModelConfig:
 
 def _compiled(config: ModelConfig, workers: int, tokens: int, norm: str = "auto") -> Program:
     return compile_program(
-        config,
-        machines.host(workers),
-        dtype=Dtype.BF16,
-        tokens=tokens,
-        logit_rows=1,
-        max_seqs=1,
-        max_context=_CONTEXT,
-        options=Options(norm=norm),
+        Spec(
+            config,
+            machines.host(workers),
+            dtype=Dtype.BF16,
+            tokens=tokens,
+            logit_rows=1,
+            max_seqs=1,
+            max_context=_CONTEXT,
+            options=Options(norm=norm),
+        )
     )
 
 

@@ -27,7 +27,7 @@ from megakernel.model.weight_types import (
     stored_as,
 )
 from megakernel.runtime import choose_backend, create, rank_machine, registered
-from megakernel.scheduler import Options, step_seconds, with_matmul
+from megakernel.scheduler import Options, Spec, step_seconds
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
@@ -105,21 +105,22 @@ class LLM:
         context, kv_tokens = kv_capacity(
             self.config, self.dtype, memory, args.max_model_len, args.max_num_seqs, tp, quantised, pool=pool
         )
-        chosen = Options(expert_parallel=args.enable_expert_parallel)
-        compile = Fastest(
+        most_logits = max(args.max_num_seqs, VERIFIED_ROWS if args.speculate else SCORED_ROWS)
+        largest = Spec(
             self.config,
             self.machine,
-            dtype=self.dtype,
+            self.dtype,
+            args.step_tokens,
+            most_logits,
             max_seqs=args.max_num_seqs,
             max_context=context,
             tp=tp,
-            options=with_matmul(chosen, self.config, self.machine, tp=tp, tokens=args.step_tokens),
-            one_class=True,
+            options=Options(expert_parallel=args.enable_expert_parallel),
             weight_bits=bits_of(self.config, self._storage),
             quantised_kv=quantised,
             q8_activations=self.activations == "q8",
         )
-        most_logits = max(args.max_num_seqs, VERIFIED_ROWS if args.speculate else SCORED_ROWS)
+        compile = Fastest(largest.choosing(matmul=largest.matmul), one_class=True)
         programs = Programs(compile, args.step_tokens, most_logits)
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.bucket.kv_page)

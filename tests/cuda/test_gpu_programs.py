@@ -11,7 +11,7 @@ from tiny_llama import make_llama
 from megakernel import machine as machines
 from megakernel.isa import Buffer, Dtype
 from megakernel.runtime import Chunk, SampleRow, build_step, create
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options, Spec, compile_program
 from megakernel.scheduler.verify import verify
 
 SHAPE = {"vocab": 150, "hidden": 64, "ffn": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "max_context": 700}
@@ -59,7 +59,7 @@ def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, que
     target = replace(H200, workers=5)
     sizes = {"tokens": 70, "logit_rows": 3, "max_seqs": 2, "max_context": 256}
     options = Options(residual=residual, queue=queue, matmul="tensor")
-    program = compile_program(checkpoint.config, target, dtype=Dtype.F32, tp=2, options=options, **sizes)
+    program = compile_program(Spec(checkpoint.config, target, dtype=Dtype.F32, tp=2, options=options, **sizes))
     results = []
     for phased in (False, True):
         backend = create("reference", checkpoint, program.dims, 4, dtype=Dtype.F32)

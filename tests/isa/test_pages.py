@@ -19,7 +19,7 @@ from megakernel.isa.record import phase_number
 from megakernel.model import families, load_config
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.scheduler import Options, describe, passes, with_matmul
+from megakernel.scheduler import Options, Spec, describe, passes
 from megakernel.scheduler.verify import verify
 from megakernel.targets import launch, pages
 from megakernel.targets.pages import attention_pages, matmul_pages
@@ -131,7 +131,7 @@ def test_one_row_is_read_by_dots_once_on_all_sms() -> None:
 
 def test_an_engine_settles_its_matmuls_by_its_largest_bucket() -> None:
     def settled(tokens: int, config: ModelConfig = LLAMA_1B, tp: int = 1, target: machines.Machine = H200) -> str:
-        return with_matmul(Options(), config, target, tp=tp, tokens=tokens).matmul
+        return Spec(config, target, Dtype.BF16, tokens, 1, 1, 128, tp).matmul
 
     # Matmuls as dot products have up to four input pages, which hold 32 pieces of 1,024 elements. The longest input row
     # of the 1B model has 8,192 elements (8 pieces), so four rows fit. The longest row of the 70B model has 28,672
@@ -141,7 +141,8 @@ def test_an_engine_settles_its_matmuls_by_its_largest_bucket() -> None:
     assert [settled(n, LLAMA_70B) for n in (1, 2)] == ["dots", "tensor"]
     assert [settled(n, LLAMA_70B, tp=8) for n in (4, 5)] == ["dots", "tensor"]
     assert settled(1, target=machines.host(2)) == "auto"  # a CPU has no such choice
-    assert with_matmul(Options(matmul="dots"), LLAMA_1B, H200, tp=1, tokens=900).matmul == "dots"
+    said = Spec(LLAMA_1B, H200, Dtype.BF16, 900, 1, 1, 128, options=Options(matmul="dots"))
+    assert said.matmul == "dots"
 
 
 def test_dots_cut_a_larger_bucket_into_blocks_that_they_hold() -> None:

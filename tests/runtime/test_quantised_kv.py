@@ -24,7 +24,7 @@ from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import compile_program, passes
+from megakernel.scheduler import Spec, compile_program, passes
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity
 
@@ -143,7 +143,9 @@ def logits(kind: type[Any], dtype: Dtype = Dtype.F32, tp: int = 1, cut: int = RO
     """Return the logits of every row of a prompt of ROWS tokens, computed in steps of `cut` tokens."""
     quantised, threads = options.pop("quantised", True), options.pop("workers", 2)
     checkpoint = RandomCheckpoint(DIMS.changed(heads=8, dtype=int(dtype)))
-    program = compile_program(checkpoint.config, host(threads), dtype=dtype, tp=tp, quantised_kv=quantised, **BUCKET)
+    program = compile_program(
+        Spec(checkpoint.config, host(threads), dtype=dtype, tp=tp, quantised_kv=quantised, **BUCKET)
+    )
     assert verify(program).ok
     backend = kind(checkpoint, program.dims, PAGES, dtype=dtype, **options)
     tokens, found = np.random.default_rng(1).integers(0, program.dims.model.vocab, ROWS).tolist(), []
@@ -183,7 +185,7 @@ def test_programs_cut_no_head_and_a_proof_says_so() -> None:
     elements of a quantisation block share one scale, so one instruction must compute them all."""
     config, machine = RandomCheckpoint(DIMS).config, replace(host(7), tile_cols=16)
     plain, program = (
-        compile_program(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True)
+        compile_program(Spec(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET)) for q in (False, True)
     )
     assert verify(plain).ok and verify(program).ok
     for flag, message in ((1, "its column tile cuts a head"), (2, "out of range")):
@@ -193,7 +195,9 @@ def test_programs_cut_no_head_and_a_proof_says_so() -> None:
 
 def test_backends_refuse_programs_of_the_other_kind() -> None:
     config = RandomCheckpoint(DIMS).config
-    programs = [compile_program(config, host(1), dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True)]
+    programs = [
+        compile_program(Spec(config, host(1), dtype=Dtype.F32, quantised_kv=q, **BUCKET)) for q in (False, True)
+    ]
     backend = CpuBackend(RandomCheckpoint(DIMS), programs[0].dims, PAGES, dtype=Dtype.F32, threads=1)
     with pytest.raises(MegakernelError, match="compiled for quantised_kv = 1, the backend has 0"):
         backend.launch(programs[1], StepTable(programs[1].dims))

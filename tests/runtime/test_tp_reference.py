@@ -39,7 +39,7 @@ from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import compile_program, describe
+from megakernel.scheduler import Spec, compile_program, describe
 from megakernel.scheduler.options import Options
 from megakernel.serving import LLM, SamplingParams
 
@@ -135,7 +135,9 @@ def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
     )
     bucket = {name: dims.flat[name] for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
     options = Options(o=o, residual=residual)
-    return compile_program(config, machines.host(workers), dtype=Dtype(dims.model.dtype), options=options, **bucket)
+    return compile_program(
+        Spec(config, machines.host(workers), dtype=Dtype(dims.model.dtype), options=options, **bucket)
+    )
 
 
 @pytest.mark.parametrize(

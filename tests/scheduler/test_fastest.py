@@ -12,7 +12,7 @@ from megakernel import machine as machines
 from megakernel.isa import Dtype
 from megakernel.machine import Machine
 from megakernel.model import load_config
-from megakernel.scheduler import Options
+from megakernel.scheduler import Options, Spec
 from megakernel.scheduler.options import CHOICES
 from megakernel.scheduler.tune import Fastest
 from megakernel.scheduler.tune.fastest import Predictions
@@ -22,8 +22,7 @@ _CLOSE = 1.02
 
 def fastest(model: str, machine: Machine, tp: int, rows: int, **more: bool) -> Fastest:
     config = load_config(f"random:{model}")
-    sizes = {"max_seqs": rows, "max_context": 128}
-    return Fastest(config, machine, tp=tp, options=Options(), dtype=Dtype.BF16, **sizes, **more)
+    return Fastest(Spec(config, machine, Dtype.BF16, rows, 1, max_seqs=rows, max_context=128, tp=tp), **more)
 
 
 def variants(chosen: Options, tp: int, rows: int) -> list[Options]:
@@ -99,5 +98,6 @@ def test_a_search_simulates_again_only_what_a_higher_limit_leaves_open(monkeypat
 def test_what_is_said_is_done_and_a_cpu_claims_nothing() -> None:
     machine = machines.load("h100", 16)
     said = Options(queue="attention", norm="own")
-    assert Fastest(load_config("random:llama-3.2-1b"), machine, options=said).options(1) == said
+    config = load_config("random:llama-3.2-1b")
+    assert Fastest(Spec(config, machine, Dtype.BF16, 1, 1, 1, 128, options=said)).options(1) == said
     assert fastest("llama-3.2-1b", machines.host(2), 1, 4)(tokens=4, logit_rows=1).rank_queues == 0

@@ -19,8 +19,8 @@ from megakernel.isa.record import SIGNAL_WORD, WAIT_WORD, WAITS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.roofline import step_work
-from megakernel.scheduler import Options, compile_program, describe, disassemble
-from megakernel.scheduler.candidates import fastest
+from megakernel.scheduler import Options, Spec, compile_program, describe, disassemble
+from megakernel.scheduler.candidates import lowered
 from megakernel.scheduler.compile import build_program
 from megakernel.scheduler.derive import derive
 from megakernel.scheduler.place import _first_free
@@ -156,7 +156,7 @@ def test_disassembly_names_operands_counters_and_totals() -> None:
 def test_bad_arguments_are_one_sentence(change: dict[str, int], text: str) -> None:
     arguments = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 8, "tp": 1} | change
     with pytest.raises(MegakernelError, match=text):
-        compile_program(TINY, machine.host(1), dtype=Dtype.F32, **arguments)
+        compile_program(Spec(TINY, machine.host(1), dtype=Dtype.F32, **arguments))
 
 
 # -- artificial phases, whose dependencies no Llama program has yet
@@ -188,7 +188,7 @@ def _run_artificial(readers: list[tuple[int, int]], blocks: int) -> Program:
     is (first column, number of columns) and is a block of its own."""
     target = small_machine(4)
     sizes = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 8}
-    llama = fastest(replace(SMALL, layers=2), target, dtype=Dtype.F32, **sizes)
+    llama = lowered(Spec(replace(SMALL, layers=2), target, dtype=Dtype.F32, **sizes))
     forward = Forward.of(llama.forward.prologue, [WRITE, READ], llama.forward.epilogue[2:])
     write, read = forward.body
     writers = _column_tasks(write, list(range(12)), [1] * 12, [c * blocks // 12 for c in range(12)])
@@ -220,7 +220,7 @@ def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
 def test_edges_are_implied_by_kept_ones_or_kept() -> None:
     """With one row block, only the dependency edges from each phase to the next are kept. They imply all others."""
     sizes = {"tokens": 3, "logit_rows": 1, "max_seqs": 1, "max_context": 8}
-    found = derive(fastest(SMALL, small_machine(3), dtype=Dtype.F32, options=Options(norm="own"), **sizes))
+    found = derive(lowered(Spec(SMALL, small_machine(3), dtype=Dtype.F32, options=Options(norm="own"), **sizes)))
     names = {(found.groups[a].tasks, found.groups[b].tasks) for a, b in found.within if found.groups[a].segment == 1}
     assert names == {(i, i + 1) for i in range(6)}
 

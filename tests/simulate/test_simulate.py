@@ -24,7 +24,7 @@ from megakernel.isa import Dtype, Operation, Split, slot_work
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.roofline import step_work
-from megakernel.scheduler import Options, compile_program, describe
+from megakernel.scheduler import Options, Spec, compile_program, describe
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work
@@ -81,7 +81,9 @@ def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
     """A step takes longer if the loader or the consumers issue instructions slowly. If every role issues fast, the step
     takes as long as in a simulation without issue rates."""
     machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
-    program = compile_program(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
+    program = compile_program(
+        Spec(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
+    )
     table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
     assert costs.issue is not None
 
@@ -287,7 +289,7 @@ def test_ranks_with_equal_parts_are_prepared_as_each_alone(
     small = {"layers": 2, "hidden": 96, "ffn": 160, "heads": 6, "kv_heads": 3, "head_dim": 32, "vocab": 491}
     config = replace(load_config("random:llama-3.2-1b"), **small)
     sizes: dict[str, Any] = {"tokens": 40, "logit_rows": 6, "max_seqs": 6, "max_context": 256, "dtype": Dtype.BF16}
-    program = compile_program(config, machine, tp=4, options=Options(o=o, residual=residual), **sizes)
+    program = compile_program(Spec(config, machine, tp=4, options=Options(o=o, residual=residual), **sizes))
     together = make_work(program, step_of(program), costs_of(machine))
     monkeypatch.setattr(Split, "parts", property(lambda split: (split.rank,)))
     alone = make_work(program, step_of(program), costs_of(machine))
@@ -319,7 +321,7 @@ def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto", l
     config = replace(load_config("random:llama-3.2-1b"), **small)
     machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
     limits = {"tokens": 96, "logit_rows": 2, "max_seqs": 2, "max_context": 256}
-    return compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue, o=o), **limits)
+    return compile_program(Spec(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue, o=o), **limits))
 
 
 @pytest.mark.parametrize(("o", "tolerance"), [("sharded", 0.0), ("replicated", 0.01)])
@@ -434,7 +436,9 @@ def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, 
     """Reading a decode step's bytes at the full rate of memory would take at least 85 % of the step's time."""
     machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
     assert (machine.workers, costs_of(machine).roles) == (cores, False)
-    program = compile_program(config, machine, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=1024)
+    program = compile_program(
+        Spec(config, machine, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=1024)
+    )
     step_s = simulate(program, machine, decode_step(program.dims, 1, 512)).step_s
     needed = step_work(program.forward, program.dims.split, [1], [512], 1, tied=config.tied).bytes
     assert 0.85 <= needed / machine.memory_bytes_per_s / step_s <= 1.0
@@ -448,7 +452,7 @@ def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: 
     config = replace(load_config("random:qwen3-30b-a3b"), layers=2)
     sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": tokens, "max_seqs": tokens, "max_context": 128}
     options = Options(expert_parallel=parallel)
-    program = compile_program(config, machine, dtype=Dtype.BF16, tp=tp, options=options, **sizes)
+    program = compile_program(Spec(config, machine, dtype=Dtype.BF16, tp=tp, options=options, **sizes))
     ranks = (program.rank_dims(rank).split for rank in range(tp))
     each = [step_work(program.forward, split, [1] * tokens, [128] * tokens, tokens) for split in ranks]
     done = simulate(program, machine, decode_step(program.dims, tokens, 128))
@@ -477,7 +481,7 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     stem = tmp_path / "saved"
     written = ["--save", str(stem), "-o", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.pftrace")]
     config, sizes = replace(load_config("random:llama-3.2-1b"), layers=2), {"tokens": 3, "logit_rows": 3, "max_seqs": 3}
-    program = compile_program(config, machines.load("h100"), dtype=Dtype.BF16, **sizes, max_context=128)
+    program = compile_program(Spec(config, machines.load("h100"), dtype=Dtype.BF16, **sizes, max_context=128))
     program.save(tmp_path / "short.program")
     step = ["simulate", str(tmp_path / "short.program"), "--machine", "h100"]
     assert main([*step, *written, "--json"]) == 0
@@ -528,7 +532,7 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: py
     default 128."""
     config, machine = load_config("random:llama-3.2-1b"), machines.load("h100")
     sizes = {"tokens": 256, "logit_rows": 1, "max_seqs": 1, "max_context": 512}
-    program = compile_program(config, machine, dtype=Dtype.BF16, **sizes)
+    program = compile_program(Spec(config, machine, dtype=Dtype.BF16, **sizes))
     program.save(tmp_path / "prompt.mkp")
     arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100", "--json"]
     assert main(arguments) == 0
@@ -544,7 +548,7 @@ def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, capsy
     for processors in (2, 132):
         config, machine = load_config("random:smollm2-135m"), machines.load("h100", processors)
         sizes = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 256}
-        program = compile_program(config, machine, dtype=Dtype.BF16, **sizes)
+        program = compile_program(Spec(config, machine, dtype=Dtype.BF16, **sizes))
         program.save(Path(file))
         assert main(["simulate", file, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["machine"] == "h100"

@@ -10,7 +10,7 @@ from megakernel.isa import Buffer, Dtype
 from megakernel.isa.record import Records, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import Spec, compile_program
 from megakernel.scheduler.options import Options
 
 LLAMA_70B = ModelConfig(
@@ -53,13 +53,15 @@ def compiled(
 ) -> Program:
     sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context, "tp": tp}
     return compile_program(
-        config,
-        target,
-        dtype=dtype,
-        options=options,
-        weight_bits=weight_bits,
-        q8_activations=q8_activations,
-        **sizes,
+        Spec(
+            config,
+            target,
+            dtype=dtype,
+            options=options,
+            weight_bits=weight_bits,
+            q8_activations=q8_activations,
+            **sizes,
+        )
     )
 
 

@@ -17,7 +17,7 @@ from megakernel.model.tokenizer import TextStream
 from megakernel.program import Program
 from megakernel.runtime.backend import Output
 from megakernel.runtime.step_check import check_step
-from megakernel.scheduler import compile_program
+from megakernel.scheduler import Spec, compile_program
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
@@ -256,7 +256,7 @@ def transcribe(engine: Engine, request: Request) -> Transcript:
 
 @cache
 def _compile(**bucket: Any) -> Program:
-    return compile_program(CONFIG, host(2), dtype=Dtype.F32, **bucket)
+    return compile_program(Spec(CONFIG, host(2), dtype=Dtype.F32, **bucket))
 
 
 def speculation(depth: int, guesses: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ from megakernel.program import Program
 from megakernel.runtime import build_step, check_step, create
 from megakernel.runtime.backend import Output
 from megakernel.runtime.steps import Chunk, SampleRow
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options, Spec, compile_program
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Runner:
         if key not in self._programs:
             machine = replace(self.machine, workers=key[2])
             sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
-            self._programs[key] = compile_program(self.checkpoint.config, machine, dtype=self.dtype, **sizes)
+            self._programs[key] = compile_program(Spec(self.checkpoint.config, machine, dtype=self.dtype, **sizes))
         return self._programs[key]
 
     def table(self, program: Program, pieces: Sequence[Piece]) -> StepTable:

@@ -10,7 +10,7 @@ from megakernel import machine as machines
 from megakernel.isa import Dtype
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.scheduler import Options, compile_program
+from megakernel.scheduler import Options, Spec, compile_program
 
 CONFIG = replace(
     load_config("random:llama-3.2-1b"), vocab=64, hidden=32, ffn=64, layers=1, heads=2, kv_heads=1, head_dim=8
@@ -26,11 +26,13 @@ def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> 
     bucket |= {name: changes.pop(name) for name in bucket if name in changes}
     shape = {name: changes.pop(name) for name in ("layers", "heads", "kv_heads") if name in changes}
     return compile_program(
-        replace(CONFIG, **shape),
-        replace(machines.host(workers), tile_rows=rows, tile_cols=cols),
-        dtype=Dtype.F32,
-        options=Options(**{"o": "sharded", "residual": "dealt", "norm": "own"} | changes),
-        **bucket,
+        Spec(
+            replace(CONFIG, **shape),
+            replace(machines.host(workers), tile_rows=rows, tile_cols=cols),
+            dtype=Dtype.F32,
+            options=Options(**{"o": "sharded", "residual": "dealt", "norm": "own"} | changes),
+            **bucket,
+        )
     )
 
 
