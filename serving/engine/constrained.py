@@ -23,7 +23,11 @@ def follow(part: PlannedRows, batch: Batch) -> Forced:
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
     forced = {}
-    for sequence in turns.sequence[chosen]:
+    slot = turns.slot[chosen]
+    newest = slots.tokens[slot, slots.known[slot] - 1].tolist()
+    for sequence, token in zip(turns.sequence[chosen], newest, strict=True):
+        if sequence.constraint.waits(token):
+            continue
         run = sequence.constraint.follow(slots.known_tokens(sequence.slot)[len(sequence.request.prompt_ids) :])
         if not sequence.constraint.idle:
             forced[sequence] = run

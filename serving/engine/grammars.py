@@ -57,6 +57,10 @@ class Constraint(ABC):
         """What limits the next token, behind those that `follow` returned last; None: any may come."""
         return self
 
+    def waits(self, token: int) -> bool:
+        """Whether the constraint stays idle if `token` is the only new one."""
+        return False
+
     def unlimited(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` may follow the output before the constraint limits the token after them."""
         return 0
@@ -178,6 +182,9 @@ class Calls(Constraint):
     def limit(self) -> Constraint | None:
         return None if self._call is None or self._call.matcher.is_stopped() else self._call
 
+    def waits(self, token: int) -> bool:
+        return self._call is None and not self._vocabulary.ends[token]
+
     def follow(self, output: Ids) -> list[int]:
         while self._call or self._find(output):
             call, mine = self._call, output[self._read :]
@@ -193,7 +200,7 @@ class Calls(Constraint):
         text, texts = self._text, self._vocabulary.tokens
         for at, token in enumerate(tokens if self._call is None else ()):
             text += texts[token]
-            if self._trigger.search(text):
+            if self._vocabulary.ends[token] and self._trigger.search(text):
                 return at
         return len(tokens) if self._call is None else 0
 
@@ -204,7 +211,7 @@ class Calls(Constraint):
         for token in output[self._read :].tolist():
             self._read += 1
             self._text += self._vocabulary.tokens[token]
-            if found := self._trigger.search(self._text):
+            if self._vocabulary.ends[token] and (found := self._trigger.search(self._text)):
                 self._call = self._grammar.copy()
                 begun = (found[1] or b"" if found.re.groups else b"") + self._text[found.end() :]
                 ids = self._vocabulary(begun)
@@ -398,6 +405,12 @@ class _Vocabulary:
             ids.append(self._by_text[wanted[at : at + size]])
             at += size
         return ids
+
+    @cached_property
+    def ends(self) -> list[bool]:
+        """Which tokens have a punctuation mark, as every text has with which a call begins."""
+        mark = re.compile(rb"[!-/:-@\[-`{-~]")
+        return [mark.search(text) is not None for text in self.tokens]
 
     @cached_property
     def _texts(self) -> dict[int, bytes]:

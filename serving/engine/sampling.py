@@ -36,9 +36,9 @@ class StructuredOutputsParams:
     grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
     json_object  True: any JSON object
 
-    If the model may call tools, `grammar` describes a call, and `trigger` is a regular expression. Then the answer is
-    any text, and only what follows a match of `trigger` in it must match the grammar. If the expression has a group,
-    the text of the group belongs to what must match.
+    If the model may call tools, `grammar` describes a call, and `trigger` is a regular expression whose matches end
+    with a punctuation mark. Then the answer is any text, and only what follows a match must match the grammar. If the
+    expression has a group, the text of the group must match too.
 
     Raises MegakernelError with the reason if the fields are invalid."""
 

@@ -150,8 +150,8 @@ def test_tools_are_free_if_the_library_fails(tokenizer: Tokenizer, monkeypatch: 
         assert follow(free, tokenizer, "<tool_call>x") == "<tool_call>x" and free.left == ("tools",)
 
 
-# In a text of random tokens, "e" begins a call.
-BEGUN = StructuredOutputsParams(grammar='start: "{" /[0-9]{3}/ "}"', trigger="e")
+# In a text of random tokens, "~" begins a call.
+BEGUN = StructuredOutputsParams(grammar='start: "{" /[0-9]{3}/ "}"', trigger="~")
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def expected(model: str) -> Iterator[list[tuple[list[int], str]]]:
 
 
 def answers(llm: LLM, more: int = 0) -> list[tuple[list[int], str]]:
-    often, seldom = llm.codec.encode("ae")[-2:]
-    bias = {often: 13.0, seldom: 10.0}
+    often, seldom = llm.codec.encode("a~")[-2:]
+    bias = {often: 15.0, seldom: 10.0}
     each = [
         SamplingParams(seed=seed, n=2, temperature=1.0, max_tokens=150, logit_bias=bias, structured_outputs=BEGUN,
                        min_tokens=150 * (seed % 2))
@@ -176,8 +176,8 @@ def answers(llm: LLM, more: int = 0) -> list[tuple[list[int], str]]:
 def test_every_call_matches_and_the_text_around_it_is_free(expected: list[tuple[list[int], str]]) -> None:
     begun = 0
     for _, text in expected:
-        free, *rest = text.split("e")
-        assert set(free) - set("e{}0123456789")
+        _, *rest = text.split("~")
+        assert "a" in text
         for part in rest[:-1]:
             begun += 1
             assert part[0] == "{" and part[1:4].isdigit() and part[4] == "}", text
@@ -196,7 +196,7 @@ def test_answers_depend_on_nothing_else(model: str, expected: list[tuple[list[in
             pool.take(pool.free - 20)
         assert answers(other, 12 if how == "crowded" else 0) == expected
         assert (other.engine.stats.preemptions > 0) == (how == "short of pages")
-        assert (other.engine.stats.counts.accepted > 0) == (how == "speculating")
+        assert (other.engine.stats.counts.proposed > 0) == (how == "speculating")
 
 
 def test_a_written_call_is_read(tokenizer: Tokenizer) -> None:
