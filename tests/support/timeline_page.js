@@ -21,7 +21,6 @@ window.timeline = {
   selected: () => selected,
   find,
   frameMs: () => { const started = performance.now(); draw(); return performance.now() - started; },
-  arrows: () => arrowsInSight().length,
   measured: () => (measure ? [Math.min(measure.a, measure.b) * meta.unit_s, Math.max(measure.a, measure.b) * meta.unit_s] : null),
   tracks: () => tracks.map((t) => t.name),
   /** Return the mean rate of a resource between two times in seconds, as a fraction of its peak. `source` is the index of the trace. */

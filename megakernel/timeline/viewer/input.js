@@ -95,11 +95,6 @@ function togglePath() {
   forgetBins();
   request();
 }
-function toggleArrows() {
-  showArrows = !showArrows;
-  $("arrows").setAttribute("aria-pressed", showArrows);
-  request();
-}
 function toggleCurves() { curvesShown = !curvesShown; relay(); }
 function growRows(factor) {
   rowScale = Math.min(Math.max(rowScale * factor, 0.25), 8);
@@ -243,7 +238,7 @@ const keys = {
   a: () => pan(-0.2), d: () => pan(0.2), ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2),
   ArrowUp: () => scrollRows(-60 * size.k), ArrowDown: () => scrollRows(60 * size.k),
   PageUp: () => scrollRows(rowsTop() - size.h), PageDown: () => scrollRows(size.h - rowsTop()),
-  0: fit, f: fit, c: togglePath, x: toggleArrows, g: toggleCurves, t: () => toggleTheme(), n: () => stepMatch(1), N: () => stepMatch(-1),
+  0: fit, f: fit, c: togglePath, g: toggleCurves, t: () => toggleTheme(), n: () => stepMatch(1), N: () => stepMatch(-1),
   r: released, z: () => { if (selected >= 0) zoomTo(selected); }, ",": () => neighbour(-1), ".": () => neighbour(1),
   b: () => { if (selected >= 0 && twin[selected] >= 0) choose(twin[selected]); }, l: align,
   e: () => { const row = rowAtHand(); if (row?.openable) toggleRow(row); }, E: () => { openMore(); relay(); },
@@ -275,5 +270,5 @@ function findNow() {
   find($("search").value);
 }
 $("search").addEventListener("input", () => { clearTimeout(typed); typed = setTimeout(findNow, PAUSE_MS); });
-const buttons = { fit, path: togglePath, arrows: toggleArrows, theme: () => toggleTheme(), help: () => $("guide").showModal() };
+const buttons = { fit, path: togglePath, theme: () => toggleTheme(), help: () => $("guide").showModal() };
 for (const [id, act] of Object.entries(buttons)) $(id).addEventListener("click", act);

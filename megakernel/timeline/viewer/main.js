@@ -22,46 +22,9 @@ function theme(name) {
   colours.dimmed32 = [...colours.shade, colours.wait].map((c) => packed(blend(colours.page, c, 0.13)));
   colours.dimGround32 = packed(blend(colours.page, colours.waitFill, 0.3));
   overview = null;
-  summary(); legend(); details(); measured(); samples(); request();
+  summary(); legend(); details(); measured(); request();
 }
 const toggleTheme = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-
-/** Draw the sample shapes that the guide explains. */
-function samples() {
-  const k = window.devicePixelRatio || 1, accent = colours.accent;
-  const sheet = (id) => { const c = $(id); c.width = 120 * k; c.height = 44 * k; c.style.width = "120px"; const g = c.getContext("2d"); g.scale(k, k); return g; };
-  const hue = (name) => colours.family[meta.families.findIndex(([n]) => n === name)], matmul = hue("matmul"), norm = hue("norm");
-  const box = (g, colour, x, y, w, h) => { g.fillStyle = colour; g.fillRect(x, y, w, h); };
-  const waiting = (g, x, y, w, h) => {
-    box(g, colours.waitFill, x, y, w, h);
-    g.save(); g.beginPath(); g.rect(x, y, w, h); g.clip();
-    g.strokeStyle = colours.wait; g.beginPath();
-    for (let d = -h; d < w; d += 7) { g.moveTo(x + d, y + h); g.lineTo(x + d + h, y); }
-    g.stroke(); g.restore();
-    g.strokeStyle = colours.wait; g.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-  };
-  let g = sheet("sampleBar"); box(g, matmul, 0, 6, 120, 30);
-  g.font = `11px ${colours.sans}`; g.fillStyle = "#fff"; g.fillText("a matmul  [3]", 8, 25);
-  g = sheet("sampleWait"); waiting(g, 0, 6, 120, 30);
-  g = sheet("sampleLoad"); box(g, norm, 14, 1, 34, 5); waiting(g, 0, 8, 70, 26); box(g, matmul, 71, 8, 49, 26); box(g, matmul, 20, 37, 50, 6);
-  g = sheet("sampleColumns");
-  for (let x = 0; x < 120; x += 2) {
-    const tall = 14 + 12 * Math.sin(x / 9) ** 2;
-    box(g, matmul, x, 40 - tall, 2, tall);
-    box(g, colours.wait, x, 8, 2, 32 - tall);
-  }
-  g = sheet("sampleArrow"); box(g, matmul, 0, 2, 70, 14); waiting(g, 40, 26, 52, 14); box(g, matmul, 93, 26, 27, 14);
-  g.strokeStyle = g.fillStyle = accent; g.lineWidth = 2;
-  g.beginPath(); g.moveTo(70, 9); g.bezierCurveTo(84, 9, 72, 33, 84, 33); g.stroke();
-  g.beginPath(); g.moveTo(92, 33); g.lineTo(83, 28); g.lineTo(83, 38); g.fill();
-  g.beginPath(); g.arc(70, 9, 3, 0, 7); g.fill();
-  g = sheet("sampleCurve");
-  for (let x = 0; x < 120; x++) {
-    const tall = 12 + 10 * Math.sin(x / 17) + 3 * Math.sin(x / 4);
-    box(g, colours.line, x, 40 - tall - 7, 1, tall + 7);
-    box(g, colours.curve, x, 40 - tall, 1, tall);
-  }
-}
 
 function resize() {
   const k = window.devicePixelRatio || 1, w = Math.max(1, Math.round(canvas.clientWidth * k)), h = Math.max(1, Math.round(canvas.clientHeight * k));

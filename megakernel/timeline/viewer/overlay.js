@@ -1,6 +1,6 @@
 // Draws what lies on top of the bars (critical path, selection, arrows, measure) and around them (labels, ruler, overview).
 
-let selected = -1, hovered = -1, showPath = false, showArrows = false, measure = null;
+let selected = -1, hovered = -1, showPath = false, measure = null;
 const pathOf = (s) => s.summary.critical_path.links.map((l) => s.first + l.interval);
 const onPath = new Uint8Array(count);
 {
@@ -10,7 +10,6 @@ const onPath = new Uint8Array(count);
 
 function drawOverlay() {
   if (showPath) for (const s of sources) drawPath(pathOf(s));
-  if (showArrows) for (const i of arrowsInSight()) arrow(releaser[i], i, 1);
   drawSelection();
 }
 function drawPath(intervals) {
@@ -29,18 +28,6 @@ function drawPath(intervals) {
   }
   ctx.stroke();
 }
-const ARROWS = 300; // the most that are drawn, because more could not be told apart
-/** The visible waits that have a releaser and are wide enough for an arrow. */
-function arrowsInSight() {
-  const found = [], px = scale();
-  for (const row of visibleRows()) {
-    if (row.type !== "worker") continue;
-    for (const i of wideIntervals(row.lane0, 2)[SHAPE.wait]) {
-      if (length[i] * px >= 6 * size.k && releaser[i] >= 0 && found.push(i) >= ARROWS) return found;
-    }
-  }
-  return found;
-}
 function drawSelection() {
   const k = size.k;
   const mates = selected >= 0 && twin[selected] >= 0 ? [[twin[selected], 2]] : [];
@@ -51,18 +38,18 @@ function drawSelection() {
     ctx.strokeRect(r.x - k, r.y - k, r.w + 2 * k, r.h + 2 * k);
   }
   const wait = waitOf(selected);
-  if (wait >= 0 && releaser[wait] >= 0) arrow(releaser[wait], wait, 2);
+  if (wait >= 0 && releaser[wait] >= 0) arrow(releaser[wait], wait);
 }
 /** An arrow from the end of the releaser to the end of the wait; between ranks, with an error bar for their clocks. */
-function arrow(from, to, width) {
+function arrow(from, to) {
   const k = size.k, a = barBox(from), b = barBox(to), source = sourceOfLane(lane[from]);
   const x0 = toX(endOf(from)), y0 = a.y + a.h / 2, x1 = toX(endOf(to)), y1 = b.y + b.h / 2;
-  ctx.strokeStyle = ctx.fillStyle = colours.accent; ctx.lineWidth = width * k;
-  if (width > 1) ctx.strokeRect(a.x, a.y, a.w, a.h);
-  const bend = Math.min(80 * k, Math.max(8 * k, Math.abs(x1 - x0) / 2)), tip = x1 - k, head = (3 + width) * k;
+  ctx.strokeStyle = ctx.fillStyle = colours.accent; ctx.lineWidth = 2 * k;
+  ctx.strokeRect(a.x, a.y, a.w, a.h);
+  const bend = Math.min(80 * k, Math.max(8 * k, Math.abs(x1 - x0) / 2)), tip = x1 - k, head = 5 * k;
   ctx.beginPath(); ctx.moveTo(x0, y0); ctx.bezierCurveTo(x0 + bend, y0, tip - bend, y1, tip - 1.4 * head, y1); ctx.stroke();
   ctx.beginPath(); ctx.moveTo(tip, y1); ctx.lineTo(tip - 1.8 * head, y1 - head); ctx.lineTo(tip - 1.8 * head, y1 + head); ctx.fill();
-  ctx.beginPath(); ctx.arc(x0, y0, (2 + width) * k * 0.8, 0, 7); ctx.fill();
+  ctx.beginPath(); ctx.arc(x0, y0, 3.2 * k, 0, 7); ctx.fill();
   const error = (source.summary.clock_error_s / meta.unit_s) * scale();
   if (error >= k && rankOfLane(lane[from]) !== rankOfLane(lane[to])) {
     ctx.beginPath(); ctx.moveTo(x0 - error, y0); ctx.lineTo(x0 + error, y0);

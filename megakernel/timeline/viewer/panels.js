@@ -137,27 +137,23 @@ const longestLinks = (source, name) => linkPlaces(source, source.summary.critica
 const longestGaps = (source) => linkPlaces(source, source.summary.critical_path.links, (l) => l.begin_s - l.gap_s, (l) => l.begin_s);
 
 // -- how long the instructions of a phase take
-const spreads = new Map(), BINS = 24;
-/** The COMPUTE times of a phase in a trace: the median, counts in logarithmic bins, and a list of the outliers. */
+const spreads = new Map();
+/** The COMPUTE times of a phase in a trace: their number, median and range, and a list of the outliers. */
 function spreadOf(source, shade) {
   return remembered(spreads, `${source.lane0} ${shade}`, () => {
     const own = [];
     for (let i = source.first; i < source.first + source.intervals; i++) if (kind[i] === COMPUTE && shadeOf[i] === shade) own.push(i);
     own.sort((a, b) => length[a] - length[b]);
-    const median = length[own[own.length >> 1]], low = Math.max(length[own[0]], 1), high = Math.max(length[own[own.length - 1]], low + 1);
-    const bin = (units) => Math.min(BINS - 1, Math.floor((BINS * Math.log(Math.max(units, low) / low)) / Math.log(high / low)));
-    const bins = new Uint32Array(BINS);
-    for (const i of own) bins[bin(length[i])]++;
+    const median = length[own[own.length >> 1]];
     const far = own.filter((i) => median && length[i] > meta.outlier * median).reverse();
     const at = (i) => ({ interval: i - source.first, begin_s: (begin[i] - source.shift) * meta.unit_s, end_s: (endOf(i) - source.shift) * meta.unit_s });
-    return { median, low, high, bin, bins, count: own.length, far: far.length, walk: walkTo(source, far.slice(0, WALKED).map(at), `${meta.phases[shade].name} above ${meta.outlier} × the median`) };
+    return { median, low: length[own[0]], high: length[own[own.length - 1]], count: own.length, far: far.length, walk: walkTo(source, far.slice(0, WALKED).map(at), `${meta.phases[shade].name} above ${meta.outlier} × the median`) };
   });
 }
-function histogram(usual, units) {
-  const most = Math.max(...usual.bins), mine = usual.bin(units), above = `above ${meta.outlier} × the median`;
-  const columns = [...usual.bins].map((n, b) => h("i", { style: `height:${n ? Math.max(2, (40 * n) / most) : 0}px;background:${b === mine ? colours.accent : colours.curve}` }));
+function samePhase(usual) {
+  const above = `above ${meta.outlier} × the median`;
   const far = usual.far ? link(usual.walk, `${usual.far.toLocaleString("en")} ${above}`) : `none ${above}`;
-  return [h("h2", null, `${usual.count.toLocaleString("en")} of this phase`), h("div", { class: "histogram" }, columns), h("p", null, `${time(usual.low)} to ${time(usual.high)}, `, far)];
+  return [h("h2", null, `${usual.count.toLocaleString("en")} of this phase`), h("p", null, `${time(usual.low)} to ${time(usual.high)}, `, far)];
 }
 
 const partOfWorker = (i) => `${meta.kinds[kind[i]]}${role[i] ? `, ${meta.roles[role[i]]}` : ""}`;
@@ -188,7 +184,7 @@ function details() {
   put("details",
     h("h3", null, swatch(colours.shade[shadeOf[i]]), phase.name),
     h("p", null, `${partOfWorker(i)} · ${place(i)} · ${laneName(lane[i])} · ${meta.families[phase.family][0]}`), h("table", null, lines),
-    usual?.median > 0 && histogram(usual, length[i]),
+    usual?.median > 0 && samePhase(usual),
     table("Operands", operands(record[i]).map(([name, value]) => line(code(name), code(value)))),
     table("Waits for", waitLines(i)),
     table("Same instruction", siblings(i).filter((j) => j !== i).map((j) => line(to(j, partOfWorker(j)), time(length[j])))),
