@@ -88,8 +88,8 @@ class _Results:
 class Engine:
     """Runs requests on a backend. It is not thread-safe: one thread adds requests, steps and aborts.
 
-    `pages` is the number of pages in the backend's KV pool, and `step_tokens` the maximum number of tokens that a step
-    computes; `dims` has the other limits. With `prefix_cache`, prompts with a common prefix share pages. With
+    `pages` is the number of pages in the backend's KV pool. `programs` limits the tokens of a step, and `dims` has the
+    other limits. With `prefix_cache`, prompts with a common prefix share pages. With
     `speculation`, steps verify proposed tokens. The engine handles token ids only; `Transcript` converts them to text.
     """
 
@@ -100,7 +100,6 @@ class Engine:
         dims: Dims,
         *,
         pages: int,
-        step_tokens: int,
         eos_ids: frozenset[int],
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
@@ -109,8 +108,8 @@ class Engine:
         self.programs = programs
         self.dims = dims
         self._eos_ids = eos_ids
-        self._batch = Batch(dims, pages=pages, step_tokens=step_tokens, prefix_cache=prefix_cache)
-        self._step_tokens, self._speculation = step_tokens, speculation
+        self._batch = Batch(dims, pages=pages, step_tokens=programs.most_tokens, prefix_cache=prefix_cache)
+        self._speculation = speculation
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._planner = Planner(self._batch.slots)
         self._running: _Running | None = None
@@ -272,7 +271,7 @@ class Engine:
         constrained = np.count_nonzero(batch.slots.constrained)
         forced = follow(part, batch) if constrained else {}
         rows = min(self.programs.most_logit_rows, VERIFIED_ROWS)
-        room = min(self._step_tokens - len(part.tokens), rows - len(part.turns.chunk))
+        room = min(self.programs.most_tokens - len(part.tokens), rows - len(part.turns.chunk))
         runs = force(part, batch, forced, self.programs, room=room)
         if self._speculation:
             room -= sum(map(len, runs.values()))

@@ -29,47 +29,44 @@ def pool_bytes(memory_bytes: float, weights: int, *, gpu: bool) -> float:
     return max(GPU_SHARE * memory_bytes - weights, 0.0) if gpu else KV_SHARE * memory_bytes
 
 
-def kv_capacity(
-    config: ModelConfig,
-    dtype: Dtype,
-    memory_bytes: float,
-    max_context: int | None,
-    max_seqs: int,
-    tp: int = 1,
-    quantised_kv: bool = False,
-    *,
-    pool: float,
-) -> tuple[int, int]:
-    """Return the maximum tokens of a sequence and the tokens of the KV pool, for `tp` ranks that share `memory_bytes`.
-
-    The pool has room for `max_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It always
-    has room for one such sequence, even if that takes more. Without `max_context`, a sequence may have as many tokens
-    as the model allows and the pool holds. Raises MegakernelError if `max_context` exceeds the model's limit, if one
-    such sequence exceeds the memory, or if without `max_context` the pool has no room for a token.
-    """
+def token_bytes(config: ModelConfig, dtype: Dtype, tp: int = 1, quantised_kv: bool = False) -> int:
+    """Return the bytes of a token's K and V in all layers, on all `tp` ranks together."""
     split = Split(config.sizes(dtype, quantised_kv=quantised_kv), tp)
     heads = sum(part.rank_kv_heads for part in split.ranks)  # several ranks may store the same KV head
-    per_token = config.layers * heads * kv_bytes(split.model)
+    return config.layers * heads * kv_bytes(split.model)
+
+
+def kv_capacity(
+    model_limit: int, per_token: int, memory_bytes: float, pool: float, max_model_len: int | None, max_num_seqs: int
+) -> tuple[int, int]:
+    """Return the maximum tokens of a sequence and the tokens of the KV pool, of `per_token` bytes each, in a memory of
+    `memory_bytes`.
+
+    The pool has room for `max_num_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It
+    always has room for one such sequence, even if that takes more. Without `max_model_len`, a sequence may have as many
+    tokens as the model allows and the pool holds. Raises MegakernelError if `max_model_len` exceeds the model's limit,
+    if one such sequence exceeds the memory, or if without `max_model_len` the pool has no room for a token.
+    """
     room = int(pool / per_token)
-    if max_context is None:
+    if max_model_len is None:
         if room < 1:
             raise MegakernelError(
                 f"the weights leave no room for a KV cache in {memory_bytes / 1e9:.1f} GB of memory: "
                 "use more ranks (--tp) or a smaller model"
             )
-        context = min(config.max_context, room)
-        if context < config.max_context:
-            log.info("context reduced from the model's %d tokens to %d to fit in memory", config.max_context, context)
-    elif max_context > config.max_context:
+        context = min(model_limit, room)
+        if context < model_limit:
+            log.info("context reduced from the model's %d tokens to %d to fit in memory", model_limit, context)
+    elif max_model_len > model_limit:
         raise MegakernelError(
-            f"context {max_context} exceeds the model's limit of {config.max_context} tokens: choose a shorter context"
+            f"context {max_model_len} exceeds the model's limit of {model_limit} tokens: choose a shorter context"
         )
-    elif max_context * per_token > memory_bytes:
-        gigabytes = max_context * per_token / 1e9
+    elif max_model_len * per_token > memory_bytes:
+        gigabytes = max_model_len * per_token / 1e9
         raise MegakernelError(
-            f"context {max_context} needs {gigabytes:.1f} GB of KV cache, but there are only "
+            f"context {max_model_len} needs {gigabytes:.1f} GB of KV cache, but there are only "
             f"{memory_bytes / 1e9:.1f} GB of memory: choose a shorter context"
         )
     else:
-        context = max_context
-    return context, max(context, min(max_seqs * context, room))
+        context = max_model_len
+    return context, max(context, min(max_num_seqs * context, room))

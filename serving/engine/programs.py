@@ -36,19 +36,19 @@ class Programs:
 
     def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
-        self._most_tokens, self.most_logit_rows = most_tokens, most_logit_rows
+        self.most_tokens, self.most_logit_rows = most_tokens, most_logit_rows
         self._cache: dict[tuple[int, int], Program] = {}
         self._lock = Lock()
 
     def bucket(self, tokens: int, logit_rows: int) -> tuple[int, int]:
         """Return the smallest size (token rows, logit rows) of a program that has room for a step of this size."""
-        return bucket(tokens, self._most_tokens), bucket(logit_rows, self.most_logit_rows)
+        return bucket(tokens, self.most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
         """Return how many token rows, at most `more`, can be added to a step of `tokens` rows so that they replace
         padding, or fill a larger program without padding."""
-        full = next(size for size in reversed(buckets(self._most_tokens)) if size <= max(tokens + more, 1))
-        return min(more, max(full, bucket(tokens, self._most_tokens)) - tokens)
+        full = next(size for size in reversed(buckets(self.most_tokens)) if size <= max(tokens + more, 1))
+        return min(more, max(full, bucket(tokens, self.most_tokens)) - tokens)
 
     def get(self, tokens: int, logit_rows: int) -> Program:
         """Return the smallest program with room for `tokens` token rows and `logit_rows` rows that get logits."""
@@ -63,7 +63,7 @@ class Programs:
         even if `stop` was set."""
         keys = [
             (tokens, rows)
-            for tokens in buckets(self._most_tokens)
+            for tokens in buckets(self.most_tokens)
             for rows in buckets(min(self.most_logit_rows, tokens))
         ]
         for tokens, rows in keys:

@@ -31,14 +31,15 @@ from megakernel.scheduler import Options, Spec, step_seconds
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
-from megakernel.serving.engine.memory import kv_capacity, pool_bytes
+from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes
 from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation, StepTimes
 from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Codec, Conversation
+from megakernel.serving.text.codec import Codec, Conversation, Transcript
 from megakernel.serving.text.engine_args import EngineArgs
 from megakernel.serving.text.vllm import Question, RequestOutput, as_conversations, as_prompts
 
@@ -102,9 +103,9 @@ class LLM:
         tp, gpu, quantised = args.tensor_parallel_size, backend == "cuda", quantised_kv(args.kv_cache_dtype)
         memory = self.machine.memory_bytes * (tp if gpu else 1)
         pool = pool_bytes(memory, sum(self.weight_bytes.values()), gpu=gpu)
-        context, kv_tokens = kv_capacity(
-            self.config, self.dtype, memory, args.max_model_len, args.max_num_seqs, tp, quantised, pool=pool
-        )
+        per_token = token_bytes(self.config, self.dtype, tp, quantised)
+        limits = args.max_model_len, args.max_num_seqs
+        context, kv_tokens = kv_capacity(self.config.max_context, per_token, memory, pool, *limits)
         most_logits = max(args.max_num_seqs, VERIFIED_ROWS if args.speculate else SCORED_ROWS)
         largest = Spec(
             self.config,
@@ -131,7 +132,6 @@ class LLM:
             programs,
             dims,
             pages=pages,
-            step_tokens=args.step_tokens,
             eos_ids=self._eos,
             prefix_cache=args.enable_prefix_caching,
             speculation=Speculation(args.speculate, times) if args.speculate else None,
@@ -191,20 +191,7 @@ class LLM:
                         on_step(step)
                     if step.failed:
                         raise MegakernelError(f"generation cannot continue: {step.failed[0].stuck}")
-                    finished = 0
-                    for token in step.tokens:
-                        request, choice, transcripts = choices[token.choice]
-                        transcript = transcripts[choice]
-                        if transcript.finish_reason is not None:
-                            continue  # a stop string has ended this text, but the step had already begun
-                        text = transcript.add(token)
-                        if transcript.finish_reason != token.finish_reason:
-                            self.engine.stop(request, choice)
-                        if transcript.finish_reason is not None:
-                            finished += all(other.finish_reason for other in transcripts)
-                        if on_token:
-                            on_token(token, text)
-                    advance(step, finished)
+                    advance(step, sum(self._take(token, *choices[token.choice], on_token) for token in step.tokens))
         except BaseException:
             for request in requests:
                 self.engine.abort(request)
@@ -219,6 +206,25 @@ class LLM:
             scores = request.prompt_logprobs, request.prompt_top_logprobs
             results.append(question.result(outputs, scores, request.cached_tokens or 0))
         return results
+
+    def _take(
+        self,
+        token: Token,
+        request: Request,
+        choice: int,
+        transcripts: Sequence[Transcript],
+        on_token: Callable[[Token, str], None] | None,
+    ) -> bool:
+        """Add a token to the text of its choice. Returns whether this ends the last choice of the request."""
+        transcript = transcripts[choice]
+        if transcript.finish_reason is not None:
+            return False  # a stop string has ended this text, but the step had already begun
+        text = transcript.add(token)
+        if transcript.finish_reason != token.finish_reason:
+            self.engine.stop(request, choice)
+        if on_token:
+            on_token(token, text)
+        return all(other.finish_reason for other in transcripts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's author recommends; other fields have their usual defaults."""

@@ -26,7 +26,7 @@ from megakernel.runtime.cuda.limits import refusal
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Spec, compile_program, passes
 from megakernel.scheduler.verify import verify
-from megakernel.serving.engine.memory import kv_capacity
+from megakernel.serving.engine.memory import kv_capacity, token_bytes
 
 B = Buffer
 P = FORWARD.by_name
@@ -235,7 +235,8 @@ def test_bytes_of_the_cache() -> None:
 def test_the_pool_holds_more_tokens() -> None:
     config = replace(TINY.config, head_dim=64)
     pool = 1000 * (2 * 2 * 2 * 64 * 2)  # enough for 1,000 tokens in bfloat16
-    bf16, q8 = (kv_capacity(config, Dtype.BF16, 4 * pool, 64, 64, 1, q, pool=pool)[1] for q in (False, True))
+    sizes = (token_bytes(config, Dtype.BF16, 1, quantised) for quantised in (False, True))
+    bf16, q8 = (kv_capacity(config.max_context, size, 4 * pool, pool, 64, 64)[1] for size in sizes)
     assert (bf16, q8) == (1000, 1000 * 128 // 68)
 
 

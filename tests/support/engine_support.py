@@ -283,7 +283,6 @@ def fake_engine(
         programs,
         programs.get(1, 1).dims,
         pages=pages,
-        step_tokens=step_tokens,
         eos_ids=frozenset([EOS]),
         prefix_cache=prefix_cache,
         speculation=speculation(*speculate) if speculate else None,

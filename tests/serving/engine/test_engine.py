@@ -14,7 +14,7 @@ from megakernel.errors import MegakernelError
 from megakernel.model.families import forward
 from megakernel.scheduler import passes
 from megakernel.serving.engine.engine import Engine, top_logprobs
-from megakernel.serving.engine.memory import kv_capacity, pool_bytes, weight_bytes
+from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes, weight_bytes
 from megakernel.serving.engine.programs import bucket
 from megakernel.serving.engine.tokens import Token
 from megakernel.serving.text.codec import Transcript
@@ -282,20 +282,21 @@ def test_the_kv_pool_gets_what_weights_leave_of_a_gpu() -> None:
 def test_kv_capacity() -> None:
     from megakernel.isa import Dtype
 
-    per_token = 2 * 8 * 4  # bytes of K and V: 1 layer, 1 KV head of size 8, float32
+    per_token = token_bytes(CONFIG, Dtype.F32)
+    assert per_token == 2 * 8 * 4  # K and V: 1 layer, 1 KV head of size 8, float32
     for free, context, found in (
         *((1e9, None, (256, 1024)), (4 * 300 * per_token, None, (256, 300))),
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
     ):
-        assert kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool=free / 4) == found
+        assert kv_capacity(256, per_token, free, free / 4, context, 4) == found
     for free, context, message in (
         (1e9, 257, "model's limit of 256"),
         (100 * per_token, 200, "choose a shorter context"),
     ):
         with pytest.raises(MegakernelError, match=message):
-            kv_capacity(CONFIG, Dtype.F32, free, context, 4, pool=free / 4)
+            kv_capacity(256, per_token, free, free / 4, context, 4)
     with pytest.raises(MegakernelError, match=r"no room for a KV cache in 80\.0 GB of memory: use more ranks"):
-        kv_capacity(CONFIG, Dtype.F32, 80e9, None, 4, pool=0)
+        kv_capacity(256, per_token, 80e9, 0, None, 4)
 
 
 def test_weight_bytes_counts_every_weight_once() -> None:
