@@ -169,7 +169,7 @@ def test_the_native_simulator_takes_any_total(program: Program, total: int) -> N
         ("qkv_rope", record.OPERAND_WORD + 3, 0, "an operand is out of range"),
         ("qkv_rope", record.OPERAND_WORD + 2, -32, "an operand is out of range"),
         ("qkv_rope", record.OPERAND_WORD + 2, 1, "its column tile cuts a RoPE pair"),
-        ("attention", record.OPERAND_WORD, 1 << 20, "has slots"),
+        ("attention", record.OPERAND_WORD, 1 << 20, "the step table has no such slot"),
         ("attention", record.OPERAND_WORD + 1, 0, "its groups do not cover"),
         ("qkv_rope", record.SIGNAL_WORD, 1 | record.INDEXED, "a signal word here cannot be indexed"),
     ],

@@ -305,7 +305,7 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
         mixed.backend.launch(replace(program, queues=queues), table)
 
 
-@pytest.mark.parametrize("name", ["o_reduce", "mlp_norm"])
+@pytest.mark.parametrize("name", ["attention", "o_reduce", "mlp_norm"])
 def test_a_missing_wait_shows(name: str) -> None:
     """Without the waits of one phase, the logits differ, so tests notice an executor that ignores waits."""
     mixed = hand_mixed(2, 12, layers=2, seed=3)
