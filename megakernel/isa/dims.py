@@ -65,9 +65,22 @@ class Units(IntEnum):
     TENSOR = 2
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that every model has. All are counts."""
+
+    vocab: int
+    hidden: int
+    ffn: int  # columns of the MLP's hidden layer or, with experts, of one expert's
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 @_hashed_once
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelSizes(Shape):
     """The sizes of a model, and the types of its numbers. Most fields are counts.
 
     Four fields say which layers have a sliding window, in which a token attends only to the last `window` tokens,
@@ -75,13 +88,6 @@ class ModelSizes:
     `window` is 0, no layer has one.
     """
 
-    vocab: int
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless they are quantised; sums are float32
     quantised_kv: int = 0  # 1: K and V are Q8_0, each row of a token and head on its own, which changes results

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from ..errors import MegakernelError
-from ..isa import Buffer, Dtype, ModelSizes, from_f32, to_f32
+from ..isa import Buffer, Dtype, ModelSizes, Shape, from_f32, to_f32
 
 
 class RopeKind(Enum):
@@ -64,10 +64,10 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Shape):
     """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
 
-    `experts`               if not 0, the MLP is a mixture of experts, and `ffn` is the width of one expert
+    `experts`               if not 0, the MLP is a mixture of experts
     `normalised_routes`     the weights of a token's experts are divided by their sum
     `clipped_gates`         experts have the clipped gate (isa/operations/experts.py)
     `nope_layers`           layers without RoPE
@@ -86,13 +86,6 @@ class ModelConfig:
     multiplication. Norms give the same results, because their epsilon is divided by the square of this multiplier.
     """
 
-    vocab: int
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     max_context: int
     rms_eps: float = 1e-5
     rope: Rope = Rope()
@@ -121,14 +114,12 @@ class ModelConfig:
 
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
         """The model's sizes for the compute type `dtype`, optionally with a quantised KV cache or 8-bit activations."""
-        names = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "experts", "experts_per_token")
-        own = {name: getattr(self, name) for name in names}
-        own |= {"normalised_routes": int(self.normalised_routes), "clipped_gates": int(self.clipped_gates)}
+        common = {field.name for field in fields(self)} & {field.name for field in fields(ModelSizes)}
+        own: dict[str, Any] = {name: int(getattr(self, name)) for name in common - {"window", "rms_eps"}}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         if self.rounds_embedding:
             own["embed_scale"] = float(to_f32(from_f32(np.array([own["embed_scale"]], np.float32), dtype), dtype)[0])
-        own |= {"post_norms": int(self.post_norms), "whole_norms": int(self.whole_norms)}
         if 0 < self.window < self.max_context:
             own |= {"window": self.window} | self.full_places()
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
