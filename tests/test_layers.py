@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"megakernel": "megakernel", "scheduler": "megakernel.scheduler", "serving": "megakernel.serving"}
 BASE = {"isa", "machine", "program", "trace"}  # every package in a higher row of the table may import these
-BOTTOM = {"errors", "settings"}  # every package may import these; they import nothing but the errors
+BOTTOM = {"errors", "settings", "units"}  # every package may import these; they import nothing but the errors
 _GPU_AND_PEERS = ("megakernel.runtime.cuda", "megakernel.serving.bench.peers")
 # Maps each package that not every user has, or that loads slowly, to the only modules that may import it.
 HEAVY = {
@@ -39,7 +39,7 @@ def packages() -> dict[str, set[str]]:
         for package in level:
             table[package] = (listed & below) | base | BOTTOM
     table["codegen"] = {"isa", "targets", "trace"} | BOTTOM
-    return table | {"errors": set(), "settings": {"errors"}} | {"": set(table) | BOTTOM}
+    return table | {"errors": set(), "settings": {"errors"}, "units": set()} | {"": set(table) | BOTTOM}
 
 
 def sources() -> Iterator[tuple[Path, str]]:

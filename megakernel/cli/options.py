@@ -17,6 +17,7 @@ from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint
 from ..model.weight_types import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
 from ..settings import SETTINGS, positive, switch
+from ..units import bytes_text
 from . import output
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def load(model: str, flags: Mapping[str, Any], given: Collection[str] = ()) -> L
     with output.busy(f"loading {model}"):
         llm = LLM(model, **{field.name: flags[field.name] for field in fields(EngineArgs) if field.name in flags})
     if llm.widened:
-        sizes = ", ".join(f"{output.bytes_text(size)} in {kind}" for kind, size in llm.widened.items())
+        sizes = ", ".join(f"{bytes_text(size)} in {kind}" for kind, size in llm.widened.items())
         output.stderr.print(
             f"{model} has {sizes}: no backend computes with these types, so the weights take {llm.about['weights']} in "
             "memory; --weights chooses a smaller type",

@@ -120,16 +120,3 @@ def lowering_text(lowering: dict[str, str]) -> str:
 def workers_text(program: Program) -> str:
     """A text with the number of workers (SMs or CPU cores) per rank."""
     return f"{program.workers} workers"
-
-
-def bytes_text(count: float) -> str:
-    """Return a size with its unit, such as 98.4 MB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def ms_text(seconds: float) -> str:
-    """Return a time with its unit: milliseconds, such as 12.35 ms, or seconds if it is at least 10 s."""
-    return f"{seconds:,.2f} s" if float(f"{seconds:.4g}") >= 10 else f"{seconds * 1e3:,.4g} ms"

@@ -13,6 +13,7 @@ from ..errors import MegakernelError
 from ..machine import Machine
 from ..model import ModelConfig
 from ..program import Program, load_program
+from ..units import bytes_text
 from . import output
 from .options import STORED, AddVerb, add_count, add_lowering, add_setting, file_to_write, lowering, paper_model
 
@@ -108,8 +109,8 @@ def run_compile(args: argparse.Namespace) -> int:
     )
     if needed > machine.memory_bytes:
         output.stderr.print(
-            f"megakernel: warning: the weights of a rank take {output.bytes_text(needed)}, but {machine.name} has"
-            f" {output.bytes_text(machine.memory_bytes)}"
+            f"megakernel: warning: the weights of a rank take {bytes_text(needed)}, but {machine.name} has"
+            f" {bytes_text(machine.memory_bytes)}"
         )
     facts = describe(program) | {
         "counters": program.total_counters,
@@ -126,15 +127,15 @@ def run_compile(args: argparse.Namespace) -> int:
     else:
         ranks = f" on each of {program.ranks} ranks" if program.ranks > 1 else ""
         output.rows(
-            ("program", f"{args.output or 'not written (-o FILE)'}, {output.bytes_text(facts['bytes'])}"),
+            ("program", f"{args.output or 'not written (-o FILE)'}, {bytes_text(facts['bytes'])}"),
             ("machine", f"{machine.name}, {output.workers_text(program)}{ranks}"),
             ("lowering", output.lowering_text(facts["lowering"])),
             ("bucket", f"{program.dims.bucket.tokens} tokens, {program.dims.bucket.logit_rows} logit rows"),
             ("instructions", f"{program.instructions:,}"),
             ("counters", f"{program.total_counters:,}"),
             ("all-to-all joins", f"{facts['all_to_all_per_layer']} per layer"),
-            ("between ranks", output.bytes_text(facts["link_bytes"]) + " per launch"),
-            ("weights", output.bytes_text(needed) + (" per rank" if program.ranks > 1 else "")),
+            ("between ranks", bytes_text(facts["link_bytes"]) + " per launch"),
+            ("weights", bytes_text(needed) + (" per rank" if program.ranks > 1 else "")),
             ("compiled in", f"{seconds:.2f} s"),
         )
     return 0

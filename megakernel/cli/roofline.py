@@ -14,6 +14,7 @@ from ..isa import OperationFamily
 from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
 from ..roofline.plot import Mark, Point, write_plot
 from ..roofline.program_step import rate_of
+from ..units import bytes_text, milliseconds
 from . import output, roofline_ask
 from .options import STORED, AddVerb, add_count, add_setting, file_to_write, paper_model
 from .this_machine import hardware_of
@@ -152,11 +153,11 @@ def _achieved(path: Path) -> list[Point]:
 def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
     memory, gb = facts["memory"], 1e9
     measured = facts["t_comms_measured_s"]
-    comms = f"{output.ms_text(facts['t_comms_s'])}, {output.bytes_text(facts['sent_bytes'])} sent"
+    comms = f"{milliseconds(facts['t_comms_s'])}, {bytes_text(facts['sent_bytes'])} sent"
     if facts["t_latency_s"]:
-        comms += f"; {output.ms_text(facts['t_latency_s'])} of it for hops"
+        comms += f"; {milliseconds(facts['t_latency_s'])} of it for hops"
     if measured:
-        comms += f"; {output.ms_text(measured)} at the bandwidth measured for such messages"
+        comms += f"; {milliseconds(measured)} at the bandwidth measured for such messages"
     fits = "fits" if memory["fits"] else "does not fit"
     output.rows(
         ("model", f"{facts['model']}, {facts['dtype']}"),
@@ -165,12 +166,12 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
         ("step", f"{_rows(facts['tokens'])} with {facts['context']:,} KV tokens each"),
         (
             "at least",
-            f"{output.ms_text(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}",
+            f"{milliseconds(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}",
         ),
-        ("  arithmetic", f"{output.ms_text(facts['t_math_s'])}, {facts['flops'] / 1e12:,.3f} TFLOP per rank"),
-        ("  memory", f"{output.ms_text(facts['t_memory_s'])}, {output.bytes_text(facts['memory_bytes'])} per rank"),
+        ("  arithmetic", f"{milliseconds(facts['t_math_s'])}, {facts['flops'] / 1e12:,.3f} TFLOP per rank"),
+        ("  memory", f"{milliseconds(facts['t_memory_s'])}, {bytes_text(facts['memory_bytes'])} per rank"),
         ("  link", comms),
-        ("  no overlap", output.ms_text(facts["step_without_overlap_s"])),
+        ("  no overlap", milliseconds(facts["step_without_overlap_s"])),
         ("critical rows", f"{facts['critical_rows']:,.0f} for arithmetic to take as long as reading the weights"),
         (
             "memory",

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import MegakernelError
 from ..roofline.ask import BOOK, EXAMPLES, QUESTIONS, Input, Question
 from ..settings import above_zero, positive
+from ..units import bytes_text, milliseconds
 from . import output
 from .this_machine import hardware_of
 
@@ -130,13 +131,13 @@ def _figure(name: str, value: float | int | str | bool) -> str:
     if name.endswith("flops_per_s"):
         return f"{value / 1e12:,.4g} TFLOP/s"
     if name.endswith("bytes_per_s"):
-        return output.bytes_text(value) + "/s"
+        return bytes_text(value) + "/s"
     if name.endswith("_bytes"):
-        return output.bytes_text(value)
+        return bytes_text(value)
     if name.endswith("_hz"):
         return f"{value / 1e9:,.4g} GHz"
     if name.endswith("_per_s"):
         return f"{value:,.4g}/s"
     if name.endswith("_s"):
-        return output.ms_text(value) if value >= 1e-4 else f"{value * 1e6:,.4g} us"
+        return milliseconds(value) if value >= 1e-4 else f"{value * 1e6:,.4g} us"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"

@@ -15,6 +15,7 @@ from ..roofline import memory_fit
 from ..roofline.fit import Fit
 from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
+from ..units import bytes_text
 from . import output
 from .options import STORED, AddVerb, add_count, add_setting
 from .programs import add_machine, add_source, compile_for
@@ -113,9 +114,9 @@ def run(args: argparse.Namespace) -> int:
         ("predicted", f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s"),
         (
             "moved",
-            f"{output.bytes_text(done.memory_bytes)} between memory and cache, including repeated loads and"
-            f" write-backs; {output.bytes_text(done.cache_bytes)} from the cache"
-            + (f"; {output.bytes_text(done.link_bytes)} between ranks" if program.ranks > 1 else ""),
+            f"{bytes_text(done.memory_bytes)} between memory and cache, including repeated loads and"
+            f" write-backs; {bytes_text(done.cache_bytes)} from the cache"
+            + (f"; {bytes_text(done.link_bytes)} between ranks" if program.ranks > 1 else ""),
         ),
         ("simulated", f"{program.instructions:,} instructions in {seconds:.2f} s"),
     )
@@ -171,8 +172,8 @@ def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context
     fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
     if not fit.fits:
         output.stderr.print(
-            f"megakernel: warning: a rank needs {output.bytes_text(fit.needed_bytes)} of memory, including"
-            f" {output.bytes_text(weights)} of weights, but {machine.name} has"
-            f" {output.bytes_text(machine.memory_bytes)}: the step cannot run there"
+            f"megakernel: warning: a rank needs {bytes_text(fit.needed_bytes)} of memory, including"
+            f" {bytes_text(weights)} of weights, but {machine.name} has"
+            f" {bytes_text(machine.memory_bytes)}: the step cannot run there"
         )
     return fit

@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import MegakernelError, whole_file
 from ..isa import OperationFamily
 from ..machine import Hardware
+from ..units import scaled
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ROOFS = {"fp4": "fp4 matrix", "fp8": "fp8 matrix", "int8": "8-bit integers", "bf16": "bf16 matrix", "fp32": "fp32"}
 _STYLE: Any = {
     **{"svg.fonttype": "none", "svg.hashsalt": "roofline", "font.size": 9.0, "font.family": "sans-serif"},
@@ -69,11 +69,11 @@ def write_plot(path: Path, hardware: Hardware, points: Sequence[Point], title: s
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel="FLOPs per byte of memory")
         peak, bandwidth = hardware.flops_per_s(roof), hardware.chip.hbm_bytes_per_s
         flat = f"flat from {hardware.intensity(roof):.0f} FLOPs per byte"
-        subtitle = f"{hardware.name}: {_si(peak, _unit(roof))} {roof}, {_si(bandwidth, 'B/s')}, {flat}"
+        subtitle = f"{hardware.name}: {scaled(peak, _unit(roof))} {roof}, {scaled(bandwidth, 'B/s')}, {flat}"
         axes.set_title(f"{title}\n{subtitle}", loc="left")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.yaxis.set_major_formatter(lambda value, _: _si(value, "FLOP/s"))
+        axes.yaxis.set_major_formatter(lambda value, _: scaled(value, "FLOP/s"))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         _draw_roofs(axes, hardware, points, roof)
         _draw_points(axes, points)
@@ -88,13 +88,6 @@ def _unit(roof: str) -> str:
     return "OP/s" if roof == "int8" else "FLOP/s"
 
 
-def _si(value: float, unit: str) -> str:
-    for scale, prefix in _PREFIXES:
-        if float(f"{value:.3g}") >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
 def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: str) -> None:
     """Draw the roofline of the rate `roof`, and a horizontal line for each other rate. Equal rates share a line."""
     bandwidth, peak = hardware.chip.hbm_bytes_per_s, hardware.flops_per_s(roof)
@@ -106,7 +99,7 @@ def _draw_roofs(axes: Any, hardware: Hardware, points: Sequence[Point], roof: st
         names = [roof] if rate == peak else [name for name in rates if rates[name] == rate]
         if rate != peak:
             axes.plot([rate / bandwidth, right], [rate, rate], color="black", linewidth=0.8, linestyle="dashed")
-        words = f"{', '.join(_ROOFS[name] for name in names)}, {_si(rate, _unit(names[0]))}"
+        words = f"{', '.join(_ROOFS[name] for name in names)}, {scaled(rate, _unit(names[0]))}"
         axes.annotate(words, (right, rate), (0, 3), textcoords="offset points", ha="right", color="0.35")
     rates_seen = [*rates.values(), *(p.flops_per_s for p in points)]
     axes.set(xlim=(left, right), ylim=(min([left * bandwidth, *rates_seen]) / 2, max(rates_seen) * 2))
@@ -131,7 +124,7 @@ def _draw_points(axes: Any, points: Sequence[Point]) -> None:
         beside = axes.transAxes.inverted().transform(axes.transData.transform(at))[1]
         below = min(max(beside, _GAP * (len(groups) - number)), below - _GAP)
         axes.annotate(
-            f"{', '.join(p.label for p in members)}: {_si(point.flops_per_s, 'FLOP/s')}",
+            f"{', '.join(p.label for p in members)}: {scaled(point.flops_per_s, 'FLOP/s')}",
             at,
             (1.02, below),
             textcoords="axes fraction",

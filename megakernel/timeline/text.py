@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..isa import OperationFamily
+from ..units import scaled, seconds
 from .compare import Comparison, Launches
 from .resolve import WAIT, WORK, Resolved
 from .spans import Spans
@@ -74,14 +75,6 @@ def render_launches(launches: Launches, console: Console) -> None:
 
 def _times(ratio: float | None) -> str:
     return "–" if ratio is None else f"× {ratio:.3g}"
-
-
-def seconds(value: float) -> str:
-    """Return a time as text, in a unit that leaves 1 to 3 digits before the decimal point."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if float(f"{value:.3g}") >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
-    return f"{value / 1e-9:.3g} ns"
 
 
 def percent(value: float | None) -> str:
@@ -199,16 +192,8 @@ def _resources(s: Summary, width: int) -> Table:
         parts = [float(part.mean()) for part in np.array_split(np.array(r.curve), cells)]
         top = max(parts)
         line = "".join(_BLOCKS[round(8 * part / top)] for part in parts) if top else ""
-        table.add_row(r.name, f"{scaled(r.rate)}{r.unit}", percent(r.fraction), percent(top), Text(line, "dim"))
+        table.add_row(r.name, scaled(r.rate, r.unit), percent(r.fraction), percent(top), Text(line, "dim"))
     return table
-
-
-def scaled(value: float) -> str:
-    """Return a number with three significant digits and a decimal prefix, such as M."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if float(f"{value:.3g}") >= size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g} "
 
 
 def _tables(left: Table, right: Table, width: int) -> RenderableType:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from megakernel.cli.output import ms_text
-from megakernel.roofline.plot import _si
-from megakernel.timeline.text import scaled, seconds
+from megakernel.units import bytes_text, milliseconds, scaled, seconds
 
 
 @pytest.mark.parametrize(
@@ -15,9 +13,11 @@ from megakernel.timeline.text import scaled, seconds
         (seconds(999.7e-9), "1 µs"),
         (seconds(1234.5), "1234 s"),
         (scaled(999.7e9), "1 T"),
-        (_si(999.7e9, "FLOP/s"), "1 TFLOP/s"),
-        (ms_text(9.9), "9,900 ms"),
-        (ms_text(9.9996), "10.00 s"),
+        (scaled(999.7e9, "FLOP/s"), "1 TFLOP/s"),
+        (bytes_text(999.97e6), "1.0 GB"),
+        (bytes_text(999), "999 B"),
+        (milliseconds(9.9), "9,900 ms"),
+        (milliseconds(9.9996), "10.00 s"),
     ],
 )
 def test_a_number_has_the_unit_of_its_rounded_value(shown: str, expected: str) -> None:

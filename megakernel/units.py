@@ -1,0 +1,36 @@
+"""Numbers with units, as text. A number that is rounded up to the next unit is shown in that unit."""
+
+from __future__ import annotations
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def _prefix(value: float, digits: int) -> tuple[float, str]:
+    """Return the decimal prefix of a number with so many significant digits, and its size."""
+    rounded = float(f"{value:.{digits}g}")
+    return next(((size, prefix) for size, prefix in _PREFIXES if rounded >= size), (1.0, ""))
+
+
+def scaled(value: float, unit: str = "") -> str:
+    """Return a number with three significant digits, a decimal prefix such as M, and its unit."""
+    size, prefix = _prefix(value, 3)
+    return f"{value / size:.3g} {prefix}{unit}"
+
+
+def bytes_text(count: float) -> str:
+    """Return a size with its unit, such as 98.4 MB."""
+    size, prefix = _prefix(count, 4)
+    return f"{count / size:.1f} {prefix}B" if prefix else f"{count:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """Return a time as text, in a unit that leaves 1 to 3 digits before the decimal point."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if float(f"{value:.3g}") >= scale:
+            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def milliseconds(value: float) -> str:
+    """Return a time in seconds as text: in milliseconds, such as 12.35 ms, or in seconds if it is at least 10 s."""
+    return f"{value:,.2f} s" if float(f"{value:.4g}") >= 10 else f"{value * 1e3:,.4g} ms"
