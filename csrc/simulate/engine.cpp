@@ -1,7 +1,12 @@
 // A discrete-event simulation of a program. worker.h describes what the parts of a worker do.
+//
+// An event is the end of a transfer or the alarm of a worker. It only wakes workers. A worker that is awake
+// advances: each part of it that can go on takes a step, until none can. A part that only waits for a time
+// asks for the worker's alarm; what waits for other workers is woken by their signals.
 #include <algorithm>
 #include <new>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "../common/isa.h"
@@ -36,35 +41,16 @@ class Engine {
   }
 
   Result run() {
-    for (Worker& w : workers_) fetch(w);
-    for (;;) {
-      double time = events_.empty() ? kNever : events_.top().time;
-      Shared* source = nullptr;
-      for (Device& device : devices_)
-        for (Shared* rate : {&device.memory, &device.cached})
-          if (rate->next() < time) time = rate->next(), source = rate;
-      const bool sent = links_.next() < time;
-      if (sent) time = links_.next();
-      if (time == kNever) break;
-      now_ = std::max(now_, time);
-      ++result_.events;
-      if (sent) {
-        store_part_ended(workers_[links_.pop(now_)]);
-      } else if (source) {
-        const int32_t who = source->pop(now_);
-        if (who < 0) continue;  // a write-back from the cache, for which no worker waits
-        flow_ended(workers_[who / kParts], who % kParts);
-      } else {
-        const Event e = events_.top();
-        events_.pop();
-        (this->*e.then)(*e.worker);
-      }
+    for (Worker& w : workers_) awake_.push_back(&w);
+    do {
+      for (size_t i = 0; i < awake_.size(); ++i) advance(*awake_[i]);  // this may wake more workers
+      awake_.clear();
       result_.step_s = now_ + pace_.further_s(now_);
       if (result_.step_s >= most_s_) {
         result_.step_s = kNever;
         return result_;
       }
-    }
+    } while (next_event());
     for (const Device& device : devices_) {
       result_.memory_bytes += device.memory.carried;
       result_.cache_bytes += device.cached.carried;
@@ -82,111 +68,141 @@ class Engine {
   }
 
  private:
-  using Then = void (Engine::*)(Worker&);
-  struct Event {
+  struct Alarm {
     double time;
-    int64_t number;  // order of creation, in which events with equal times happen
-    Then then;
+    int64_t number;  // order of creation, in which alarms with equal times ring
     Worker* worker;
-    bool operator<(const Event& o) const { return time > o.time || (time == o.time && number > o.number); }
+    bool operator<(const Alarm& o) const { return time > o.time || (time == o.time && number > o.number); }
   };
 
-  void schedule(double time, Then then, Worker& w) { events_.push({time, scheduled_++, then, &w}); }
-  // Schedules a call of `then` at `time`, or makes the call at once if that time is not in the future.
-  void at(double time, Then then, Worker& w) {
-    if (time > now_)
-      schedule(time, then, w);
-    else
-      (this->*then)(w);
+  // Goes to the time of the next event and wakes the worker that it concerns. Returns false if there is none.
+  bool next_event() {
+    while (!alarms_.empty() && alarms_.top().time != alarms_.top().worker->alarm) alarms_.pop();  // outdated
+    double time = alarms_.empty() ? kNever : alarms_.top().time;
+    Shared* source = nullptr;
+    for (Device& device : devices_)
+      for (Shared* rate : {&device.memory, &device.cached})
+        if (rate->next() < time) time = rate->next(), source = rate;
+    const bool sent = links_.next() < time;
+    if (sent) time = links_.next();
+    if (time == kNever) return false;
+    now_ = std::max(now_, time);
+    ++result_.events;
+    if (sent) {
+      Worker& w = workers_[links_.pop(now_)];
+      --w.store_flows;
+      awake_.push_back(&w);
+    } else if (source) {
+      const int32_t who = source->pop(now_);
+      if (who < 0) return true;  // a write-back from the cache, for which no worker waits
+      Worker& w = workers_[who / kParts];
+      if (--w.flows[who % kParts] == 0) awake_.push_back(&w);
+    } else {
+      Worker& w = *alarms_.top().worker;
+      alarms_.pop();
+      w.alarm = kNever;
+      awake_.push_back(&w);
+    }
+    return true;
+  }
+
+  void advance(Worker& w) {
+    do w.due = kNever;
+    while (end_head(w) || end_body(w) || set_up(w) || load_weights(w) || pass_waits(w) || load_inputs(w) ||
+           begin_computing(w) || end_computing(w) || begin_store(w) || end_store(w));
+    if (w.due >= w.alarm) return;
+    w.alarm = w.due;
+    alarms_.push({w.due, alarms_set_++, &w});
+  }
+
+  // Returns whether `time` has come. If not, a part of the worker waits for it, so it asks for the alarm.
+  bool reached(Worker& w, double time) const {
+    if (time > now_) w.due = std::min(w.due, time);
+    return time <= now_;
   }
 
   // -- controller
 
-  void fetch(Worker& w) {
+  bool set_up(Worker& w) {
     w.ended = !seek(p_, w);
-    if (w.ended || w.fetching) return;
+    if (w.ended) return false;
     const bool claims = simulate::claims(p_, w);
-    if (w.fetched - w.stored >= (claims ? c_.claim_in_flight : c_.in_flight)) return;
+    if (w.fetched - w.stored >= (claims ? c_.claim_in_flight : c_.in_flight)) return false;
+    double from = w.set_up_free;
     if (claims && w.fetched > w.stored) {
       const Run& latest = w.run(w.fetched - 1);
-      const double from = asked_for(c_, latest, stalled(p_, stall_, latest));
-      if (from == kNever) return;
-      w.fetch_free = std::max(w.fetch_free, from);
+      from = std::max(from, asked_for(c_, latest, stalled(p_, stall_, latest)));
     }
-    if (w.fetch_free > now_) {
-      w.fetching = true;
-      return schedule(w.fetch_free, &Engine::fetch_now, w);
-    }
+    if (!reached(w, from)) return false;
     Run& run = take(p_, w, claims_);
     const bool claimed = claims && run.record != w.record - 1;
     run.fetched = now_;
     if (run.task == &p_.tasks[p_.records[run.record].first_task])
       run.fetched += c_.dispatch_s + (claimed ? c_.claim_s : 0.0);
-    w.fetch_free = run.fetched;
+    w.set_up_free = run.fetched;
     record(w, run, Role::CONTROLLER, IntervalKind::FETCH, now_, run.fetched);
-    load(w);
-    fetch(w);
-  }
-  void fetch_now(Worker& w) {
-    w.fetching = false;
-    fetch(w);
+    return true;
   }
 
   // -- loaders
 
-  // Determines when the next task begins to load: as soon as earlier tasks leave room in the ring buffer.
-  // What fits at that time is loaded first, as the task's head.
-  void load(Worker& w) {
-    if (w.headed == w.fetched || w.flows[kHead] + w.flows[kBodyPart] > 0) return;  // earlier loads go first
-    const Run& run = w.run(w.headed);
+  // Returns whether a part of a load is in progress: bytes have still to arrive, or to be asked for.
+  bool loading(Worker& w, Part part) { return w.flows[part] > 0 || !reached(w, w.asked[part]); }
+
+  // Begins the load of the next task, as soon as earlier tasks leave room in the ring buffer. What fits at
+  // that time is loaded first, as the task's head.
+  bool load_weights(Worker& w) {
+    if (w.headed == w.fetched || loading(w, kHead) || loading(w, kBodyPart)) return false;
+    Run& run = w.run(w.headed);
     const Task& task = *run.task;
-    double from = std::max(now_, run.fetched), room = task.ring_bytes;
+    double from = std::max(now_, run.fetched), fits = 1.0;
     if (w.head_asked == kNever) w.head_asked = from;
     if (task.ring_bytes > 0) {
       double leaving = 0.0;
-      const double all = simulate::room(c_, w, w.headed, leaving);
-      if (all <= 0) return;
+      const double all = room(c_, w, w.headed, leaving);
+      if (all <= 0) return false;
       if (leaving > all) {
         const Run& computed = w.run(w.computed);
         from = std::max(from, computed.end - all / leaving * (computed.end - computed.begin));
       }
-      room = std::clamp(all - task.held_bytes, 0.0, task.ring_bytes);
+      fits = std::clamp(all - task.held_bytes, 0.0, task.ring_bytes) / task.ring_bytes;
     }
-    if (w.head_due <= from) return;
-    w.head_due = from;
-    w.head_part = task.ring_bytes > 0 ? room / task.ring_bytes : 0.0;
-    at(from, &Engine::begin_head, w);
-  }
-
-  void begin_head(Worker& w) {
-    if (w.head_due > now_) return;  // an outdated event: the load has begun already
-    w.head_due = kNever;
-    Run& run = w.run(w.headed++);
+    if (!reached(w, from)) return false;
+    ++w.headed;
     record(w, run, Role::LOADER, IntervalKind::PAGE_WAIT, w.head_asked, now_);
     w.head_asked = kNever;
-    const Task& task = *run.task;
-    run.head_begin = run.head_end = run.ready = now_;
+    run.head_begin = run.head_end = now_;
     run.rest = task.weight_bytes;
     run.rest_missing = devices_[w.rank].missing(now_, task.weight_key, run.layer, run.rest);
-    const int64_t number = w.headed;
-    if (w.loaded + 1 == w.headed) begin_waits(w);
-    // If begin_waits() has begun the task's body, the body loads everything, and no separate head is left to
-    // load. If the waits are satisfied but the ring has no room for the body, the head includes inputs.
-    if (w.headed > number || run.body_begin != kNever) return load(w);
-    if (w.loaded + 1 == number && met(w) && task.ring_bytes > 0) {
-      add_reads(w);
-      run.read_ahead = true;
+    if (w.loaded + 1 == w.headed) {
+      w.wait = task.first_wait;
+      pass_waits(w);
+      // If the waits are satisfied and the ring has room for everything, no separate head is left to load. If
+      // it has not, the head includes inputs.
+      if (load_inputs(w)) return true;
+      if (met(w) && task.ring_bytes > 0) {
+        add_reads(w);
+        run.read_ahead = true;
+      }
     }
-    if (run.rest * w.head_part <= 0) return load(w);
+    if (task.ring_bytes <= 0 || run.rest * fits <= 0) return true;
     run.head_end = kNever;
-    load_rest(w, run, kHead, w.head_part);
+    load_rest(w, run, kHead, fits);
+    return true;
+  }
+
+  bool end_head(Worker& w) {
+    if (w.headed == 0 || w.run(w.headed - 1).head_end != kNever || loading(w, kHead)) return false;
+    w.run(w.headed - 1).head_end = now_;
+    prefetch(w, w.headed - 1);
+    return true;
   }
 
   // Starts to prefetch some of a task's weights into the L2 cache. Called once the head is loaded (the first
   // weights, as many as the ring buffer has room for). For each page of the head, the page that is
   // `ahead_bytes` further on is prefetched, unless the ring buffer has room for it.
-  void begin_ahead(Worker& w, int64_t task_number) {
-    Run& run = w.run(task_number);
+  void prefetch(Worker& w, int64_t number) {
+    Run& run = w.run(number);
     const Task& task = *run.task;
     if (run.body_begin != kNever || run.read_ahead || w.flows[kAhead] > 0 || run.rest_missing <= 0) return;
     const double head = task.weight_bytes - run.rest;
@@ -194,7 +210,7 @@ class Engine {
     const double bytes = std::min({head, task.ahead_bytes, far});
     if (bytes <= 0) return;
     run.ahead = bytes * run.rest_missing / run.rest;
-    w.ahead = task_number;
+    w.ahead = number;
     ++w.flows[kAhead];
     devices_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
   }
@@ -208,27 +224,19 @@ class Engine {
     run.rest_missing += devices_[w.rank].missing(now_, task.read_key, run.layer, task.read_bytes);
   }
 
-  // Begins the waits of the next task. Called when the tasks before it have been loaded and its own load has
-  // begun.
-  void begin_waits(Worker& w) {
-    w.wait = w.run(w.loaded).task->first_wait;
-    wait_on(w);
-  }
-
-  // Returns whether the load of the oldest task that is not loaded yet has begun, and its waits are
-  // satisfied.
-  bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && w.run(w.loaded).ready <= now_; }
-
-  // Checks the waits of the task that is being loaded, starting with wait number w.wait. Stops at the first
-  // wait that is not satisfied, and asks its counter to wake this worker when the counter is complete.
-  void wait_on(Worker& w) {
+  // Passes the waits of the task that is being loaded, from number w.wait on. Stops at the first one that is
+  // not satisfied, whose counter wakes this worker when it is complete.
+  bool pass_waits(Worker& w) {
+    if (w.loaded == w.headed || w.wait < 0 || w.waiting) return false;
     Run& run = w.run(w.loaded);
+    run.ready = std::max(run.ready, run.head_begin);
     for (; w.wait < run.task->end_wait; ++w.wait) {
       Counter& counter = devices_[w.rank].counter(block(run), p_.waits[w.wait].counter);
       if (counter.left > 0) {
         w.next_waiter = counter.waiter;
         counter.waiter = &w;
-        return;
+        w.waiting = true;
+        return true;
       }
       if (counter.met > run.ready) {
         run.ready = counter.met;
@@ -236,27 +244,26 @@ class Engine {
       }
     }
     w.wait = -1;
-    at(run.ready, &Engine::begin_body, w);
+    return true;
   }
 
-  // Called once a task's waits are satisfied: loads the data that was not loaded before. If the ring buffer
-  // has no room beside the previous task, this load begins when the previous task has been computed.
-  void begin_body(Worker& w) {
-    if (!met(w)) return;
+  // Returns whether the load of the oldest task that is not loaded yet has begun, and its waits are
+  // satisfied.
+  bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && reached(w, w.run(w.loaded).ready); }
+
+  // Once a task's waits are satisfied, loads the data that was not loaded before. If the ring buffer has no
+  // room beside the previous task, this load begins when the previous task has been computed.
+  bool load_inputs(Worker& w) {
+    if (w.loaded == w.headed || w.run(w.loaded).body_begin != kNever || !met(w)) return false;
     Run& run = w.run(w.loaded);
-    if (run.body_begin != kNever) return;
     const Task& task = *run.task;
     if (w.computed < w.loaded && task.weight_bytes + task.read_bytes > 0) {
       double leaving = 0.0;
       const double room = simulate::room(c_, w, w.loaded, leaving) - leaving;
-      if (task.ring_bytes <= 0 || task.ring_bytes + task.held_bytes > room) return;
+      if (task.ring_bytes <= 0 || task.ring_bytes + task.held_bytes > room) return false;
     }
     run.body_begin = now_;
     run.rest_missing = std::max(0.0, run.rest_missing - run.ahead);
-    if (w.flows[kAhead] > 0 && w.ahead == w.loaded) {
-      w.body_joins = true;
-      ++w.flows[kBodyPart];
-    }
     add_reads(w);
     // If the worker's next task comes from a queue, the worker claims that task when the current task has
     // requested its last data. To find this time, the simulator splits off the last part of the load, as many
@@ -264,131 +271,95 @@ class Engine {
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(p_, w);
     const double last = before_claim ? kept(c_, task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
-    if (run.rest > 0)
-      load_rest(w, run, kBodyPart, run.rest > last ? 1.0 - last / run.rest : 1.0);
-    else
-      run.body_end = now_;
-    begin_compute(w);
-    fetch(w);
-    if (run.body_end == now_) loaded(w);
+    if (run.rest > 0) load_rest(w, run, kBodyPart, run.rest > last ? 1.0 - last / run.rest : 1.0);
+    return true;
   }
 
   // Starts to load the fraction `share` of the bytes that a task has still to load. `part` is kHead before
   // the task's waits are satisfied, and kBodyPart afterwards.
-  void load_rest(Worker& w, Run& run, int part, double share) {
+  void load_rest(Worker& w, Run& run, Part part, double share) {
     const double bytes = run.rest * share, missing = run.rest_missing * share;
     run.rest -= bytes;
     run.rest_missing -= missing;
     w.flows[part] += devices_[w.rank].load(now_, bytes, missing, kParts * w.stream + part);
     const Task& task = *run.task;
-    if (task.ask_s <= 0) return;
-    ++w.flows[part];
-    schedule(now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes),
-             part == kHead ? &Engine::asked_head : &Engine::asked_body, w);
+    w.asked[part] = now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes);
   }
-  // A load has ended when two things have happened: all its bytes have arrived, and all its requests have
-  // been issued. These two functions handle the second event.
-  void asked_head(Worker& w) { flow_ended(w, kHead); }
-  void asked_body(Worker& w) { flow_ended(w, kBodyPart); }
 
-  void flow_ended(Worker& w, int part) {
-    if (--w.flows[part] > 0) return;
-    if (part == kAhead) {
-      if (w.body_joins) {
-        w.body_joins = false;
-        flow_ended(w, kBodyPart);
-      }
-      return;
-    }
-    if (part == kHead) {
-      w.run(w.headed - 1).head_end = now_;
-      begin_ahead(w, w.headed - 1);
-      if (w.loaded + 1 == w.headed) loaded(w);
-      return load(w);
-    }
+  // Ends the last load of the oldest task that is not loaded yet. It includes a prefetch that is in progress.
+  bool end_body(Worker& w) {
+    if (w.loaded == w.headed) return false;
     Run& run = w.run(w.loaded);
+    if (run.body_begin == kNever || run.head_end == kNever) return false;
+    if (loading(w, kBodyPart) || (w.flows[kAhead] > 0 && w.ahead == w.loaded)) return false;
     if (run.last_begin == kNever) {
       run.last_begin = now_;
       load_rest(w, run, kBodyPart, 1.0);
-      return fetch(w);
+      return true;
     }
     run.body_end = now_;
-    loaded(w);
-  }
-
-  // If all data of the task that is being loaded has arrived, lets the loaders go on to the next task.
-  void loaded(Worker& w) {
-    Run& run = w.run(w.loaded);
-    if (run.head_end == kNever || run.body_end == kNever) return;
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
-    // If the load of the next task has not begun yet, begin_head() will begin the task's waits later.
-    const bool next = ++w.loaded < w.headed;
-    if (run.began) decide_end(w);
-    if (next) begin_waits(w);
-    load(w);
+    // If the load of the next task has not begun yet, its waits begin with it.
+    if (++w.loaded < w.headed) w.wait = w.run(w.loaded).task->first_wait;
+    return true;
   }
 
   // -- consumers
 
-  // Begins to compute the oldest task that is not computed yet, when its first bytes arrive.
-  void begin_compute(Worker& w) {
+  // Begins to compute the oldest task that is not computed yet, when its first bytes have arrived.
+  bool begin_computing(Worker& w) {
+    if (w.computed == w.headed) return false;
     Run& run = w.run(w.computed);
-    if (w.computed == w.headed || run.body_begin == kNever || run.begin != kNever) return;
-    const bool reads_late = run.task->read_bytes > 0 && !run.read_ahead;
-    run.begin = now_;
-    if (run.task->weight_bytes > 0 || run.read_ahead)
-      run.begin = std::max(run.begin, run.head_begin + c_.latency_s);
-    if (reads_late) run.begin = std::max(run.begin, run.body_begin + c_.latency_s);
-    at(run.begin, &Engine::computing, w);
-  }
-
-  void computing(Worker& w) {
-    Run& run = w.run(w.computed);
+    if (run.body_begin == kNever || run.began) return false;
+    if (run.begin == kNever) {
+      const bool reads_late = run.task->read_bytes > 0 && !run.read_ahead;
+      run.begin = now_;
+      if (run.task->weight_bytes > 0 || run.read_ahead)
+        run.begin = std::max(run.begin, run.head_begin + c_.latency_s);
+      if (reads_late) run.begin = std::max(run.begin, run.body_begin + c_.latency_s);
+    }
+    if (!reached(w, run.begin)) return false;
     run.began = true;
     const double idle = std::max(w.compute_end, run.head_begin);
     if (run.ready > idle)
       record(w, run, Role::CONSUMER, IntervalKind::COUNTER_WAIT, idle, run.ready, run.slot);
-    if (w.loaded > w.computed) decide_end(w);
+    return true;
   }
 
-  // Called when a task is being computed and all its loads have ended. Determines when its computation ends.
-  void decide_end(Worker& w) {
+  // Ends the computation of a task, whose time is known once all its loads have ended.
+  bool end_computing(Worker& w) {
+    if (w.computed >= w.loaded) return false;
     Run& run = w.run(w.computed);
-    const Task& task = *run.task;
-    run.end = run.begin + task.compute_s;
-    if (task.weight_bytes + task.read_bytes > 0) {
-      const double last = run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
-      run.end = std::max(run.end, last + c_.latency_s + task.tail_s);
+    if (!run.began) return false;
+    if (run.end == kNever) {
+      const Task& task = *run.task;
+      run.end = run.begin + task.compute_s;
+      if (task.weight_bytes + task.read_bytes > 0) {
+        const double last =
+            run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
+        run.end = std::max(run.end, last + c_.latency_s + task.tail_s);
+      }
+      run.end += stalled(p_, stall_, run);
+      return true;
     }
-    run.end += stalled(p_, stall_, run);
-    schedule(run.end, &Engine::computed, w);
-    load(w);
-    fetch(w);
-  }
-
-  void computed(Worker& w) {
-    Run& run = w.run(w.computed);
+    if (!reached(w, run.end)) return false;
     record(w, run, Role::CONSUMER, IntervalKind::COMPUTE, run.begin, run.end);
     w.compute_end = run.end;
     ++w.computed;
-    store(w);
-    begin_body(w);
-    begin_compute(w);
-    load(w);
+    return true;
   }
 
   // -- storer
 
-  void store(Worker& w) {
-    if (w.storing || w.stored == w.computed) return;
+  bool begin_store(Worker& w) {
+    if (w.storing || w.stored == w.computed) return false;
     w.storing = true;
     Run& run = w.run(w.stored);
     run.store_begin = now_;
     const double* bytes = p_.stores + (run.task - p_.tasks) * p_.ranks;
     const int32_t key = run.task->write_key;
     double most = 0.0;
-    w.store_flows = 1;
     for (int32_t r = 0; r < p_.ranks; ++r) {
       if (bytes[r] <= 0) continue;
       most = std::max(most, bytes[r]);
@@ -397,24 +368,19 @@ class Engine {
       links_.add(now_, w.rank, r, bytes[r], w.stream);
       ++w.store_flows;
     }
-    const double local = most > 0 ? c_.store_s + bytes[w.rank] / c_.worker_bytes_per_s : 0.0;
-    at(now_ + local, &Engine::store_part_ended, w);
+    w.store_end = now_ + (most > 0 ? c_.store_s + bytes[w.rank] / c_.worker_bytes_per_s : 0.0);
+    return true;
   }
 
-  void store_part_ended(Worker& w) {
-    if (--w.store_flows > 0) return;
-    // `run` is a copy, because a signal below may let this worker continue and overwrite the element of its
-    // array `runs`.
-    const Run run = w.run(w.stored);
+  bool end_store(Worker& w) {
+    if (!w.storing || w.store_flows > 0 || !reached(w, w.store_end)) return false;
+    const Run& run = w.run(w.stored);
     record(w, run, Role::STORER, IntervalKind::STORE, run.store_begin, now_);
     if (run.segment == kBody) pace_.stored(run.layer, now_);
+    if (devices_[w.rank].completes(*run.task)) signal(run, w.rank);
     w.storing = false;
     ++w.stored;
-    if (devices_[w.rank].completes(*run.task)) signal(run, w.rank);
-    store(w);
-    load(w);
-    begin_body(w);
-    fetch(w);
+    return true;
   }
 
   void signal(const Run& run, int32_t rank) {
@@ -430,15 +396,12 @@ class Engine {
     Counter& counter = devices_[rank].counter(block, signal.counter);
     counter.left -= signal.arrivals;
     if (counter.left < 0) result_.crowded_counter = signal.counter;
-    const double known = now_ + (rank == from ? c_.signal_s : c_.remote_signal_s);
-    counter.met = std::max(counter.met, known);
+    counter.met = std::max(counter.met, now_ + (rank == from ? c_.signal_s : c_.remote_signal_s));
     if (counter.left != 0) return;
-    for (Worker* w = counter.waiter; w;) {
-      Worker* const next = w->next_waiter;
-      wait_on(*w);
-      w = next;
+    for (Worker* w = std::exchange(counter.waiter, nullptr); w; w = w->next_waiter) {
+      w->waiting = false;
+      awake_.push_back(w);
     }
-    counter.waiter = nullptr;
   }
 
   // Returns the block in which a task waits for counters. It signals counters of this block or the next.
@@ -463,10 +426,11 @@ class Engine {
   const int64_t most_;
   Result result_{};
   double now_ = c_.launch_s;
-  int64_t scheduled_ = 0;
+  int64_t alarms_set_ = 0;
   Pace pace_;
-  std::priority_queue<Event> events_;
+  std::priority_queue<Alarm> alarms_;
   std::vector<Worker> workers_;
+  std::vector<Worker*> awake_;
   std::vector<int32_t> claims_;  // [layers][ranks * queues]
   std::vector<Device> devices_;
   Links links_;

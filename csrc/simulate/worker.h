@@ -30,7 +30,7 @@ struct Run {
   int32_t record = 0, layer = 0, segment = 0;
   const Task* task = nullptr;
   double fetched = 0.0;  // time at which the controller has set the task up
-  double head_begin = 0.0, head_end = kNever, ready = kNever;
+  double head_begin = 0.0, head_end = 0.0, ready = 0.0;
   double body_begin = kNever, body_end = kNever;
   // The time at which the last part of the task's load begins. That part is as large as the ring buffer, so
   // soon after this time the task has requested all its data.
@@ -58,22 +58,27 @@ struct Worker {
   // How many tasks have passed each step: set up, first part of the load (the head) begun, loaded
   // completely, computed, stored.
   int64_t fetched = 0, headed = 0, loaded = 0, computed = 0, stored = 0;
-  bool fetching = false, ended = false;
-  double fetch_free = 0.0;
+  bool ended = false;
+  double set_up_free = 0.0;  // when the controller may set up the next task
   // The head of a load is the first part of the next task's data, loaded before the task's waits are
-  // satisfied. head_asked: when the head began to wait for room in the ring buffer. head_due: when it will
-  // begin to load. head_part: its fraction of the whole load.
-  double head_asked = kNever, head_due = kNever, head_part = 0.0;
+  // satisfied. head_asked: when the head began to wait for room in the ring buffer.
+  double head_asked = kNever;
+  // For each part of a task's load: the number of transfers in progress, and when all of them are asked for.
+  int flows[kParts] = {};
+  double asked[kParts] = {};
+  int64_t ahead = 0;  // number of the task whose weights are being prefetched into the cache
   bool storing = false;
-  // numbers of loads in progress, for each part of a task's load, and of stores in progress
-  int flows[kParts] = {}, store_flows = 0;
-  int64_t ahead = 0;        // number of the task whose weights are being prefetched into the cache
-  bool body_joins = false;  // whether the load of task `ahead` ends only after the prefetch
+  int store_flows = 0;     // number of transfers of a store that are in progress
+  double store_end = 0.0;  // when this rank's part of the store ends
+
+  double alarm = kNever;  // when the worker's alarm rings
+  double due = kNever;    // the first time for which a part of the worker waits
 
   // the worker's position in its instruction stream
   int32_t record, segment = 0, layer = 0, task = 0, task_end = 0, current = -1;
   // waiting
-  int32_t wait = 0;  // index of the next wait of the task being loaded; -1: none left
+  int32_t wait = 0;      // index of the next wait of the task being loaded; -1: none left
+  bool waiting = false;  // whether a counter wakes this worker
   Worker* next_waiter = nullptr;
   double compute_end = 0.0;  // when the last computation ended
   Run runs[kDepth];
