@@ -46,4 +46,4 @@ def test_the_simulated_times_are_those_of_the_simulator(capsys: pytest.CaptureFi
     ahead, alone = (run_json(capsys, *flags, *more)["step_s"] for more in ((), ("--no-pipelining",)))
     text = " ".join(PAGE.read_text().split())
     assert f"{1e3 * alone:.2f} ms instead of {1e3 * ahead:.2f} ms (simulated)" in text
-    assert f"{1e6 * ahead:.0f} µs for this step" in text
+    assert f"{1e6 * ahead:,.0f} µs for this step" in text

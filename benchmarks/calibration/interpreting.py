@@ -28,6 +28,7 @@ from steps import compiled
 from megakernel import machine as machines
 from megakernel.isa.record import INDEXED, signals, waits, word_counter
 from megakernel.machine import Machine
+from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.scheduler import Options
@@ -36,14 +37,17 @@ from megakernel.scheduler.tune.predict import predicted_seconds
 
 def cheaper(machine: Machine) -> dict[str, Machine]:
     """Return copies of a machine on which parts of the interpreter's work take no time."""
-    assert machine.issue
-    no_handoff = replace(machine.issue, handoff=0.0)
+    assert machine.issue and machine.paths
     pages = ("pass_page", "weight_page", "input_page", "tile_page")
+    no_hand_off = {"paths": {**machine.paths, "hand_off": CodePath(0.0, 0.0)}}
+    no_pages = {"issue": replace(machine.issue, **dict.fromkeys(pages, 0.0))}
     return {
         "controller": replace(machine, dispatch_s=0.0),
-        "pages": replace(machine, issue=replace(machine.issue, **dict.fromkeys(pages, 0.0))),
-        "hand-overs": replace(machine, issue=no_handoff),
-        "all": replace(machine, dispatch_s=0.0, issue=replace(no_handoff, **dict.fromkeys(pages, 0.0))),
+        "pages": replace(machine, **no_pages),
+        "hand-overs": replace(machine, **no_hand_off),
+        "all": replace(
+            machine, dispatch_s=0.0, issue=replace(machine.issue, **dict.fromkeys(pages, 0.0)), **no_hand_off
+        ),
     }
 
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,23 @@ VECTORS = DOT_PIECE // 8 // LANES  # vectors of 8 elements of an input row that 
 PRODUCTS = 16  # multiply-adds for one such vector (in VECTORS) and two weight columns
 AHEAD = 2  # number of groups of logits that a thread loads in advance
 _WAIT = "SYNCS.PHASECHK"
+NEAR = 29  # cycles until shared memory delivers (Luo et al., arXiv 2402.13499); shuffles and roots take about as long
+FAR = 383  # cycles of an access to the L2 cache: `paths.l2_trip` of the machine file
+
+
+class Once(NamedTuple):
+    """A path that an instruction takes once: its cycles with the waits for shared memory and arithmetic, the lines of
+    the instruction cache that hold it, and the accesses to the L2 cache that depend on one another."""
+
+    cycles: float
+    lines: int
+    trips: float
+
+    def __add__(self, other: tuple[float, ...]) -> Once:  # type: ignore[override]
+        return Once(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: Once) -> Once:
+        return Once(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class Paths:
@@ -73,12 +91,12 @@ class Paths:
         return found
 
     def all(self) -> dict[str, Floor]:
-        found = {"pass_page": self.passing(), "handoff": self.handoff(), "sample_step": self.sample()}
+        found = {"pass_page": self.passing(), "sample_step": self.sample()}
         if self._units == Units.TENSOR:
             return found | {"tile_page": self.tiles(), "k_step": self.step()}
         return found | {
             "weight_page": self.columns(),
-            "input_page": self._filled("p.load_bytes(", "piece += kPieces", PIECES),
+            "input_page": self._input_page(),
             "dot_pair": self.pair(1),
             "dot_pairs": self.pair(2),
             "dot_row": self.pair(3) - self.pair(2),
@@ -96,6 +114,9 @@ class Paths:
     def tiles(self) -> Floor:
         """Return the cycles in which a loader warp fills a page of shared memory for a matmul on tensor cores."""
         return self._filled("load_tile(page, use.x, use.y)", "x += kTileInner")
+
+    def _input_page(self) -> Floor:
+        return self._filled("p.load_bytes(", "piece += kPieces", PIECES)
 
     def columns(self) -> Floor:
         """Return the cycles in which a loader warp fills a page with weights for dot products and prefetches one
@@ -138,10 +159,18 @@ class Paths:
         return self._floor("a pair of pages", self._pairs(), *vector) + inner * (VECTORS - 1)
 
     def unit(self) -> Floor:
-        """Return the cycles in which the lanes of a warp add up their sums, for one row and 8 or 16 output columns."""
-        shuffles = self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
-        last, products = self._whole_piece()
-        return self._floor("a unit of columns", last, shuffles, *products) - self.pair(1)
+        """Return the cycles from a unit's last product to the next unit's first page: the lanes of a warp add up their
+        sums and store 8 gated results. (Those for Q, K and V take longer, but have few units.)"""
+        page = self._at("dots.h", "first = pages.full(page)", _WAIT)
+        last, _ = self._whole_piece()
+        return self._waiting("a unit of columns", last, self._shuffles(), self._stores("gated"), ends=page)
+
+    def _waiting(self, what: str, starts: set[int], *visits: set[int], ends: Iterable[int] = ()) -> Floor:
+        """Return the cost of a path with its waits for shared memory and arithmetic."""
+        path = self._code.path(starts, *visits, ends=ends)
+        if not path:
+            raise MegakernelError(f"the machine code has no path for {what}")
+        return Floor(round(self._code.waited(path, 0, NEAR)), len(path) - 1)
 
     def _pairs(self) -> set[int]:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
@@ -159,7 +188,7 @@ class Paths:
         """Return the cycles in which tensor cores advance by one tile of the inner dimension K, for 256 columns."""
         wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
         last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
-        return self._floor("a k step", last)
+        return self._waiting("a k step", last)
 
     def sample(self) -> Floor:
         """Return the cycles in which a thread that samples processes the logits that it loads in advance."""
@@ -176,30 +205,85 @@ class Paths:
         whole = self._at("sample.h", "out.v[j] = load_float(z + begin")
         return whole & self._at("sample.h", "after = load(z, begin", "LDG")
 
-    # The last path passes through several kinds of warps.
+    # The next paths are taken once per instruction, so their code and what they read is not in the SM's caches.
 
-    def handoff(self) -> Floor:
-        """Return the cycles from the end of an instruction's arithmetic to the begin of a dependent instruction's
-        arithmetic.
-
-        The path goes through warps that compute, store, load, and compute again, and their cycles are added up.
-        """
-        matmul = "gemm<P>(c, m, pages)" if self._units == Units.TENSOR else "dots(p, c, m, pages)"
-        fence = self._at("consumer.h", "p.fence_async()")
+    def once(self) -> dict[str, Once]:
+        """Return the paths that a consumer warp takes once per instruction, and the hand-off between instructions."""
+        begin, end = self._at("consumer.h", "p.wait(slot.inputs", _WAIT), self._arrivals("p.arrive(slot.outputs)")
+        tensor = self._units == Units.TENSOR
+        matmul = "gemm<P>(c, m, pages)" if tensor else "dots(p, c, m, pages)"
         poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "load_acquire(need.value", "LDG")
-        parts = {
-            "the consumers' end": (fence, self._at("consumer.h", "p.arrive(slot.outputs)", "SYNCS")),
-            "the storer": (
-                self._at("storer.h", "p.wait(slot.outputs", _WAIT),
-                self._at("storer.h", "signals.send(p)", "REDG"),
-            ),
-            "the input loader": (poll, self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
-            "the consumers' begin": (
-                self._at("consumer.h", "p.wait(slot.inputs", _WAIT),
-                self._at("matmul.h", matmul, _WAIT),
-            ),
+        found = {
+            "hand_off": sum(
+                (
+                    self._once(self._at("consumer.h", "p.fence_async()"), ends=end),
+                    self._once(self._at("storer.h", "p.wait(slot.outputs", _WAIT), ends=self._signals()),
+                    self._once(poll, ends=self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
+                    self._once(begin, ends=self._at("matmul.h", matmul, _WAIT)),
+                ),
+                Once(0.0, 0, 0.0),
+            )._replace(trips=0.0)  # which the simulator adds: a fence, a signal and a poll
         }
-        return sum((self._floor(what, a, ends=b) for what, (a, b) in parts.items()), Floor(0, 0))
+        attention = self._at("bodies.h", "return attention(p")
+        mma, stores = attention & set(self._code.find("HMMA")), set(self._code.find("ST"))
+        sums, words = self._at("norm.h", "team_.sum(squares)"), self._at("norm.h", "store_words(")
+        found["attention_start"] = self._once(begin, attention, ends=mma)
+        whole = self._once(begin, mma, attention & stores, ends=end)
+        found["attention_end"] = whole - found["attention_start"]
+        found["other"] = self._once(begin, sums, words & stores, ends=end)
+        if tensor:
+            wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
+            last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
+            heads = self._at("gemm.h", "store_heads(acc") & stores
+            return found | {
+                "tile_start": self._once(begin, ends=wide),
+                "tile_end": self._once(last, heads, ends=end),
+            }
+        page = self._at("dots.h", "first = pages.full(page)", _WAIT)
+        last, products = self._whole_piece()
+        fetched = self._at("consumer.h", "p.wait_always(slot.fetched", _WAIT)
+        free, here = self._walk()
+        copying = here & self._at("loaders.h", "p.load_bytes(", "UBLKCP")
+        found |= {
+            "input": self._once(free, copying, here & self._at("plan.h", "piece += kPieces"), ends=free)._replace(
+                cycles=float(self._input_page().stalls)
+            ),
+            "prepare": self._once(fetched, self._at("norm.h", "prefetch(weights + k)"), ends=begin),
+            "start": self._once(begin, ends=page),
+            "start_normed": self._once(begin, sums, ends=page),
+            "dots": self._once(page, *products, ends=last),
+        }
+        ends = {name: self._once(last, self._shuffles(), self._stores(name), ends=end) for name in _STORES}
+        return found | {f"end_{name}": one for name, one in ends.items()}
+
+    def _once(self, starts: set[int], *visits: set[int], ends: set[int]) -> Once:
+        path = self._code.path(starts, *visits, ends=ends)
+        if not path:
+            raise MegakernelError("the machine code has no path that an instruction takes once: update this script")
+        near = self._code.waited(path, 0, NEAR)
+        return Once(near, self._code.lines(path), self._code.waited(path, FAR, NEAR) / FAR - near / FAR)
+
+    def _arrivals(self, text: str) -> set[int]:
+        return self._at("consumer.h", text, "SYNCS")
+
+    def _signals(self) -> set[int]:
+        return self._at("storer.h", "signals.send(p)", "REDG")
+
+    def _shuffles(self) -> set[int]:
+        return self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
+
+    def _stores(self, name: str) -> set[int]:
+        return self._at("dots.h", _STORES[name], "ST")
+
+
+# By kind of result: the source line of dots.h that stores it.
+_STORES = {
+    "heads": "heads.store(p, c, sums, m, unit)",
+    "residual": "store_dots(p, c, sums, ToResidual(c), m, col)",
+    "gated": "store_dots(p, c, sums, ToGated(c), m, col)",
+    "logits": "store_dots(p, c, sums, ToLogits(c), m, col)",
+    "partial": "store_dots(p, c, sums, ToPartial(c), m, col)",
+}
 
 
 def cycles(name: str, floor: Floor) -> int:
@@ -225,6 +309,16 @@ def issue_of(codes: dict[Units, Code]) -> Issue:
         for name, floor in one.all().items():
             found[name] = max(cycles(name, floor), found.get(name, 0))
     return Issue(**found, sample_entries=min(one.sample_entries() for one in paths.values()))
+
+
+def paths_of(codes: dict[Units, Code]) -> dict[str, Once]:
+    """Return the paths that an instruction takes once, as the machine files should list them. If the two cubins differ,
+    the longer path counts."""
+    found: dict[str, Once] = {}
+    for units, code in codes.items():
+        for name, one in Paths(code, units).once().items():
+            found[name] = max(one, found.get(name, one))
+    return found
 
 
 def compile_codes() -> dict[Units, Code]:
@@ -327,6 +421,9 @@ def print_paths(name: str, paths: Paths) -> None:
     print(f"{name}: path, instructions, cycles by stalls, cycles of the role")
     for path, floor in paths.all().items():
         print(f"    {path:14} {floor.instructions:6} {floor.stalls:6} {cycles(path, floor):6}")
+    print(f"{name}: path taken once, cycles with waits, lines of code, dependent accesses to L2")
+    for path, one in paths.once().items():
+        print(f"    {path:15} {one.cycles:6.0f} {one.lines:6} {one.trips:6.1f}")
 
 
 def main() -> None:

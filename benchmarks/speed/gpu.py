@@ -22,6 +22,7 @@ ablate-PART    measures the step of decode-1b or mixed-8b with some of the inter
                `unsynchronised`: no instruction waits for another. `no_copies`: nor do loaders copy anything, which
                shows the consumers' maximum speed. `no_compute`: no instruction waits for another, and consumers compute
                nothing, which shows the loaders' maximum speed
+               These parts also report the compiler's options for the step, and its predicted time
 numerics       compares our results, and those of torch in bf16, with torch in float32: KL divergence, error of the NLL,
                and the most by which the chosen token's float32 log-probability is below that of the best token
 torch-MODEL    decodes with torch.compile(mode="max-autotune", fullgraph=True) and a static cache, on the same weights.
@@ -63,6 +64,7 @@ MODELS = {"1b": "random:llama-3.2-1b", "8b": "random:llama-3.1-8b"}
 DEVICE = "cuda"  # torch's
 PROMPT, STEPS, RUNS = 32, 127, 5
 ABLATIONS = {"unsynchronised": Ablation.NONE, "no_copies": Ablation.COPIES, "no_compute": Ablation.COMPUTE}
+WITHOUT = {"whole": "", "unsynchronised": "waits", "no_copies": "copies", "no_compute": "compute"}  # as predicted
 LAUNCHES = 20  # launches per measurement of one variant of a step
 MIXED = 15, 512, 512, 512  # number of prompts, tokens per prompt, number of decode rows, KV tokens per decode row
 PARTITION_ROWS, PARTITION_RUNS = (1, 256), 20
@@ -192,6 +194,7 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
     backend.time_launches()
     work = step_work(it.program.forward, dims.split, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
     report.keep(phases_ratio=None, work=asdict(work), steps=STEPS, prompt=PROMPT)
+    foretell(report, it.llm, it.program, next(it.tables()))
     expected = it.run()[1]
 
     def measure(name: str, trace: bool = False) -> None:
@@ -239,8 +242,25 @@ def own_clock(trace: Any) -> float:
     return float(trace.intervals["end"].max() - trace.intervals["begin"].min()) * float(trace.header.tick_s)
 
 
-def ablate(report: Report, backend: Any, program: Any, table: Any) -> None:
+def foretell(report: Report, llm: Any, program: Any, table: Any) -> None:
+    """Report the compiler's options for a program, and the time of its step, and of its ablations, by the simulator."""
+    from megakernel.scheduler.simulate import simulate
+    from megakernel.scheduler.simulate.costs import costs_of
+
+    costs = costs_of(llm.machine)
+    predicted = {}
+    for name, what in WITHOUT.items():
+        left = costs.without(what) if what else costs
+        predicted[name] = simulate(program, llm.machine, table, costs=left).step_s
+    chosen = vars(llm.engine.programs._compile.options(program.dims.bucket.tokens))
+    report.keep(options=chosen, predicted_s=predicted)
+    print(f"gpu: compiler options {chosen}", file=sys.stderr)
+
+
+def ablate(report: Report, llm: Any, program: Any, table: Any) -> None:
     """Measure how fast a step is if the interpreter leaves out some work: waits, copies or arithmetic."""
+    backend = llm.engine.backend
+    foretell(report, llm, program, table)
     backend.time_launches()
 
     def run() -> tuple[Json, bytes]:
@@ -257,13 +277,13 @@ def ablate(report: Report, backend: Any, program: Any, table: Any) -> None:
 def ablate_decode(report: Report, _: Path | None) -> None:
     it = Decode("1b")
     it.prefill()
-    ablate(report, it.backend, it.program, next(it.tables()))
+    ablate(report, it.llm, it.program, next(it.tables()))
     it.llm.close()
 
 
 def ablate_mixed(report: Report, _: Path | None) -> None:
     llm, program, table = mixed_step()
-    ablate(report, llm.engine.backend, program, table)
+    ablate(report, llm, program, table)
     llm.close()
 
 
@@ -416,6 +436,7 @@ def mixed(report: Report, _: Path | None) -> None:
     work = step_work(*sizes, mixed_rows, contexts, decodes + prompts)
     dense = step_work(*sizes, [1] * (prompts * rows + decodes), [1] * (prompts * rows + decodes), decodes + prompts)
     report.keep(phases_ratio=None, work=asdict(work), matmul_flops=dense.flops)
+    foretell(report, llm, program, table)
     expected = _bits(backend.launch(program, table))
 
     def run() -> tuple[Json, bytes]:
@@ -609,10 +630,13 @@ def headline(result: Json) -> str:
     """Return a part's summary for the log: the kernel time with one launch per phase divided by that of the normal
     launch, the kernel time of each measurement, and errors."""
     said = f", by phases / megakernel {result['phases_ratio']:.3f}" if result.get("phases_ratio") else ""
+    predicted = result.get("predicted_s", {})
     for name, found in result.items():
         if isinstance(found, dict) and "kernel_s" in found:
+            alike = predicted.get("whole" if name == "megakernel" else name)
             said += (
                 f", {name} {found['kernel_s'] * 1e6:.1f} µs{' (' + found['error'] + ')' if 'error' in found else ''}"
+                + (f" (predicted {alike * 1e6:.1f})" if alike else "")
             )
     return said + (f": {result['error']}" if "error" in result else "")
 

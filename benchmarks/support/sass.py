@@ -26,11 +26,13 @@ from pathlib import Path
 _LABEL = re.compile(r"^(\S+):$")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
 _ENCODING = re.compile(r"/\* 0x([0-9a-f]{16}) \*/\s*$")
-_STALL_BIT = 105 - 64  # position of the stall count in the upper 64 bits of an instruction
+# Positions, in the upper 64 bits of an instruction, of the stall count and of the barriers.
+_STALL_BIT, _RELEASES_BIT, _AWAITS_BIT, _NO_BARRIER = 105 - 64, 110 - 64, 116 - 64, 7
 _SOURCE = re.compile(r'"(?:[^"]*/)?([^"/]+)", line (\d+)')
 _INDIRECT = re.compile(r"BRANCH_TARGETS ([^\"]*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _REGISTER = re.compile(r"\bR(\d+)\b(\.64\b)?")
+CODE_LINE = 128  # bytes in a line of the instruction cache
 # Instructions that never continue with the next instruction, unless a predicate guards them.
 _LEAVES = {"BRA", "BRX", "BRXU", "RET", "EXIT"}
 
@@ -46,6 +48,8 @@ class Instruction:
     # Files and line numbers of the instruction's source line, and of the calls through which that line was inlined.
     lines: frozenset[tuple[str, int]] = frozenset()
     stall: int = 0  # cycles
+    awaits: int = 0  # a bit mask of the barriers that must be released before this instruction is issued
+    releases: int | None = None  # the barrier that is released when this instruction's result is available
 
     @property
     def name(self) -> str:
@@ -165,28 +169,57 @@ class Code:
         straight = instruction.name in ("BSSY", "CALL", "WARPSYNC") or instruction.opcode.startswith("BRA.DIV")
         return [i + 1] if straight else self.after(i)
 
-    def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
-        """Return the cost of the shortest path from one of `starts` to one of `ends`, or None if there is no such path.
+    def path(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> list[int]:
+        """Return the instructions of the path with the fewest stalls from one of `starts` to one of `ends`; an empty
+        list if there is no such path.
 
         The path passes through one instruction of each of `visits`, in this order. Without `ends`, the path leads back
         to one of `starts`.
         """
         first, wanted = set(starts), [set(visit) for visit in visits]
         goals = set(ends) or first
-        todo, seen = [(Floor(0, 0), 0, start) for start in sorted(first)], set[tuple[int, int]]()
+        none = (-1, -1)
+        todo = [(Floor(0, 0), 0, start, none) for start in sorted(first)]
+        before: dict[tuple[int, int], tuple[int, int]] = {}  # of a place on the way: the place before it
         while todo:
-            cost, stage, i = heapq.heappop(todo)
+            cost, stage, i, place = heapq.heappop(todo)
             if stage == len(wanted) and i in goals and cost.instructions:
-                return cost
-            if (stage, i) in seen or (i in first and cost.instructions):
+                found = [i]
+                while place != none:
+                    found.append(place[1])
+                    place = before[place]
+                return found[::-1]
+            if (stage, i) in before or (i in first and cost.instructions):
                 continue
-            seen.add((stage, i))
+            before[stage, i] = place
+            here = (stage, i)
             stage += stage < len(wanted) and i in wanted[stage]
             cost += Floor(max(1, self.instructions[i].stall), 1)
             for j in self._next(i):
                 if j < len(self.instructions):
-                    heapq.heappush(todo, (cost, stage, j))
-        return None
+                    heapq.heappush(todo, (cost, stage, j, here))
+        return []
+
+    def floor(self, starts: Iterable[int], *visits: Iterable[int], ends: Iterable[int] = ()) -> Floor | None:
+        """Return the cost of the path of `path`, or None if there is no such path."""
+        found = [self.instructions[i] for i in self.path(starts, *visits, ends=ends)[:-1]]
+        return Floor(sum(max(1, one.stall) for one in found), len(found)) if found else None
+
+    def lines(self, path: Iterable[int]) -> int:
+        """Return how many lines of the instruction cache hold the instructions of a path."""
+        return len({self.instructions[i].at // CODE_LINE for i in path})
+
+    def waited(self, path: Iterable[int], far: float, near: float) -> float:
+        """Return the cycles of a path with its waits for results: `far` for each load from global memory and each fence
+        of the GPU, `near` for all other results that instructions wait for."""
+        now, ready = 0.0, [0.0] * (_NO_BARRIER + 1)
+        for one in (self.instructions[i] for i in path):
+            now = max([now, *(at for barrier, at in enumerate(ready) if one.awaits >> barrier & 1)])
+            if one.releases is not None:
+                distant = one.name in ("LDG", "ATOMG") or one.opcode.startswith("MEMBAR.ALL.GPU")
+                ready[one.releases] = max(ready[one.releases], now + (far if distant else near))
+            now += max(1, one.stall)
+        return now
 
 
 def disassembler() -> str | None:
@@ -207,7 +240,7 @@ def parse(text: str) -> Code:
     """
     labels: dict[str, int] = {}
     lines: list[tuple[re.Match[str], frozenset[tuple[str, int]]]] = []
-    stalls: list[int] = []
+    controls: list[int] = []  # of each instruction, the upper 64 bits
     sources, complete = set[tuple[str, int]](), True
     for line in text.splitlines():
         if line.lstrip().startswith("//##"):
@@ -218,12 +251,12 @@ def parse(text: str) -> Code:
             labels[label[1]] = len(lines)
         elif instruction := _INSTRUCTION.match(line):
             lines.append((instruction, frozenset(sources)))
-            stalls.append(0)
+            controls.append(_NO_BARRIER << _RELEASES_BIT)
             complete = True
-        elif stalls and (encoding := _ENCODING.search(line)):
-            stalls[-1] = int(encoding[1], 16) >> _STALL_BIT & 0xF
+        elif controls and (encoding := _ENCODING.search(line)):
+            controls[-1] = int(encoding[1], 16)
     code = Code()
-    for (match, places), stall in zip(lines, stalls, strict=True):
+    for (match, places), control in zip(lines, controls, strict=True):
         at, guard, opcode, operands = int(match[1], 16), match[2], match[3], match[4]
         name = opcode.split(".")[0]
         names = _TARGET.findall(operands)
@@ -239,7 +272,18 @@ def parse(text: str) -> Code:
         elif name not in ("BRA", "CALL", "BSSY", "WARPSYNC"):
             names = []
         targets = tuple(labels[name] for name in names)
+        released = control >> _RELEASES_BIT & 7
         code.instructions.append(
-            Instruction(at, opcode, operands, bool(guard) and guard != "PT", targets, places, stall)
+            Instruction(
+                at,
+                opcode,
+                operands,
+                bool(guard) and guard != "PT",
+                targets,
+                places,
+                stall=control >> _STALL_BIT & 0xF,
+                awaits=control >> _AWAITS_BIT & 0x3F,
+                releases=None if released == _NO_BARRIER else released,
+            )
         )
     return code

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "cache.h"
@@ -24,6 +25,7 @@ class Device {
       : memory(c.memory_bytes_per_s, c.worker_bytes_per_s),
         cached(c.cache_bytes_per_s, c.worker_bytes_per_s),
         cache_(c.cache_bytes, p.key_bytes + rank * p.keys, p.keys, p.layered_keys),
+        window_(c.window_bytes),
         width_(p.counters),
         splits_(p.splits) {
     for (int32_t block = 0; block <= p.layers; ++block) {
@@ -68,6 +70,12 @@ class Device {
     write_back(now);
   }
 
+  // Returns how long a small access waits: until the bytes have arrived that are on their way when it begins
+  // (Little's law). Of each transfer, at most a worker's window is on its way.
+  double queue_s(double now) const {
+    return std::max(memory.backlog_s(now, window_), cached.backlog_s(now, window_));
+  }
+
   Shared memory, cached;  // the transfers that share the bandwidth of memory, and of the cache
 
  private:
@@ -79,6 +87,7 @@ class Device {
 
   Cache cache_;
   double stored_ = 0.0;  // bytes
+  const double window_;  // bytes
   int64_t width_;        // of a block of counters
   std::vector<Counter> counters_;
   std::vector<int32_t> splits_;  // how many tasks of each split have ended

@@ -313,11 +313,13 @@ class Engine {
     Run& run = w.run(w.computed);
     if (run.body_begin == kNever || run.began) return false;
     if (run.begin == kNever) {
-      const bool reads_late = run.task->read_bytes > 0 && !run.read_ahead;
-      run.begin = now_;
-      if (run.task->weight_bytes > 0 || run.read_ahead)
+      const Task& task = *run.task;
+      const bool reads_late = task.read_bytes > 0 && !run.read_ahead;
+      const double queue_s = devices_[w.rank].queue_s(now_);
+      run.begin = now_ + (task.start_s > 0 ? task.start_s + queue_s : 0.0);
+      if (task.weight_bytes > 0 || run.read_ahead)
         run.begin = std::max(run.begin, run.head_begin + c_.latency_s);
-      if (reads_late) run.begin = std::max(run.begin, run.body_begin + c_.latency_s);
+      if (reads_late) run.begin = std::max(run.begin, run.body_begin + c_.latency_s + queue_s);
     }
     if (!reached(w, run.begin)) return false;
     run.began = true;
@@ -340,6 +342,7 @@ class Engine {
             run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
         run.end = std::max(run.end, last + c_.latency_s + task.tail_s);
       }
+      if (task.end_s > 0) run.end += task.end_s + devices_[w.rank].queue_s(now_);
       run.end += stalled(p_, stall_, run);
       return true;
     }
@@ -396,7 +399,8 @@ class Engine {
     Counter& counter = devices_[rank].counter(block, signal.counter);
     counter.left -= signal.arrivals;
     if (counter.left < 0) result_.crowded_counter = signal.counter;
-    counter.met = std::max(counter.met, now_ + (rank == from ? c_.signal_s : c_.remote_signal_s));
+    const double known = now_ + (rank == from ? c_.signal_s : c_.remote_signal_s);
+    counter.met = std::max(counter.met, known + devices_[rank].queue_s(now_));
     if (counter.left != 0) return;
     for (Worker* w = std::exchange(counter.waiter, nullptr); w; w = w->next_waiter) {
       w->waiting = false;

@@ -84,6 +84,10 @@ class Shared {
     return who;
   }
   double delivered(double now) const { return flows_.delivered(now); }
+  // Returns the seconds until the bytes have arrived that are on their way, at most `window` of each flow.
+  double backlog_s(double now, double window) const {
+    return std::min(carried - delivered(now), window * static_cast<double>(flows_.count())) / rate_;
+  }
 
   double carried = 0.0;
 

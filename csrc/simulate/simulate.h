@@ -41,7 +41,10 @@ struct Task {
   double ahead_bytes;   // distance, in bytes, of prefetches into the L2 cache from loads
   double ask_s;         // time that the slower of the two loader warps needs to issue all loads
   double compute_s;
-  double tail_s;                            // compute time after the last bytes have arrived
+  double tail_s;  // compute time after the last bytes have arrived
+  // Fixed times: from the arrival of the inputs until the consumers use the first page, and from their last
+  // page until the instruction ends. Both wait for small accesses to memory.
+  double start_s, end_s;
   int32_t weight_key, read_key, write_key;  // indices of cache entries; -1: not cached
 
   // For attention over a long context: several tasks divide the KV tokens of the same rows (a split). `split`
@@ -83,6 +86,7 @@ struct Costs {
   double dispatch_s, claim_s;
   double signal_s, remote_signal_s;  // from the end of a store until a waiting worker sees the signal
   double launch_s;
+  double window_bytes;      // bytes that one worker asks for ahead, and that may be on their way to it
   double ring_bytes;        // a worker's space for data loaded but not yet used, and outputs not yet stored
   int32_t in_flight;        // maximum number of tasks of a worker between set-up and end of store
   int32_t claim_in_flight;  // the maximum in place of in_flight while the next task comes from a queue

@@ -47,6 +47,12 @@ def register(add: AddVerb) -> None:
         action="store_true",
         help="without overlap: a worker begins an instruction only when its previous one has ended",
     )
+    parser.add_argument(
+        "--without",
+        choices=("waits", "copies", "compute"),
+        help="what if: without waits of one instruction for another; or, besides, with loads that take no time, or with"
+        " arithmetic that takes none",
+    )
     add_files(parser)
     parser.set_defaults(run=run)
 
@@ -89,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     begin = perf_counter()
     with output.busy("simulating"):
         costs = costs.unpipelined() if args.no_pipelining else costs
+        costs = costs.without(args.without) if args.without else costs
         done = simulate(program, machine, table, costs=costs, trace=True)
     seconds = perf_counter() - begin
     trace = done.trace

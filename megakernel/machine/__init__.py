@@ -2,7 +2,7 @@
 
 from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load
 from .files import HOST
-from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Issue, Level
+from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Issue, Level, Path
 from .host import cpu_count, processor
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Issue",
     "Level",
     "Machine",
+    "Path",
     "cpu_count",
     "hardware",
     "host",

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError, file_errors, regular
-from .hardware import Chip, Core, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Rates, Tiles
+from .hardware import Chip, Core, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Paths, Rates, Tiles
 from .host import cpu_count, table
 
 HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
 _SECTIONS: dict[str, type] = {
     "flops_per_s" if kind is Rates else kind.__name__.lower(): kind
-    for kind in (Chip, Rates, Link, Node, Fabric, Costs, Tiles, Issue, Core)
+    for kind in (Chip, Rates, Link, Node, Fabric, Costs, Tiles, Issue, Paths, Core)
 }
 _OTHER = {"base", "curve", "source"}
-_OPTIONAL = {"fabric", "costs", "tiles", "issue", "core"}
+_OPTIONAL = {"fabric", "costs", "tiles", "issue", "paths", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
 # The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are at most 2^16, because a trace

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import ceil, exp, log
+from typing import NamedTuple
 
 from ..errors import MegakernelError
 
@@ -120,8 +121,6 @@ class Issue:
     dot_unit: float  # cycles of consumer warps to finish a unit of output columns, as dot products
     k_step: float  # cycles of consumer warps for 64 elements of the inner dimension of a tile, with matrix units
 
-    # The cycles from the end of an instruction's arithmetic to the start of an instruction that waits for its result.
-    handoff: float
     sample_step: float  # cycles to process a group of logits of a row while the next group is loaded
     sample_entries: float  # number of logits in such a group, not cycles
 
@@ -129,6 +128,53 @@ class Issue:
         """Return the issue times in seconds instead of cycles, at a clock of `clock_hz`."""
         cycles = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_entries"}
         return replace(self, **{name: value / clock_hz for name, value in cycles.items()})
+
+
+class Path(NamedTuple):
+    """The time of a path through the machine code: the first time in an instruction, and when its code and the tables
+    that it reads are in the SM's caches."""
+
+    cold: float
+    warm: float
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What consumer warps do once per instruction, beside the work on pages. The machine code shows it.
+
+    A path lists its cycles, the lines of the instruction cache that hold it, and the accesses to the L2 cache that
+    depend on one another (if there are any). The cycles include the waits for shared memory and for arithmetic.
+    """
+
+    code_line: float  # cycles to fetch a line of the instruction cache, since other instructions have displaced it
+    l2_trip: float  # cycles of an access to the L2 cache, if it is idle
+    # From the end of an instruction's arithmetic to an instruction that waits for its result, through four warps.
+    hand_off: tuple[float, ...]
+    input: tuple[float, ...]  # of a loader warp, to fill the first page of inputs of dot products
+    prepare: tuple[float, ...]  # before the inputs are there, if the matmul normalises them
+    start: tuple[float, ...]  # from the inputs' arrival to the first page, for dot products
+    start_normed: tuple[float, ...]  # the same, if the matmul normalises the inputs
+    dots: tuple[float, ...]  # a pair of pages
+    end_heads: tuple[float, ...]  # from the last page of dot products to the end, if the results are Q, K and V
+    end_residual: tuple[float, ...]  # the same, if they are added to the residual
+    end_gated: tuple[float, ...]
+    end_logits: tuple[float, ...]
+    end_partial: tuple[float, ...]
+    tile_start: tuple[float, ...]  # from the inputs' arrival to the first page, with matrix units
+    tile_end: tuple[float, ...]  # from the last page of a tile to the end, with matrix units
+    attention_start: tuple[float, ...]
+    attention_end: tuple[float, ...]
+    other: tuple[float, ...]  # a whole instruction without pages: of these, the norm takes longest
+
+    def at(self, clock_hz: float) -> dict[str, Path]:
+        """Return the time of each path in seconds, at a clock of `clock_hz`."""
+        found = {}
+        for name, value in vars(self).items():
+            if isinstance(value, tuple):
+                cycles, lines, trips = (*value, 0.0)[:3]
+                cold = cycles + lines * self.code_line + trips * self.l2_trip
+                found[name] = Path(cold / clock_hz, cycles / clock_hz)
+        return found
 
 
 @dataclass(frozen=True)
@@ -209,6 +255,7 @@ class Hardware:
     costs: Costs | None = None  # None: the machine is described only for comparisons
     tiles: Tiles | None = None
     issue: Issue | None = None
+    paths: Paths | None = None
     core: Core | None = None  # the measured rates of a CPU core, if there are any
     curves: tuple[Curve, ...] = ()
 

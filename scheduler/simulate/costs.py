@@ -1,5 +1,6 @@
 """The costs that the simulator uses: the rates that machines reach in practice, latencies, and sizes of on-chip memory.
-Those of GPUs come from published measurements, whose sources are named below. Those of CPUs were measured by
+Those of GPUs come from microbenchmarks, machine code and published tables, whose sources are named here and in the
+machine files. Those of CPUs were measured by
 `megakernel doctor --calibrate`. None was fitted to the time of a model's step. docs/simulator.md compares predictions
 with measurements."""
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.machine import CPU, HOST, Core, Issue, Machine
+from megakernel.machine import CPU, HOST, Core, Issue, Machine, Path
 from megakernel.targets.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 from megakernel.targets.pages import QUERY_TILE, STEP_PAGES
 
@@ -44,6 +45,7 @@ class TaskCosts:
     signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
+    window_bytes: float  # bytes that one worker asks for ahead, behind which small accesses to memory wait
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
     stage_bytes: float  # bytes that must have arrived together before arithmetic on them starts
 
@@ -51,7 +53,9 @@ class TaskCosts:
     in_flight: int
     claim_in_flight: int  # like in_flight, but while the worker takes its next instruction from a queue
     roles: bool  # whether loads, arithmetic and stores run in separate warps, and so at the same time
+    synchronised: bool = True  # whether instructions wait for one another
     issue: Issue | None = None  # seconds in which warps issue instructions; None if the rates include them
+    paths: dict[str, Path] | None = None  # what an instruction takes beside its pages; None if the rates include it
 
     def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds that `flops` FLOPs of matmul tiles with `rows` rows take on one worker."""
@@ -73,22 +77,51 @@ class TaskCosts:
         """Return costs with which each worker finishes an instruction before it starts the next one."""
         return replace(self, in_flight=1, claim_in_flight=1)
 
+    def without(self, what: str) -> TaskCosts:
+        """Return costs for a step of which something is left out, as a GPU can measure it too. Without "waits", no
+        instruction waits for another. Without "copies", loads take no time either. Without "compute", instructions
+        neither wait nor compute."""
+        free = self
+        if what == "copies":
+            free = replace(
+                self,
+                latency_s=0.0,
+                memory_bytes_per_s=_UNLIMITED,
+                cache_bytes_per_s=_UNLIMITED,
+                worker_bytes_per_s=_UNLIMITED,
+            )
+        elif what == "compute":
+            fast = ((1.0, _UNLIMITED),)
+            free = replace(self, matmul_flops=fast, attention_flops=fast, vector_flops=_UNLIMITED, paths=None)
+        cheap = {"copies": _LOADING, "compute": _COMPUTING}.get(what, ())
+        issue = self.issue and replace(self.issue, **dict.fromkeys(cheap, 0.0))
+        return replace(free, synchronised=False, issue=issue)
+
+
+_UNLIMITED = 1e30
+_LOADING = ("weight_page", "input_page", "tile_page", "pass_page")
+_COMPUTING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
+
 
 def _same(machine: Machine) -> dict[str, Any]:
     names = ("cache_bytes_per_s", "cache_bytes", "worker_bytes_per_s", "switch_bytes_per_s")
     return {name: getattr(machine, name) for name in names}
 
 
-# GPUs: the fraction of the datasheet's rates that programs reach. A large matmul takes 1 / 0.75 of the datasheet's time
-# (*How to Scale Your Model*, 2025, "How to Think About GPUs", measures about 20 us where the bound is 15.3 us). A tile
-# of attention queries occupies only a quarter of an SM's matrix units.
-_MATRIX_FRACTION, _ROW_QUANTUM = 0.75, 4 * QUERY_TILE
-# An H100 copied 3,089 GB/s, and its datasheet says 3,350 GB/s (AutoMegaKernel, arXiv 2606.09682).
-_MEMORY_FRACTION = 0.92
+# GPUs: the fraction of the datasheet's rates that programs reach, by benchmarks/speed/probe_gpu.py on an H100
+# (benchmarks/results/gpu-h100.json). torch.matmul of 8,192 x 8,192 x 8,192 in bf16 did 780 of 990 TFLOP/s. With one
+# row, it read 134 MB of weights in 48.3 us (50.4 less the launch): 2.78 of 3.35 TB/s. (A stream of plain reads reaches
+# 3.15, but every step reads weights as a matmul does.) A tile of attention queries occupies only a quarter of an SM's
+# matrix units.
+_MATRIX_FRACTION, _ROW_QUANTUM = 780 / 990, 4 * QUERY_TILE
+_MEMORY_FRACTION = 2.78 / 3.35
 # The bus bandwidth of an all-reduce on eight H100s reaches at most 370 of 450 GB/s ("How to Think About GPUs").
 _LINK_FRACTION = 370 / 450
-# An asynchronous global load or store takes about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
-_LATENCY_S = _STORE_S = 0.5e-6
+# An asynchronous global load takes about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
+_LATENCY_S = 0.5e-6
+# A hand-off takes this many accesses to the L2 cache, one after the other: a fence, half an access until the signal is
+# there, and a poll, before which half of the last poll passes on average. The stores before the fence take another one.
+_HAND_OFF_TRIPS, _STORE_TRIPS = 3, 1
 # An atomic operation on the far die takes 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
 
@@ -100,7 +133,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
             " load_bytes_per_clock, or a base that has them"
         )
     matrix = machine.matrix_flops / machine.workers * _MATRIX_FRACTION
-    handoff = machine.issue.handoff if machine.issue else 0.0
+    handoff = _HAND_OFF_TRIPS * machine.l2_trip_s + (machine.paths["hand_off"].cold if machine.paths else 0.0)
     return TaskCosts(
         matmul_flops=((1.0, matrix),),
         attention_flops=((1.0, matrix),),
@@ -109,18 +142,20 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         memory_bytes_per_s=machine.memory_bytes_per_s * _MEMORY_FRACTION,
         egress_bytes_per_s=machine.link_bytes_per_s * _LINK_FRACTION,
         latency_s=_LATENCY_S,
-        store_s=_STORE_S,
+        store_s=_STORE_TRIPS * machine.l2_trip_s,
         dispatch_s=machine.dispatch_s,
         claim_s=_CLAIM_S,
-        signal_s=machine.signal_s + handoff,
-        remote_signal_s=machine.remote_signal_s + handoff,
+        signal_s=handoff,
+        remote_signal_s=machine.remote_signal_s + (machine.paths["hand_off"].cold if machine.paths else 0.0),
         launch_s=machine.launch_s,
+        window_bytes=float(machine.ring_pages * PAGE_BYTES),
         ring_bytes=float(machine.ring_pages * PAGE_BYTES),
         stage_bytes=float(STEP_PAGES * PAGE_BYTES),
         in_flight=SLOTS,
         claim_in_flight=CLAIM_SLOTS,
         roles=True,
         issue=machine.issue,
+        paths=machine.paths,
         **_same(machine),
     )
 
@@ -156,6 +191,7 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         latency_s=0.0,
         store_s=0.0,
         claim_s=0.0,
+        window_bytes=0.0,
         ring_bytes=256.0 * 1024,
         stage_bytes=0.0,
         in_flight=1,

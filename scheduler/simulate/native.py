@@ -26,7 +26,7 @@ RECORD = np.dtype([(name, np.int32) for name in (
 TASK = np.dtype([
     *((name, np.float64) for name in (
         "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "ahead_bytes", "ask_s", "compute_s",
-        "tail_s",
+        "tail_s", "start_s", "end_s",
     )),
     *((name, np.int32) for name in (
         "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",
@@ -78,7 +78,7 @@ class _Program(ctypes.Structure):
 _COSTS = (
     "memory_bytes_per_s", "cache_bytes_per_s", "cache_bytes", "worker_bytes_per_s", "egress_bytes_per_s",
     "switch_bytes_per_s", "latency_s", "store_s", "dispatch_s", "claim_s", "signal_s", "remote_signal_s", "launch_s",
-    "ring_bytes",
+    "window_bytes", "ring_bytes",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from megakernel.isa import (
     Kind,
     Operation,
     Phase,
+    Result,
     Rows,
     StepTable,
     Units,
@@ -35,6 +36,7 @@ from megakernel.isa.access import Columns
 from megakernel.isa.operations.attention import item_work, read_blocks
 from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
+from megakernel.machine import Path
 from megakernel.program import SEGMENTS, Program
 from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
@@ -42,6 +44,7 @@ from megakernel.targets import target_of
 from megakernel.targets.issue import matmul_issue, sample_steps
 from megakernel.targets.launch import PAGE_BYTES
 from megakernel.targets.pages import (
+    STAGES,
     ahead_columns,
     attention_pages,
     chunk_output_pages,
@@ -54,6 +57,8 @@ from megakernel.targets.pages import (
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
 Column = NDArray[np.integer[Any]]
+# The operations, other than matmuls and attention, that compute.
+_BODIES = {o for o in Operation if o not in (Operation.JOIN, Operation.DRAIN)}
 _LISTS = (*SEGMENTS, "queues")
 
 
@@ -81,6 +86,9 @@ class _Tasks:
         """Let tasks signal counters of a rank or of EVERY_RANK. Where `following` is True, they are those of the next
         layer."""
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
+
+    def drop_waits(self) -> None:
+        self._waits = []
 
     def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
         """Return all waits and all signals, sorted by task, and store in the table where those of each task begin and
@@ -131,7 +139,7 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
                 _attention(tasks, keys, phase, mine, items, view, costs)
                 _item_words(tasks, phase, mine, items, view)
         else:
-            _plain(tasks, keys, phase, mine, first, ranks[chosen], view.dims, costs)
+            _plain(tasks, keys, phase, (mine, first, ranks[chosen]), view.dims, costs, program.workers)
         if phase.operation is Operation.NORM and phase.rows is Rows.LOGIT:
             _logit_waits(tasks, phase, mine, first, ranks[chosen], view)
     drain = numbers == DRAIN.number
@@ -140,6 +148,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     table_of_records["first_task"], table_of_records["end_task"] = first_task[:-1], first_task[1:]
     for name, operand in (("queue", "queue"), ("claims_end", "end")):
         table_of_records[name] = np.where(drain, DRAIN.columns(records)[operand], -1)
+    if not costs.synchronised:
+        tasks.drop_waits()
     waits, signals = tasks.words()
     return Work(
         ranks=program.ranks,
@@ -218,10 +228,18 @@ class _Keys:
 
 
 def _plain(
-    tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, task: Ints, rank: Ints, dims: Dims, costs: TaskCosts
+    tasks: _Tasks,
+    keys: _Keys,
+    phase: Phase,
+    mine: tuple[Records, Ints, Ints],
+    dims: Dims,
+    costs: TaskCosts,
+    workers: int,
 ) -> None:
-    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention). `rank` has the rank
-    of each task. `dims` has the sizes of one of these ranks, which have equal parts of the model."""
+    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention). `mine` has the
+    record, the task and the rank of each. `dims` has the sizes of one of these ranks, which have equal parts of the
+    model. A rank has `workers` workers."""
+    records, task, rank = mine
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
     work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
@@ -231,13 +249,9 @@ def _plain(
         keys.at_least(rank, weight_key, weights)
         tasks.set(task, weight_key=weight_key)
     _activations(tasks, keys, phase, columns, task, rank, loaded.regions, dims)
-    matrix_s = costs.matmul_s(work.matrix_flops, rows)
+    matrix_s, idle_s = costs.matmul_s(work.matrix_flops, rows), np.zeros(len(task))
     if phase.is_matmul and dims.worker.ring_pages:
-        matrix_s = _paged(tasks, task, phase, columns, dims, costs)
-        if costs.issue:
-            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.issue)
-            tasks.set(task, ask_s=roles.loaders)
-            matrix_s = np.maximum(matrix_s, roles.consumers)
+        matrix_s, idle_s = _paged(tasks, task, phase, columns, dims, costs, workers)
     elif dims.worker.ring_pages:
         # Each of these weights counts as loaded by one instruction only, so it needs no cache entry. None is loaded
         # ahead, because the warps that compute load all data themselves.
@@ -248,12 +262,15 @@ def _plain(
             matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
     else:
         tasks.set(task, ring_bytes=weights)
+    if costs.paths:
+        start_s, end_s = fixed_s(phase, dims, costs.paths, costs.latency_s)
+        tasks.set(task, start_s=start_s, end_s=end_s)
     # The times add up, because a matmul that normalises its inputs does so before its matrix work.
     compute_s = matrix_s + work.vector_flops / costs.vector_flops
     # `stage` bytes must arrive before arithmetic can start. For dot products, these are two pages of weights.
     stage = 2 * PAGE_BYTES if dims.worker.units == Units.DOTS else costs.stage_bytes
     tail_s = compute_s * np.minimum(1.0, stage / np.maximum(weights + read, 1))
-    tasks.set(task, weight_bytes=weights, read_bytes=read, compute_s=compute_s, tail_s=tail_s)
+    tasks.set(task, weight_bytes=weights, read_bytes=read, compute_s=compute_s, tail_s=tail_s + idle_s)
 
 
 def _activations(
@@ -287,10 +304,18 @@ def _activations(
         tasks.set(task, write_key=key)
 
 
-def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: TaskCosts) -> Floats:
-    """Set the bytes of shared memory that matmul tasks load into, and return the seconds of their arithmetic."""
+def _paged(
+    tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: TaskCosts, workers: int
+) -> tuple[Floats, Floats]:
+    """Set the bytes of shared memory that matmul tasks load into. Return the seconds of their arithmetic, and those in
+    which they load nothing."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
+    loaders_s = consumers_s = np.zeros(len(task))
+    if costs.issue:
+        roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.issue)
+        loaders_s, consumers_s = roles.loaders, roles.consumers
+        tasks.set(task, ask_s=loaders_s)
     if dims.worker.units == Units.DOTS:
         # Weights may need more pages than an SM's shared memory has, and fill it several times. Inputs stay for one
         # filling.
@@ -298,12 +323,68 @@ def _paged(tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
-        return (2 * rows * weights).astype(np.float64) / costs.vector_flops
+        computing_s = np.maximum((2 * rows * weights).astype(np.float64) / costs.vector_flops, consumers_s)
+        # A lap begins when all its inputs are loaded again. The last of these pages takes the place of an input page of
+        # the lap before, so it is asked for only when that lap has been computed, and no other load is in progress.
+        laps = taken.inputs / np.maximum(held, 1)
+        asking_s = held * costs.issue.input_page if costs.issue else 0.0
+        again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
+        idle_s = again * (asking_s + costs.latency_s)
+        return computing_s + idle_s, idle_s + again * of_lap
     # The last columns are stored by way of shared memory. The next instruction loads into pages after those.
     last = np.minimum(taken.output, chunk_output_pages(phase, dims))
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
-    flops = tile_work(phase, rows, cols, dims)[0]
-    return costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
+    flops, loaded = tile_work(phase, rows, cols, dims)
+    matrix_s = costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
+    # Between two steps, both warpgroups do the same at the same time, so the matrix units wait for them.
+    computing_s = matrix_s + consumers_s
+    held_pages = np.maximum(taken.held, 1)
+    step_pages = held_pages / STAGES
+    ahead_steps = (dims.worker.ring_pages - held_pages) / step_pages
+    arriving_s = loaded / (costs.cache_bytes_per_s / workers)
+    return np.maximum(in_turn_s(computing_s, arriving_s, ahead_steps), loaders_s), np.zeros(len(task))
+
+
+def in_turn_s(one: Floats, other: Floats, steps: Floats) -> Floats:
+    """Return the seconds of two stages of a pipeline that take `one` and `other` seconds on average, if up to `steps`
+    steps of the work fit between them.
+
+    Each step takes one stage a random time (exponentially distributed, as for memory that others use too). So a stage
+    is sometimes idle because the other is late: this is the throughput of a closed queue M/M/1.
+    """
+    slow, fast = np.maximum(one, other), np.minimum(one, other)
+    part = np.clip(fast / np.maximum(slow, 1e-30), 0.0, 1 - 1e-9)
+    seconds: Floats = slow * (1 - part ** (steps + 1)) / (1 - part ** np.maximum(steps, 1e-9))
+    return seconds
+
+
+_ENDS = {
+    Result.HEADS: "end_heads",
+    Result.RESIDUAL: "end_residual",
+    Result.STORED: "end_residual",
+    Result.GATED: "end_gated",
+    Result.GELU_GATED: "end_gated",
+    Result.LOGITS: "end_logits",
+}
+
+
+def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) -> tuple[float, float]:
+    """Return the seconds that an instruction takes from the end of its waits to its first page, and from its last page
+    to its end. `latency_s` is the latency of a load."""
+    if phase.operation is Operation.ATTENTION:
+        return paths["attention_start"].cold, paths["attention_end"].cold
+    if not phase.is_matmul:
+        return 0.0, paths["other"].cold if phase.operation in _BODIES else 0.0
+    if dims.worker.units == Units.TENSOR:
+        return paths["tile_start"].cold, paths["tile_end"].cold
+    if phase.norm is not None:
+        start = paths["prepare"].cold + paths["start_normed"].cold
+    else:
+        start = max(paths["start"].cold, paths["input"].cold + latency_s)
+    # The first pair of pages also fetches its code. Every unit of columns but the last ends beside the loads of the
+    # next one, in the time that `matmul_issue` counts.
+    start += paths["dots"].cold - paths["dots"].warm
+    return start, paths[_ENDS.get(phase.result, "end_partial")].cold
 
 
 def _targets(rank: int | Int32s | None, size: Floats, own: Ints | int, dims: Dims) -> Floats:
@@ -347,6 +428,9 @@ def _attention(
             ring += share * layers * attention_pages(view.item_rows[item], view.item_kv_heads[item], blocks, dims)
     for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
+    if costs.paths:
+        start_s, end_s = fixed_s(phase, dims, costs.paths, costs.latency_s)
+        tasks.set(task, start_s=start_s, end_s=end_s)
     tasks.set(
         task,
         read_key=key,

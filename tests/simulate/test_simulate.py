@@ -28,7 +28,7 @@ from megakernel.scheduler import Options, Spec, compile_program, describe
 from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work
-from megakernel.scheduler.simulate.work import make_work
+from megakernel.scheduler.simulate.work import in_turn_s, make_work
 from megakernel.scheduler.tune.predict import predicted_seconds, usual_step
 from megakernel.trace import IntervalKind, Intervals
 
@@ -123,6 +123,48 @@ def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: flo
     streams = [[Task(stores=sent)] if sent else [] for rank in stores for sent in rank]
     _, rows = hand_run(hand_work(streams, ranks=len(stores)), egress_bytes_per_s=rate)
     assert [ended(rows, number) for number in range(len(ends))] == pytest.approx(ends)
+
+
+def test_a_small_access_waits_behind_the_bytes_that_are_on_their_way() -> None:
+    """A worker begins to load 100 bytes at 10 bytes/s. Of these, as many are on their way as its window has room for.
+    A task of another worker has a fixed time of 1 s before its first page and of 2 s after its last, and a signal takes
+    3 s. The first and the last of them wait for bytes that are on their way; the load ends before the second one."""
+    load, producer = Task(weights=100), Task(compute=8, signals=[(0, 0)])
+    for window, waited in ((0, 0), (40, 4), (400, 10)):
+        work = hand_work([[load], [producer], [Task(waits=[0])]])
+        work.tasks["start_s"][1], work.tasks["end_s"][1] = 1, 2
+        _, rows = hand_run(work, memory_bytes_per_s=10, window_bytes=window, signal_s=3)
+        assert times(rows, IntervalKind.COMPUTE, "begin", 1) == pytest.approx([1 + waited])
+        begin = 1 + waited
+        left = max(0.0, min(window / 10, 10 - begin))  # when the end is known, which is when the task begins
+        assert times(rows, IntervalKind.COMPUTE, "end", 1) == pytest.approx([begin + 8 + 2 + left])
+
+
+def test_stages_of_a_pipeline_wait_for_each_other() -> None:
+    """Of two equally fast stages with room for n steps between them, each works n / (n + 1) of the time."""
+    one = np.ones(1)
+    for steps in (1.0, 2.0, 7 / 3):
+        assert in_turn_s(one, one, np.array([steps]))[0] == pytest.approx((steps + 1) / steps, rel=1e-6)
+    assert in_turn_s(one, 0 * one, one)[0] == 1 == in_turn_s(0 * one, one, one)[0]
+    assert in_turn_s(one, one / 2, np.array([50.0]))[0] == pytest.approx(1)
+
+
+def test_inputs_of_a_matmul_are_loaded_again_in_each_lap() -> None:
+    """The down projection of 8B has 14 pages of weights for 8 columns, and 2 pages of inputs, which all rings of 13
+    pages hold together with only 10 pages of weights. The next lap's inputs are late, whatever memory delivers."""
+    machine, config = machines.load("h100"), replace(load_config("random:llama-3.1-8b"), layers=1)
+    program = compile_program(Spec(config, machine, Dtype.BF16, 1, 1, 1, 128))
+    costs = costs_of(machine)
+    work = make_work(program, decode_step(program.dims, 1, 128), costs)
+    assert costs.issue is not None
+    phases = program.forward.by_number
+    names = [phases[n].name if n in phases else "" for n in work.records["phase"].tolist()]
+    down = work.tasks[work.records["first_task"][names.index("down_proj")]]
+    laps = math.ceil(28 * 2 / 10)
+    idle = (laps - 1) * (2 * costs.issue.input_page + costs.latency_s)
+    assert down["tail_s"] > idle and down["compute_s"] == pytest.approx(
+        28 * costs.issue.dot_pair + 2 * costs.issue.dot_unit + idle
+    )
 
 
 # -- one worker
@@ -423,9 +465,10 @@ def test_costs_of_machines() -> None:
         costs_of(replace(machines.MACHINES["h100"], name="mine", cache_bytes=0.0))
     flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
     h100_itself = machines.MACHINES["h100"]
-    assert h100_itself.issue and h100_itself.issue.handoff > 0
-    for taken, signal in ((h100.signal_s, h100_itself.signal_s), (h100.remote_signal_s, h100_itself.remote_signal_s)):
-        assert taken == pytest.approx(signal + h100_itself.issue.handoff)
+    assert h100_itself.paths
+    code_s = h100_itself.paths["hand_off"].cold
+    for taken, accesses in ((h100.signal_s, 3 * h100_itself.l2_trip_s), (h100.remote_signal_s, 2.45e-6)):
+        assert taken == pytest.approx(accesses + code_s)
     # A matmul of one row takes as long as a matmul of 64 rows.
     assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0
     assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
@@ -471,6 +514,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tokens_per_s"] == pytest.approx(4 / found["step_s"])
     assert main([*arguments, "--no-pipelining", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] > found["step_s"]
+    for what in ("waits", "copies", "compute"):
+        assert main([*arguments, "--without", what, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_s"] < found["step_s"], what
     assert main([*arguments[:-1], "9999999"]) == 1
     assert "exceeds the model's limit" in capsys.readouterr().err
 
