@@ -118,7 +118,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     count = 0
     if blocks and cols:
         first = {"row": int(rows.numbers[0]) * rows.length, "rows": rows.length}
-        count = _column_tiles(phase, first, rows.length, blocks, cols, unit, d, machine, panel)
+        count = _column_tiles(phase, first, (blocks, rows.length), unit, d, machine, panel)
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
     at = np.repeat(rows.numbers, count)
     columns = {
@@ -139,7 +139,7 @@ def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     if cols:
         rows = max(1, round(length * share(d)))
         first = {"row": 0, "rows": length, "place": 0}
-        count = _column_tiles(phase, first, rows, starts * d.places, cols, unit, d, machine, panel)
+        count = _column_tiles(phase, first, (starts * d.places, rows), unit, d, machine, panel)
     cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
     row, place, tile = (a.ravel().astype(np.int32) for a in np.indices((starts, d.places, count)))
     columns = {"row": row, "rows": np.full_like(row, length), "col": cuts[tile], "cols": np.diff(cuts)[tile]}
@@ -149,23 +149,21 @@ def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 def _column_tiles(
     phase: Phase,
     start: Mapping[str, int],
-    rows: int,
-    blocks: int,
-    cols: int,
+    row_blocks: tuple[int, int],
     unit: int,
     d: Dims,
     machine: Machine,
     panel: int,
 ) -> int:
     """Return the number of column tiles per row block that minimises the time of a phase: the number of waves × the
-    seconds of the widest tile. In a wave, each worker computes one tile. There are `blocks` row blocks of about `rows`
-    rows and `cols` columns. Widths are multiples of `unit`. `start` has the other operands of a tile of the first
-    block.
+    seconds of the widest tile. In a wave, each worker computes one tile. `row_blocks` are the number of row blocks and
+    the rows of one. Widths are multiples of `unit`. `start` has the other operands of a tile of the first block.
 
     A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (groups
     that share a pass over the weights), workers that are idle in the last wave begin the next phase. Then a partial
     wave counts only as the fraction of workers that it uses."""
+    (blocks, rows), cols = row_blocks, phase.width(d.split)
     units = ceil_div(cols, unit)
     widest = max(1, machine.tile_rows * machine.tile_cols // (rows * unit))
     fewest = ceil_div(units, widest)

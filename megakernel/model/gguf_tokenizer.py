@@ -103,11 +103,9 @@ def ggml_tokenizer(
         wanted = default if keys.get(f"add_{name}_token") is None else keys.flag(f"add_{name}_token")
         return [ids[own[f"{name}_token"]]] if wanted and own.get(f"{name}_token") in ids else []
 
-    before = around("bos", model != "gpt2" or pre in BEGUN)
+    both = around("bos", model != "gpt2" or pre in BEGUN), around("eos", False)
     ends_by_text = sorted(ids[token] for token in ends)
-    return Tokenizer(
-        backend, eos_ids=[*eos_ids, *ends_by_text], special=own, before=before, after=around("eos", False), **more
-    )
+    return Tokenizer(backend, eos_ids=[*eos_ids, *ends_by_text], special=own, around=both, **more)
 
 
 def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> list[tuple[str, str]]:

@@ -16,9 +16,8 @@ from .config import ModelConfig, Rope, RopeKind
 from .rope import rope_table, yarn_attention
 
 
-def _llama3(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, factor: float, tied: bool
-) -> ModelConfig:
+def _llama3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool) -> ModelConfig:
+    factor = 32.0 if tied else 8.0  # the small models, of Llama 3.2, have tied embeddings
     rope = Rope(500000.0, RopeKind.LLAMA3, factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
     return ModelConfig(128256, hidden, ffn, layers, heads, kv_heads, head_dim, 131072, 1e-5, rope, tied)
 
@@ -39,10 +38,10 @@ def _routed(family: str, experts: int, per_token: int, *sizes: Any) -> ModelConf
 
 # The configurations of public models, without end-of-text ids, because text from random weights has no meaningful end.
 KNOWN_SHAPES: dict[str, ModelConfig] = {
-    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, 64, 32.0, True),
-    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, 128, 32.0, True),
-    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8, 128, 8.0, False),
-    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8, 128, 8.0, False),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, 64, True),
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, 128, True),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8, 128, False),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8, 128, False),
     "smollm2-135m": ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, Rope(100000.0), True),
     "mistral-7b": ModelConfig(32768, 4096, 14336, 32, 32, 8, 128, 32768, 1e-5, Rope(1000000.0), family="mistral"),
     "qwen3-0.6b": ModelConfig(151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, Rope(1000000.0), True, "qwen3"),

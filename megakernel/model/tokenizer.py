@@ -26,9 +26,9 @@ class Tokenizer:
     `templates` are the chat templates: `default`, and `tool_use` for conversations with tools. Their variables are
     `special`, which maps names such as `bos_token` to the texts of special tokens, and the lists in `listed`.
 
-    `backend` (of the package `tokenizers`) may add ids to a text. In addition, the ids `before` and `after` are put
-    before and after each text. If `begins_chats` is true, a conversation also begins with `before`, unless its template
-    has already written them.
+    `backend` (of the package `tokenizers`) may add ids to a text. In addition, the two lists of ids in
+    `around` are put before and after each text. If `begins_chats` is true, a conversation also begins with the first
+    list, unless its template has already written it.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Tokenizer:
         templates: Mapping[str, ChatTemplate] | None = None,
         special: Mapping[str, str] | None = None,
         listed: Mapping[str, list[str]] | None = None,
-        before: Sequence[int] = (),
-        after: Sequence[int] = (),
+        around: tuple[Sequence[int], Sequence[int]] = ((), ()),
         begins_chats: bool = False,
     ) -> None:
         self._backend = backend
         self._templates = dict(templates or {})
         self.special = dict(special or {})
         self._listed = dict(listed or {})
-        self._before, self._after, self._begins_chats = list(before), list(after), begins_chats
+        self._before, self._after = map(list, around)
+        self._begins_chats = begins_chats
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         named = (backend.token_to_id(text) for name, text in self.special.items() if name == "eos_token")
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *(i for i in named if i is not None)]))

@@ -177,8 +177,8 @@ def main(start: Start) -> int:
     codec = Codec.of(start.description.name, start.description.source, start.tool_parser)
     if codec.tokenizer and start.chat_template is not None:
         codec.tokenizer.set_chat_template(ChatTemplate(start.chat_template, "--chat-template"))
-    about = (start.description, codec, start.number, start.identity, start.names, start.access, start.limits)
-    service = Service(*about, start.seed)
+    process = start.number, start.identity
+    service = Service(start.description, codec, process, start.names, start.access, start.limits, start.seed)
     # Collect garbage less often: the objects that each token needs form no cycles, so they are freed without it.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False

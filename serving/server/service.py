@@ -136,16 +136,16 @@ class Service:
         self,
         description: Description,
         codec: Codec,
-        number: int,
-        identity: str,
+        process: tuple[int, str],
         names: list[str] | None = None,
         access: AccessRules | None = None,
         limits: Limits | None = None,
         seed: int | None = None,
     ) -> None:
-        """`number` is the index of this process's row on the board (the counters in shared memory). `identity` is its
-        name in messages to the engine; no later process gets the same name. With `seed`, requests without a seed get
+        """`process` has the index of this process's row on the board (the counters in shared memory), and its name in
+        messages to the engine; no later process gets the same name. With `seed`, requests without a seed get
         one that depends on `seed` and on the order of the requests."""
+        number, identity = process
         self.description = description
         self.codec = codec
         self.access, self.limits = access or AccessRules(), limits or Limits()

@@ -103,7 +103,7 @@ def serving(
     ceilings = machine_ceilings(machine.host(llm.threads))
     name = (names or [llm.model])[0]
     host = EngineHost(llm, source="", name=name, frontends=1, max_waiting=allowed.max_waiting, ceilings=ceilings)
-    service = Service(host.description, llm.codec, 1, "frontend", names, access, allowed)
+    service = Service(host.description, llm.codec, (1, "frontend"), names, access, allowed)
     ready = Event()
     sock = listen("127.0.0.1", 0)
     server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)
