@@ -56,6 +56,14 @@ class _Vocabulary:
 
 # The values of the keyword `format` that the grammar library can enforce.
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+# Other values of `format`, as patterns: the versions of UUIDs, which pydantic names.
+_FORMAT_PATTERNS = {
+    f"uuid{version}": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+    for version in range(1, 9)
+}
+# The library computes numbers as doubles, which are exact up to this size, and refuses bounds far closer to zero.
+_MOST_EXACT, _LEAST_BOUND = 2**53, 1e-15
+_BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties"])
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
@@ -87,7 +95,7 @@ _PARTS = "x-parts"  # key of the root schema for rewritten schemas that referenc
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds, atomic groups.
-_BEYOND = re.compile(r"\\[bB1-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)")
+_BEYOND = re.compile(r"\\[bBc0-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)")
 
 
 class _Schema:
@@ -136,9 +144,20 @@ class _Schema:
             elif key == "pattern" and isinstance(value, str):
                 if pattern := self._pattern(value):
                     out[key] = pattern
+            elif key in ("enum", "const") and not _exact(value):
+                self.left.add(key)
+                if all(isinstance(one, int) for one in (value if key == "enum" else [value])):
+                    out["type"] = schema.get("type", "integer")
+            elif key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND)):
+                self.left.add(key)
+            elif key == "format" and value not in _FORMATS:
+                if "pattern" not in schema and value in _FORMAT_PATTERNS:
+                    out["pattern"] = _FORMAT_PATTERNS[value]
+                else:
+                    self.left.add("format")
             elif key in _UNENFORCED:
                 self.left |= set() if value is _ALLOWS_ALL.get(key) else {key}
-            elif key != "propertyNames" and (key != "format" or value in _FORMATS):
+            elif key != "propertyNames":
                 out[key] = value
         if "propertyNames" in schema:
             self._limit_names(schema["propertyNames"], out)
@@ -224,6 +243,15 @@ class _Schema:
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
         return "" if beyond else plain
+
+
+def _exact(value: Any) -> bool:
+    """Return whether a double represents each number in a JSON value exactly, as far as its size tells. Numbers that
+    JSON lacks are left to the check of the whole schema."""
+    if isinstance(value, (list, dict)):
+        return all(map(_exact, value.values() if isinstance(value, dict) else value))
+    number = isinstance(value, (int, float)) and value - value == 0
+    return not number or abs(value) <= _MOST_EXACT
 
 
 def _given(schema: dict[str, Any]) -> dict[str, Any]:

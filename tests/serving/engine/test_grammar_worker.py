@@ -72,7 +72,21 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({"type": "array", "items": {"const": 1}, "uniqueItems": False}, ["[1, 1]"], [], []),
     ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, ["1", "null"], ['"x"'], []),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["1"], ['"x"'], ["oneOf"]),
-    ({"type": "string", "format": "path"}, ['"x"'], ["1"], []),
+    *(({"type": "string", "format": name}, ['"?"'], ["1"], ["format"]) for name in (
+        "path", "uri-reference", "iri", "idn-email", "json-pointer", "uri-template", "regex")),
+    ({"type": "string", "format": "uuid1"}, ['"c0f2d7f0-8a3b-11ee-b962-0242ac120002"'],
+     ['"c0f2d7f0-8a3b-41ee-b962-0242ac120002"', '""'], []),
+    # Numbers that doubles do not represent exactly, or that the library refuses.
+    ({"const": 2**53}, [str(2**53)], [str(2**53 + 1)], []),
+    ({"const": 18446744073709551615}, ["18446744073709551615"], ['"x"'], ["const"]),
+    ({"enum": [1, 1234567890123456789]}, ["1", "1234567890123456789"], ["1.5"], ["enum"]),
+    ({"const": {"a": [-(2**63)]}}, ['{"a": [-9223372036854775808]}'], ["{a}"], ["const"]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5"], ["x"], ["maximum", "minimum"]),
+    ({"type": "integer", "minimum": 2**53 + 1, "maximum": 5}, ["3"], ["6"], ["minimum"]),
+    ({"type": "number", "minimum": 1e-300, "maximum": 1e300}, ["0.5"], ["x"], ["maximum", "minimum"]),
+    # Control characters.
+    ({"type": "string", "pattern": r"^\cA|\0$"}, ['"x"'], ["1"], ["pattern"]),
+    ({"type": "string", "pattern": r"^\x01\t[^\n]$"}, [r'"\u0001\tx"'], [r'"\u0001\t\n"'], []),
     ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}, ['"-1.5"'], ['"x"', '"1.5x"'], ["pattern"]),
     ({"type": "string", "pattern": r"^(?=[(?=a)]+(b))a\(?=$"}, ['"a(="', '"a="'], ['"b"'], ["pattern"]),
     ({"type": "string", "pattern": r"^(a)\1$"}, ['"b"'], ["1"], ["pattern"]),
@@ -168,7 +182,6 @@ def test_every_type_of_pydantic_is_taken() -> None:
         ({"allOf": [{"$ref": "#/nowhere"}]}, "nowhere"),
         ({"const": float("inf")}, "JSON compliant"),
         ({"type": "string", "maxLength": 10**30}, "maxLength"),
-        ({"type": "integer", "minimum": 2**64}, "range"),
     ],
 )
 def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any], why: str) -> None:
