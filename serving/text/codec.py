@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from megakernel.errors import MegakernelError
@@ -32,7 +33,7 @@ class Transcript:
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self._min_tokens, self._stop = params.min_tokens, params.stop_strings
+        self._min_tokens, self._matchers = params.min_tokens, [_Matcher(stop) for stop in params.stop_strings]
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder = decoder
         self._text = ""
@@ -57,7 +58,7 @@ class Transcript:
             self.stop_reason = token.token_id if token.token_id in self._stop_ids else None
         if self._decoder is None:
             return ""
-        if not self._stop:
+        if not self._matchers:
             piece = "" if unseen else self._decoder.add(token.token_id)
             if token.finish_reason is not None:
                 piece += self._decoder.finish()
@@ -68,7 +69,7 @@ class Transcript:
             stopped = self._append(self._decoder.finish())  # the rest of the text, if its last character is incomplete
         if stopped:
             self.finish_reason = "stop"
-        held = self._partial_stop() if self.finish_reason is None else 0
+        held = max(one.matched for one in self._matchers) if self.finish_reason is None else 0
         before, self._shown = self._shown, max(self._shown, len(self._text) - held)
         return self._text[before : self._shown]
 
@@ -76,25 +77,45 @@ class Transcript:
         """Append `piece` to the text. If the text now contains a stop string, end the text there and return True."""
         before = len(self._text)
         self._text += piece
-        if len(self.token_ids) < self._min_tokens or not piece:
+        ends = [(before + end - len(one.stop), one.stop) for one in self._matchers if (end := one.read(piece))]
+        if not ends or len(self.token_ids) < self._min_tokens:
             return False
-        found = [self._text.find(s, max(0, before - len(s) + 1)) for s in self._stop]
-        starts = [(at, stop) for at, stop in zip(found, self._stop, strict=True) if at >= 0]
-        if not starts:
-            return False
-        at, stop = min(starts)
+        at, stop = min(ends)
         self._text = self._text[: at + len(stop) * self._keeps_end]
         self.stop_reason = stop
         return True
 
-    def _partial_stop(self) -> int:
-        """Return the length of the longest suffix of the text that is the beginning of a stop string."""
-        longest = max((len(s) for s in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._text)), 0, -1):
-            tail = self._text[-length:]
-            if any(s.startswith(tail) for s in self._stop):
-                return length
-        return 0
+
+class _Matcher:
+    """Finds a stop string in a text that arrives in pieces (the algorithm of Knuth, Morris and Pratt). `matched` is the
+    length of the longest suffix of the text that is the beginning of the stop string."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.matched, self._shorter = stop, 0, _shorter(stop)
+
+    def read(self, piece: str) -> int:
+        """Read more text. Returns how much of it was read when the stop string was complete first, or else 0."""
+        stop, shorter, matched, found = self.stop, self._shorter, self.matched, 0
+        for at, character in enumerate(piece, 1):
+            while matched and character != stop[matched]:
+                matched = shorter[matched - 1]
+            matched += character == stop[matched]
+            if matched == len(stop):
+                found, matched = found or at, shorter[-1]
+        self.matched = matched
+        return found
+
+
+@lru_cache(256)
+def _shorter(stop: str) -> list[int]:
+    """Return, for each beginning of a stop string, the longest shorter beginning that is its suffix."""
+    found, length = [0] * len(stop), 0
+    for at in range(1, len(stop)):
+        while length and stop[at] != stop[length]:
+            length = found[length - 1]
+        length += stop[at] == stop[length]
+        found[at] = length
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -15,7 +18,8 @@ from tokenizer_support import ggml, loaded, spm_keys
 from tokenizers import decoders, models, normalizers, processors
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.text.codec import Codec, Conversation
+from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Codec, Conversation, Transcript
 
 WORDS = ("▁The", "▁capital", "▁is", "▁Paris", "▁", *"TheCapitlsoPr")
 KEYS = spm_keys(*WORDS)
@@ -148,3 +152,37 @@ def test_developer_messages(tmp_path: Path, template: str, roles: str, text: str
     assert tokenizer.decode(codec.chat_ids(Conversation(messages))) == text and messages == kept
     with_tools = tokenizer.decode(codec.chat_ids(Conversation(messages, [{"name": "f"}])))
     assert ("developer" in with_tools) == ("developer" in template)
+
+
+def stopped(stops: list[str], pieces: list[str], **more: Any) -> tuple[str, str]:
+    """Return the text of a choice whose tokens have `pieces` as texts, and what was shown of it piece by piece."""
+    stream: Any = Mock(add=Mock(side_effect=pieces), finish=Mock(return_value=""))
+    transcript = Transcript(SamplingParams(stop=stops, max_tokens=None, **more), stream)
+    ends = [*[None] * (len(pieces) - 1), "length"]
+    shown = "".join(transcript.add(Token(0, 0, 0.0, {}, end, 0.0)) for end in ends)
+    assert transcript.text is not None
+    return transcript.text, shown
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_stop_string_ends_a_text(seed: int) -> None:
+    rng = random.Random(seed)
+    stops = ["".join(rng.choices("ab", k=rng.randint(2, 6))) for _ in range(3)]
+    for most in (1, 4):
+        pieces = ["".join(rng.choices("abc", k=rng.randint(1, most))) for _ in range(60)]
+        text = "".join(pieces)
+        ends = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+        first = min(ends, key=lambda end: end[0] + len(end[1]), default=(len(text), ""))[0]
+        told, shown = stopped(stops, pieces)
+        assert shown == told and (told == text[:first] or most > 1)
+        assert not any(stop in told for stop in stops) and text.startswith(told)
+    assert stopped(["ab"], [*"abcab"], min_tokens=4)[0] == "abc"
+
+
+def test_many_long_stop_strings_take_little_time() -> None:
+    rng = random.Random(0)
+    text = rng.choices("ab", k=2000)
+    stops = ["".join(rng.choices("ab", k=1000)) for _ in range(64)]
+    begun = time.thread_time()
+    assert stopped(stops, text) == ("".join(text),) * 2
+    assert time.thread_time() - begun < 2
