@@ -62,11 +62,8 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
 
 void Interpreter::start(Program& program, const int32_t* step_words, bool trace) {
   program_ = &program;
-  const Dims& dims = program.dims(0);
-  const StepView source = step_view(step_words, dims);
-  words_.assign(step_words, source.masks + int64_t{*source.mask_count} * dims.mask_words());
   views_.clear();
-  for (int r = 0; r < ranks_; ++r) views_.push_back(step_view(words_.data(), program.dims(r)));
+  for (int r = 0; r < ranks_; ++r) views_.push_back(step_view(step_words, program.dims(r)));
   traced_ = trace;
   failed_ = false;
   error_.clear();

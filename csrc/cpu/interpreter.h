@@ -46,8 +46,8 @@ class Interpreter {
   void bind(int rank, Buffer buffer, int layer, void* data) { buffers_[index(rank, buffer, layer)] = data; }
   void* bound(int rank, Buffer buffer, int layer) const { return buffers_[index(rank, buffer, layer)]; }
 
-  // Starts a launch with a copy of the step table, which describes the batch. The interpreter must be idle,
-  // and the program must outlive the launch.
+  // Starts a launch with a step table, which describes the batch. The interpreter must be idle, and the
+  // program and the table must outlive the launch.
   void start(Program& program, const int32_t* step_words, bool trace);
   Status wait(std::chrono::milliseconds limit);
   // Makes all threads stop soon. wait() then returns kFailed, and the program needs a reset.
@@ -160,7 +160,6 @@ class Interpreter {
 
   // The state of the launch in progress.
   Program* program_ = nullptr;
-  std::vector<int32_t> words_;
   std::vector<StepView> views_;               // for each rank: pointers into the step table
   std::vector<Cursor> cursors_;               // one for each stream
   std::vector<std::vector<Cursor*>> dealt_;   // for each thread: the streams that it normally executes

@@ -224,7 +224,7 @@ class CpuRanks:
             raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
 
     def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
-        """Start a launch with the step table `words`, which the call copies."""
+        """Start a launch with the step table `words`, which must stay as it is until the launch has ended."""
         if self._lib.mk_launch_start(self._engine, handle, words.ctypes.data, trace):
             raise native.error()
 
