@@ -19,15 +19,13 @@ constexpr int kPrefetchBytes = 2048;
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
-struct Half {};    // float16
-struct Cached {};  // quantised weights that have been converted to float32, in a buffer that fits the cache
+struct Half {};  // float16
 
-// Whether a matmul always multiplies weights of type W straight from memory, as for float types. Quantised
-// types are different: if there is more than one row, their weights are first converted to float32 in a small
-// buffer, so that the conversion is done once for all rows.
+// Whether a matmul always multiplies weights of type W straight from memory. Quantised types and float16 are
+// different: if there is more than one row, their weights are first converted to float32 in a small buffer,
+// so that the conversion is done once for all rows.
 template <class W>
-constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W> ||
-                        std::is_same_v<W, Half> || std::is_same_v<W, Cached>;
+constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || kInPairs<W>;
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
@@ -62,19 +60,6 @@ template <>
 class Reader<float> : public PlainReader<float, 4> {
  public:
   MK_INLINE F32 weight(int s, int v) const { return load(at(s, v)); }
-};
-
-template <>
-class Reader<Cached> {
- public:
-  MK_INLINE void open(const char* panel, int step) {
-    unit_ = reinterpret_cast<const float*>(panel) + int64_t{step} * kPanel;
-  }
-  MK_INLINE void turn_to(int run) { run_ = unit_ + run * kRunSteps * kPanel; }
-  MK_INLINE F32 weight(int s, int v) const { return load(run_ + s * kPanel + v * kLanes); }
-
- private:
-  const float *unit_, *run_;
 };
 
 template <>

@@ -34,15 +34,16 @@ constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;
 // be accumulated in registers together.
 template <class W>
 constexpr int panel_log2(int rows) {
+  constexpr bool kScaled = !kPlain<W> && !std::is_same_v<W, Half>;
   int log2 = 2;
-  const int vectors = (kPlain<W> ? rows : rows + 1) * kPanelVectors;
-  while (log2 > 0 && vectors << log2 > (kPlain<W> ? kAccumulators : kWithScales)) --log2;
+  const int vectors = (kScaled ? rows + 1 : rows) * kPanelVectors;
+  while (log2 > 0 && vectors << log2 > (kScaled ? kWithScales : kAccumulators)) --log2;
   return log2;
 }
 static_assert(1 << panel_log2<float>(1) <= kWidePanels);
 
 // The largest number of rows that are multiplied with weights of type W directly. For more rows, quantised
-// weights are converted to float32 once, into a buffer.
+// and float16 weights are converted to float32 once, into a buffer.
 template <class W>
 constexpr int kDirectRows = kPlain<W> ? kMicroRows : 1;
 
@@ -166,8 +167,8 @@ struct RowBlocks {
 };
 
 // Computes c = x W^T for 1 << log2 panels (groups of columns) of one weight type, over [begin, begin + steps)
-// along K. With `resume`, adds to c instead. For one row, quantised weights are converted to float32 in
-// registers. For more rows, they are converted once and stored in the buffer `wide`.
+// along K. With `resume`, adds to c instead. For one row, weights that are not plain are converted to
+// float32 in registers. For more rows, they are converted once and stored in the buffer `wide`.
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {
@@ -181,7 +182,7 @@ void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, i
       widen<W>(panels[p], begin + done, part, out);
       widened[p].data = reinterpret_cast<const char*>(out);
     }
-    rows.multiply<Cached>(widened, log2, 0, done, part, resume || done > 0);
+    rows.multiply<float>(widened, log2, 0, done, part, resume || done > 0);
   }
 }
 
@@ -322,14 +323,14 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
             const Panel* const first = weights + p + q;
             const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
             const auto multiply_block = [&]<class W>() {
-              int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<Cached>(block_rows);
+              int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<float>(block_rows);
               while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
               multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
               q += 1 << log2;
             };
             if (form == Form::kRounded) {
               int count = 1;
-              while (rows == 1 && q + count < panels && first[count].dtype == first->dtype) ++count;
+              while (q + count < panels && first[count].dtype == first->dtype) ++count;
               with_packed(first->type(), false, [&]<class P>() {
                 multiply_rounded<P>(x, chunk_stride, rows, first, count, begin, steps, call.scratch->weights,
                                     part.c, ldc, begin > 0);

@@ -23,8 +23,13 @@ struct Rounded {
   int32_t halves[2];  // sums of the first 16 bytes and of the last 16 bytes
 };
 
-// The maximum number of rows whose results are accumulated in registers at a time.
-constexpr int kIntegerRows = MK_LANES / 2;
+// The maximum numbers of rows, and of panels of unpacked weights, whose results are accumulated in registers
+// together. With two panels, each word of activations is loaded once for both.
+#if MK_LANES == 16
+constexpr int kIntegerRows = 6, kIntegerPanels = 2;
+#else
+constexpr int kIntegerRows = MK_LANES / 2, kIntegerPanels = 1;
+#endif
 
 // Rounds 32 activations to 8-bit integers that share a scale. If a value is not finite, the scale is NaN. If
 // all magnitudes are below 2^-100, the scale is zero.
@@ -83,8 +88,9 @@ class PackedUnit {
  public:
   using K = KindOf<P>;
 
-  MK_INLINE PackedUnit(const char* panel, int step)
-      : block_(reinterpret_cast<const P*>(panel) + step / P::kSteps), unit_(step % P::kSteps / kUnit) {
+  MK_INLINE void open(const char* panel, int step) {
+    block_ = reinterpret_cast<const P*>(panel) + step / P::kSteps;
+    unit_ = step % P::kSteps / kUnit;
     const char* const begin = reinterpret_cast<const char*>(block_->values + unit_);
     MK_UNROLL for (int line = 0; line < int{sizeof *block_->values}; line += 64) prefetch(begin + line);
     if (unit_ == 0) {
@@ -118,8 +124,9 @@ template <class KindOfWeights>
 class UnpackedUnit {
  public:
   using K = KindOfWeights;
-  MK_INLINE UnpackedUnit(const char* units, int step)
-      : unit_(reinterpret_cast<const Unpacked<K>*>(units) + step / kUnit) {}
+  MK_INLINE void open(const char* units, int step) {
+    unit_ = reinterpret_cast<const Unpacked<K>*>(units) + step / kUnit;
+  }
   MK_INLINE U32 words(int j, int v) const { return unit_->words(j, v); }
   MK_INLINE Line line(int group, int v) const { return unit_->line(group, v); }
 
@@ -131,7 +138,8 @@ template <class P>
 void unpack_units(const char* panel, int begin, int steps, void* out) {
   auto* to = static_cast<Unpacked<KindOf<P>>*>(out);
   for (int s = 0; s < steps; s += kUnit, ++to) {
-    const PackedUnit<P> unit(panel, begin + s);
+    PackedUnit<P> unit;
+    unit.open(panel, begin + s);
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       MK_UNROLL for (int j = 0; j < kUnit / 4; ++j) {
         const U32 words = unit.words(j, v);
@@ -171,21 +179,26 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
         return *reinterpret_cast<const Rounded*>(reinterpret_cast<const float*>(x) + i * kChunkStride);
       };
       constexpr int kWords = kUnit / 4 / K::kGroups;
-      MK_UNROLL for (int p = 0; p < P; ++p) {
-        const Unit unit(data[p], begin + done);
-        MK_UNROLL for (int g = 0; g < K::kGroups; ++g) {
-          ByteSums<K::kBits> sums[R][kPanelVectors];
-          MK_UNROLL for (int j = g * kWords; j < (g + 1) * kWords; ++j) {
+      Unit units[P];
+      MK_UNROLL for (int p = 0; p < P; ++p) units[p].open(data[p], begin + done);
+      MK_UNROLL for (int g = 0; g < K::kGroups; ++g) {
+        ByteSums<K::kBits> sums[R][P][kPanelVectors];
+        MK_UNROLL for (int j = 0; j < kWords; ++j) {
+          MK_UNROLL for (int p = 0; p < P; ++p) {
             MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-              const U32 words = unit.words(j, v);
-              MK_UNROLL for (int i = 0; i < R; ++i) sums[i][v].add(j - g * kWords, words, row(i).words[j]);
+              const U32 words = units[p].words(g * kWords + j, v);
+              MK_UNROLL for (int i = 0; i < R; ++i) sums[i][p][v].add(j, words, row(i).words[g * kWords + j]);
             }
           }
+          // Otherwise GCC loads the words of all panels first, and has to spill them.
+          if (R > 1 && P > 1) asm volatile("" ::: "memory");
+        }
+        MK_UNROLL for (int p = 0; p < P; ++p) {
           MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-            const Line line = unit.line(g, v);
+            const Line line = units[p].line(g, v);
             MK_UNROLL for (int i = 0; i < R; ++i) {
               const int32_t total = K::kGroups == 2 ? row(i).halves[g] : row(i).halves[0] + row(i).halves[1];
-              const F32 products = __builtin_convertvector(sums[i][v].value(K::kZero, total), F32);
+              const F32 products = __builtin_convertvector(sums[i][p][v].value(K::kZero, total), F32);
               F32& sum = acc[i][p][v];
               sum = sum + products * (line.scale * row(i).scale);
               if constexpr (K::kOffset) sum = sum + line.offset * row(i).sum;
@@ -206,10 +219,11 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
 
 using MultiplyUnits = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// Returns a table whose element n - 1 is multiply_units for n rows and one panel of unpacked weights.
+// Returns a table whose element n - 1 is multiply_units for n rows and kIntegerPanels panels of unpacked
+// weights.
 template <class K, int... kBefore>
 constexpr std::array<MultiplyUnits, kIntegerRows> multiply_units_of(std::integer_sequence<int, kBefore...>) {
-  return {multiply_units<kBefore + 1, 1, UnpackedUnit<K>>...};
+  return {multiply_units<kBefore + 1, kIntegerPanels, UnpackedUnit<K>>...};
 }
 template <class K>
 constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows>{});
@@ -221,7 +235,7 @@ constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
 // Computes c = x W^T for `rows` rows that have been rounded to 8-bit integers and `count` panels of weights,
 // over [begin, begin + steps) along K. With `resume`, adds to c instead. For one row, weights are unpacked in
-// registers. For more rows, `count` must be 1, and the panel is unpacked once into the buffer `unpacked`.
+// registers. For more rows, they are unpacked once into the buffer `unpacked`.
 template <class P>
 void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Panel* panels, int count,
                       int begin, int steps, void* unpacked, float* c, int64_t ldc, bool resume) {
@@ -235,16 +249,27 @@ void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Pane
                                           resume);
     return;
   }
-  static_assert(kChunk / kUnit * sizeof(Unpacked<KindOf<P>>) <= kWidePanels * kWideStride * sizeof(float));
+  using K = KindOf<P>;
+  constexpr int kBytes = kChunk / kUnit * sizeof(Unpacked<K>);  // of one panel's chunk
+  static_assert(kIntegerPanels * kBytes <= kWidePanels * kWideStride * sizeof(float));
   const int block = ceil_div(rows, ceil_div(rows, kIntegerRows));
-  for (int done = 0, part; done < steps; done += part, x += chunk_stride) {
-    part = lower_of(steps - done, kChunk);
-    unpack_units<P>(panels->data, begin + done, part, unpacked);
-    const Panel cached[] = {{static_cast<const char*>(unpacked), panels->dtype}};
-    for (int i = 0, n; i < rows; i += n) {
-      n = lower_of(rows - i, block);
-      kMultiplyUnits<KindOf<P>>[n - 1](x + int64_t{i}* kChunkStride, chunk_stride, cached, 0, 0, part,
-                                       c + i* ldc, ldc, resume || done > 0);
+  for (int p = 0; p < count; p += kIntegerPanels) {
+    const int panels_here = lower_of(count - p, kIntegerPanels);
+    const int apart = panels_here - 1;  // if one panel is left, it is computed twice, with the same results
+    const float* chunk = x;
+    for (int done = 0, part; done < steps; done += part, chunk += chunk_stride) {
+      part = lower_of(steps - done, kChunk);
+      Panel cached[kIntegerPanels];
+      for (int q = 0; q < panels_here; ++q) {
+        char* const to = static_cast<char*>(unpacked) + q * kBytes;
+        unpack_units<P>(panels[p + q].data, begin + done, part, to);
+        cached[q] = {to, panels->dtype};
+      }
+      for (int i = 0, n; i < rows; i += n) {
+        n = lower_of(rows - i, block);
+        kMultiplyUnits<K>[n - 1](chunk + int64_t{i}* kChunkStride, chunk_stride, cached, apart, 0, part,
+                                 c + i* ldc + p* kPanel, ldc, resume || done > 0);
+      }
     }
   }
 }

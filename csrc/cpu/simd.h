@@ -4,6 +4,8 @@
 #pragma once
 #include <string.h>
 
+#include <type_traits>
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__SSE2__)
@@ -226,11 +228,12 @@ MK_INLINE I32 lane_index() {
 // Reduces all lanes to one: combines the lower half of the lanes with the upper half, lane by lane, and
 // repeats this until one lane is left.
 template <class V, class F>
-MK_INLINE float folded(V v, const F& join) {
+MK_INLINE auto folded(V v, const F& join) {
+  using Lane = std::decay_t<decltype(v[0])>;
   if constexpr (sizeof(V) == 8) {
     return join(v[0], v[1]);
   } else {
-    typedef float Half __attribute__((vector_size(sizeof(V) / 2)));
+    typedef Lane Half __attribute__((vector_size(sizeof(V) / 2)));
     Half halves[2];
     memcpy(halves, &v, sizeof v);
     return folded(join(halves[0], halves[1]), join);
@@ -254,15 +257,11 @@ inline float bits_to_float(uint32_t bits) {
 }
 
 MK_INLINE uint32_t highest(U32 v) {
-  uint32_t out = 0;
-  MK_UNROLL for (int i = 0; i < kLanes; ++i) out = v[i] > out ? v[i] : out;
-  return out;
+  return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 MK_INLINE int32_t total(I32 v) {
-  int32_t out = 0;
-  MK_UNROLL for (int i = 0; i < kLanes; ++i) out += v[i];
-  return out;
+  return folded(v, [](auto a, auto b) { return a + b; });
 }
 
 // Stores 32 integers from -128 to 127 as bytes.

@@ -12,7 +12,7 @@ from megakernel.library import load
 pytestmark = pytest.mark.skipif(
     shutil.which("objdump") is None or platform.machine() not in ("x86_64", "AMD64"), reason="reads x86-64 with objdump"
 )
-PLAIN = ("float", "Cached", "Bf16", "Bf16Pairs", "Half")
+PLAIN = ("float", "Bf16", "Bf16Pairs")
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,12 @@
 namespace mk::MK_SIMD {
 
 // Reads the first k elements of one column of a weight panel, converted to float32, times `scale`.
-template <class W>
-void read_column(const Panel& panel, int column, int k, float scale, float* out) {
+inline void read_column(const Panel& panel, int column, int k, float scale, float* out) {
+  void (*convert)(const Panel&, int, int, float*) = nullptr;
+  with_format(panel.type(), [&]<class W>() { convert = widen<W>; });
   for (int begin = 0; begin < k; begin += kUnit) {
     float wide[kUnit][kPanel];
-    widen<W>(panel, begin, kUnit, wide[0]);
+    convert(panel, begin, kUnit, wide[0]);
     const int steps = lower_of(k - begin, kUnit);
     for (int s = 0; s < steps; ++s) out[begin + s] = wide[s][column] * scale;
   }
@@ -29,8 +30,7 @@ inline void gather(const Call& call, const Run& op) {
     if (token < 0) token = history[int64_t{-1 - token} * (d.max_context + 1) + position];
     const Panel& panel = table[token / kPanel];
     float* x = call.output<float>() + int64_t{r} * width;
-    with_format(panel.type(),
-                [&]<class W>() { read_column<W>(panel, token % kPanel, width, d.embed_scale, x); });
+    read_column(panel, token % kPanel, width, d.embed_scale, x);
   }
 }
 
