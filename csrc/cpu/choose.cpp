@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../common/record.h"
-#include "kernels.h"
+#include "simd/kernels.h"
 
 namespace mk {
 namespace {

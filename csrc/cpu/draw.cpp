@@ -1,4 +1,4 @@
-#include "draw.h"
+#include "simd/draw.h"
 
 #include <string.h>
 

@@ -8,7 +8,7 @@
 // stream always run in order. Memory order: a signal releases and a satisfied wait acquires. When a stream
 // moves to another thread, the old thread releases and the new thread acquires.
 //
-// `interpreter.cpp` starts launches and tells how they ended. `streams.cpp` has the loop in which threads
+// `launch.cpp` starts launches and tells how they ended. `streams.cpp` has the loop in which threads
 // execute streams.
 #pragma once
 #include <atomic>
@@ -19,9 +19,9 @@
 
 #include "../common/index.h"
 #include "arena.h"
-#include "kernels.h"
 #include "pool.h"
 #include "program.h"
+#include "simd/kernels.h"
 
 namespace mk {
 

@@ -1,6 +1,6 @@
 // This file is compiled once for each SIMD path (an instruction set such as AVX2). The macro MK_SIMD is the
 // path's name, and MK_LANES is its vector length in floats.
-#include "kernels.h"
+#include "simd/kernels.h"
 
 #include "../common/record.h"
 #include "ops/attention.h"

@@ -1,8 +1,8 @@
 // Converts rows of weights from the layout of model files to packed panels (packed.h).
 #pragma once
 #include "arena.h"
-#include "kernels.h"
-#include "packed.h"
+#include "simd/kernels.h"
+#include "simd/packed.h"
 
 namespace mk {
 

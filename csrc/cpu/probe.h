@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#include "kernels.h"
+#include "simd/kernels.h"
 
 namespace mk {
 

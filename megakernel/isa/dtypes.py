@@ -55,7 +55,8 @@ class Dtype(IntEnum):
 
 
 class Block(NamedTuple):
-    """The layout of a quantised block: neighbouring weights that share a scale. csrc/cpu/packed.h explains the bytes.
+    """The layout of a quantised block: neighbouring weights that share a scale. csrc/cpu/simd/packed.h explains the
+    bytes.
 
     `scales` has the byte offset of the block's float16 scale. In types with a float16 minimum, `scales` also has the
     minimum's offset. All other bytes are integers. MXFP4 differs: its block is an exponent and then 4-bit floats.

@@ -3,8 +3,8 @@
 A row of activations is rounded in units of 32 elements, which share a scale. Weights that share a scale form a group:
 32 weights, or 16 for Q6_K. The integer products of a group are added exactly, so their order does not matter. The
 groups are then added in ascending order: acc = fma(sum, weights' scale * activations' scale, acc). If the weights' type
-has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows. csrc/cpu/integers.h
-is the fast version of this module.
+has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows.
+csrc/cpu/simd/integers.h is the fast version of this module.
 """
 
 from __future__ import annotations

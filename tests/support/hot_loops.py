@@ -12,8 +12,8 @@ _LINE = re.compile(r"^\s*([0-9a-f]+):\t(.*)$")
 
 @dataclass(frozen=True)
 class HotLoop:
-    """The hot loop of one instantiation of `micro` (csrc/cpu/gemm.h). The hot loop is the innermost loop that has the
-    most multiply-adds. `simd` is the instruction set, "avx2" or "avx512". `rows` and `panels` are the size of the
+    """The hot loop of one instantiation of `micro` (csrc/cpu/simd/gemm.h). The hot loop is the innermost loop that has
+    the most multiply-adds. `simd` is the instruction set, "avx2" or "avx512". `rows` and `panels` are the size of the
     register block, and `weights` is the C++ name of the weights' type."""
 
     simd: str

@@ -1,7 +1,7 @@
 #pragma once
 #include <math.h>
 
-#include "../formats.h"
+#include "../simd/formats.h"
 
 namespace mk::MK_SIMD {
 

@@ -1,6 +1,6 @@
 #pragma once
 #include "../../common/index.h"
-#include "../gemm.h"
+#include "../simd/gemm.h"
 
 namespace mk::MK_SIMD {
 

@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "../../common/index.h"
-#include "../integers.h"
-#include "../kernels.h"
+#include "../simd/integers.h"
+#include "../simd/kernels.h"
 
 namespace mk::MK_SIMD {
 

@@ -1,7 +1,7 @@
 // The matmul operation. Each kind of result has one function that stores the results of `gemm`. Its argument
 // `t` contains the results for row r and columns [first, first + n).
 #pragma once
-#include "../gemm.h"
+#include "../simd/gemm.h"
 #include "heads.h"
 #include "store.h"
 

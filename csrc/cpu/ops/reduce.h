@@ -1,5 +1,5 @@
 #pragma once
-#include "../simd.h"
+#include "../simd/simd.h"
 
 namespace mk::MK_SIMD {
 

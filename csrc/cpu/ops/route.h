@@ -1,6 +1,6 @@
 // Chooses the experts of rows.
 #pragma once
-#include "../gemm.h"
+#include "../simd/gemm.h"
 
 namespace mk::MK_SIMD {
 

@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "../../common/philox.h"
-#include "../draw.h"
+#include "../simd/draw.h"
 #include "store.h"
 
 namespace mk::MK_SIMD {

@@ -2,7 +2,7 @@
 // to each of these ranks.
 #pragma once
 #include "../../common/index.h"
-#include "../simd.h"
+#include "../simd/simd.h"
 
 namespace mk::MK_SIMD {
 

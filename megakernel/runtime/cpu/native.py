@@ -50,7 +50,7 @@ class CMatrix(ctypes.Structure):
 
 
 class CPanel(ctypes.Structure):
-    """The C++ struct `mk::Panel` of csrc/cpu/packed.h. A packed matrix is divided into panels of 16 columns, and a
+    """The C++ struct `mk::Panel` of csrc/cpu/simd/packed.h. A packed matrix is divided into panels of 16 columns, and a
     table of Panel structs says where each panel is."""
 
     COLUMNS = 16

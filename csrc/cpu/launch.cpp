@@ -1,8 +1,7 @@
-#include "interpreter.h"
-
 #include <algorithm>
 
 #include "../common/record.h"
+#include "interpreter.h"
 
 namespace mk {
 namespace {

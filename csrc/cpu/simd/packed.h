@@ -14,7 +14,7 @@
 
 #include <type_traits>
 
-#include "../common/isa.h"
+#include "../../common/isa.h"
 
 namespace mk {
 
