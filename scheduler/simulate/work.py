@@ -248,7 +248,7 @@ def _plain(
         weight_key = keys.weight(phase, columns["col"])
         keys.at_least(rank, weight_key, weights)
         tasks.set(task, weight_key=weight_key)
-    _activations(tasks, keys, phase, columns, task, rank, loaded.regions, dims)
+    _activations(tasks, keys, phase, columns, (task, rank, loaded.regions), dims)
     matrix_s, idle_s = costs.matmul_s(work.matrix_flops, rows), np.zeros(len(task))
     if phase.is_matmul and dims.worker.ring_pages:
         matrix_s, idle_s = _paged(tasks, task, phase, columns, dims, costs, workers)
@@ -274,12 +274,13 @@ def _plain(
 
 
 def _activations(
-    tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, task: Ints, rank: Ints, regions: Floats, dims: Dims
+    tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, mine: tuple[Ints, Ints, Floats], dims: Dims
 ) -> None:
     """Set how many bytes tasks store on each rank, and which cache entries they read and write. These entries are row
-    blocks of the first buffer that the phase reads, and of the first buffer that it writes. `regions` has the bytes of
-    the regions that tasks read.
+    blocks of the first buffer that the phase reads, and of the first buffer that it writes. `mine` has the task, the
+    rank and the bytes of the regions that the task reads, of each.
     """
+    task, rank, regions = mine
     reads: list[Buffer] = []
     writes: list[Buffer] = []
     for access in accesses(phase, columns, dims):
