@@ -8,9 +8,8 @@ import numpy as np
 
 from megakernel.isa import StepTable
 from megakernel.serving.engine.grammars import write_masks
-from megakernel.serving.engine.plan import PlannedRows
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.request import Sequence
+from megakernel.serving.engine.request import PlannedRows, Sequence
 from megakernel.serving.engine.scheduler import Batch
 
 Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that are forced next, often none

@@ -29,9 +29,17 @@ from megakernel.runtime.backend import Backend, Launch, Output
 from megakernel.runtime.steps import StepRows, Steps
 from megakernel.serving.engine.constrained import follow, force, write
 from megakernel.serving.engine.grammars import Constraint
-from megakernel.serving.engine.plan import VERIFIED_ROWS, PlannedRows, Planner, Turns, extended
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.request import Objects, Request, Sequence
+from megakernel.serving.engine.request import (
+    VERIFIED_ROWS,
+    Objects,
+    PlannedRows,
+    Planner,
+    Request,
+    Sequence,
+    Turns,
+    extended,
+)
 from megakernel.serving.engine.sampling import FINISH, SamplingParams
 from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
@@ -272,7 +280,7 @@ class Engine:
         forced = follow(part, batch) if constrained else {}
         rows = min(self.programs.most_logit_rows, VERIFIED_ROWS)
         room = min(self.programs.most_tokens - len(part.tokens), rows - len(part.turns.chunk))
-        runs = force(part, batch, forced, self.programs, room=room)
+        runs = force(part, batch, forced, self.programs, room=room) if forced else {}
         if self._speculation:
             room -= sum(map(len, runs.values()))
             runs |= self._speculation.propose(part, batch, runs, room=room)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -23,7 +25,6 @@ from numpy.typing import NDArray
 from megakernel.isa import Dims
 from megakernel.runtime.steps import Ints
 from megakernel.scheduler import MOST_MASKS
-from megakernel.serving.engine.pages import PagePool
 from megakernel.serving.engine.request import Request, Sequence, Slots
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Stats:
     counts: Counts
 
 
-class Turns(Generic[T]):
+class ClientQueue(Generic[T]):
     """A queue of entries of several clients. The clients are served in turn, however many entries each has."""
 
     def __init__(self) -> None:
@@ -141,6 +142,76 @@ class Waiting:
             queue.pop(sequence, None)
             if not queue:
                 del self._queues[client]
+
+
+class PagePool:
+    """The KV pages with ids 0 to `pages` - 1. Each page counts its users, the sequences that read it. Once steps have
+    filled a page, it is identified by the hash of all tokens up to its end, so that sequences with the same prefix
+    share it. A page without users stays in the cache until it is needed; the least recently used page goes first."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._users = [0] * pages
+        self._unknown = list(range(pages - 1, -1, -1))  # free pages without cached tokens
+        self._unused: OrderedDict[int, None] = OrderedDict()  # free pages with cached tokens, least recently used first
+        self._page: dict[bytes, int] = {}
+        self._hash: dict[int, bytes] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._unknown) + len(self._unused)
+
+    def take(self, count: int) -> list[int]:
+        """Allocate `count` pages for one sequence and return their ids. The caller has checked that they are free."""
+        taken = []
+        for _ in range(count):
+            if self._unknown:
+                page = self._unknown.pop()
+            else:
+                page, _ = self._unused.popitem(last=False)
+                del self._page[self._hash.pop(page)]
+            self._users[page] = 1
+            taken.append(page)
+        return taken
+
+    def find(self, hashes: Seq[bytes]) -> list[int]:
+        """Return the cached pages of the longest known prefix, given a hash per page. To use them, call `share`."""
+        return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
+
+    def unused(self, pages: Seq[int]) -> int:
+        """Return how many of `pages` no sequence uses. Using them takes these pages from the free ones."""
+        return sum(not self._users[page] for page in pages)
+
+    def share(self, pages: Seq[int]) -> None:
+        """Add a user to each of the pages that `find` returned."""
+        for page in pages:
+            if not self._users[page]:
+                del self._unused[page]
+            self._users[page] += 1
+
+    def learn(self, key: bytes, page: int) -> None:
+        """Cache a full `page` under the hash `key` of its prefix. If a page with the same hash is cached already, the
+        cache keeps that page and ignores the new one."""
+        if key not in self._page and page not in self._hash:
+            self._page[key], self._hash[page] = page, key
+
+    def give(self, pages: Seq[int]) -> None:
+        """Release a sequence's pages, last page first, so that the end of a prefix is evicted before its beginning."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._hash:
+                self._unused[page] = None
+            else:
+                self._unknown.append(page)
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._unknown.extend(self._unused)
+        self._unused.clear()
+        self._page.clear()
+        self._hash.clear()
 
 
 class Batch:

@@ -19,8 +19,8 @@ import numpy as np
 
 from megakernel.errors import MegakernelError
 from megakernel.program import Program
-from megakernel.serving.engine.plan import PlannedRows
 from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.request import PlannedRows
 from megakernel.serving.engine.request import Sequence as Choice
 from megakernel.serving.engine.scheduler import Batch
 

@@ -71,7 +71,7 @@ class EngineHost:
             about=llm.about | about,
         )
         self.loop.on_step.append(self._record)
-        self.loop.wants_trace = lambda: self.live.tracing
+        self.loop.live = self.live
         machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
 
         def timeline() -> bytes | None:

@@ -24,9 +24,10 @@ import zmq
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
+from megakernel.serving.engine.live import Live
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.engine.scheduler import Turns
+from megakernel.serving.engine.scheduler import ClientQueue
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
@@ -72,7 +73,7 @@ class EngineLoop:
         self.engine = engine
         self.row = row
         self.on_step: list[Callable[[Step, float], None]] = []
-        self.wants_trace: Callable[[], bool] = lambda: False  # called before each step
+        self.live: Live | None = None  # a record of the steps, which may want a traced one
         self.on_death: Callable[[], None] = lambda: None
         self.views: dict[str, Callable[[], bytes | None]] = {}  # `Look.what` -> the function that makes the answer
         self._max_waiting = max_waiting
@@ -104,7 +105,7 @@ class EngineLoop:
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
-        self._uncompiled: Turns[_Key] = Turns()  # those whose grammar waits
+        self._uncompiled: ClientQueue[_Key] = ClientQueue()  # those whose grammar waits
         self._compiles = False
         # Kind of query -> frontends and numbers of those that wait.
         self._looking: dict[str, list[tuple[bytes, int]]] = {}
@@ -205,7 +206,7 @@ class EngineLoop:
         """Queue a job now, or when its grammar is compiled."""
         key, params = (frontend, asked.first), asked.params
         with self._refusing(key):
-            constraint = self._grammars.known(params)
+            constraint = self._grammars.known(params) if params.constrained else None
             if constraint or not params.constrained:
                 self._queue(key, asked, constraint)
             else:
@@ -358,7 +359,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         began = self._step_began or perf_counter()
-        step = self.engine.step(trace=self.wants_trace())
+        step = self.engine.step(trace=self.live is not None and self.live.tracing)
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
         self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it

@@ -21,7 +21,7 @@ from fastapi.responses import Response
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
-from megakernel.serving.engine.scheduler import Turns
+from megakernel.serving.engine.scheduler import ClientQueue
 from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
@@ -47,7 +47,7 @@ class ThreadTurns:
         self._free = threads
         # How many threads each client has now.
         self._running: Counter[str] = Counter()
-        self._waiting: Turns[asyncio.Future[None]] = Turns()  # calls of `run` that wait for a thread
+        self._waiting: ClientQueue[asyncio.Future[None]] = ClientQueue()  # calls of `run` that wait for a thread
 
     async def run(self, work: Callable[[], T]) -> T:
         """Wait for the client's turn, run `work` in a thread, and return its result."""
@@ -123,9 +123,10 @@ class Tools:
         except MegakernelError as e:
             raise APIError(400, str(e)) from e
 
-    def reader(self, codec: Codec) -> Reader | None:
-        """Return a parser that finds the tool calls in the text of one answer, or None if its text is content only."""
-        return codec.reader(self._functions if self.used else None, None if self._several else 1)
+    def reader(self, codec: Codec) -> Callable[[], Reader | None]:
+        """Return a function that makes a parser, which finds the tool calls in the text of one choice. It makes None if
+        all text is content."""
+        return partial(codec.reader, self._functions if self.used else None, None if self._several else 1)
 
 
 class Service:
@@ -278,7 +279,7 @@ class Service:
         self.room([prompt], None if cut else wanted)
         left = self.max_context - len(prompt)
         params = body.sampling(self.description.sampling, min(left, wanted or left), form, **more)
-        reader = partial(tools.reader, self.codec)
+        reader = tools.reader(self.codec)
         answers = self.answers([prompt], params, special=reader() is not None)
         return await self.respond(body, write(self.asked(body, model, [prompt], answers, reader)))
 

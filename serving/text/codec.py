@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from megakernel.errors import MegakernelError
@@ -185,7 +185,7 @@ class Codec:
             told, values, continue_final=asked.continue_final, add_special=asked.add_special
         )
 
-    @property
+    @cached_property
     def tools(self) -> ToolFormat:
         """The format in which the model writes calls of functions."""
         return tool_format(self.tool_parser, self.tokenizer.tool_template if self.tokenizer else None)

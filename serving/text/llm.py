@@ -32,9 +32,8 @@ from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes
-from megakernel.serving.engine.plan import VERIFIED_ROWS
 from megakernel.serving.engine.programs import Programs
-from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.request import VERIFIED_ROWS, Request
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation, StepTimes

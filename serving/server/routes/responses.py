@@ -289,7 +289,7 @@ _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_l
 async def respond(service: Service, body: ResponsesRequest) -> Response:
     """Answer a request with the whole response, or with a stream that begins when the first token exists."""
     tools = body.chosen()
-    if tools.reader(service.codec) is not None and body.wants_logprobs:
+    if tools.reader(service.codec)() is not None and body.wants_logprobs:
         cause = "tools" if tools.used else "a model that writes its reasoning in channels"
         raise APIError(400, f"log-probabilities cannot be combined with {cause}: leave one of them out")
     return await service.converse(

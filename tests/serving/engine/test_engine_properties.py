@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_support import EOS, TINY, FakeBackend, alone, fake_engine, output_ids
 
@@ -15,8 +16,8 @@ from megakernel.model import RandomCheckpoint
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.steps import Steps
 from megakernel.serving.engine.engine import Engine
-from megakernel.serving.engine.pages import ROOT, PagePool, page_hash
-from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.request import ROOT, Request, page_hash
+from megakernel.serving.engine.scheduler import PagePool
 from megakernel.serving.text import llm as llm_module
 
 PAGE = 16
@@ -125,13 +126,14 @@ def test_duplicate_prompts_at_once_and_the_longest_unused_page_is_given_up_first
 
 def test_a_chain_is_known_by_all_that_came_before() -> None:
     pool = PagePool(4)
-    first, second = page_hash(ROOT, [1, 2]), page_hash(page_hash(ROOT, [1, 2]), [3, 4])
+    ones, threes, nines = np.array([[1, 2], [3, 4], [9, 9]], np.int32)
+    first, second = page_hash(ROOT, ones), page_hash(page_hash(ROOT, ones), threes)
     pages = pool.take(2)
     pool.learn(first, pages[0])
     pool.learn(second, pages[1])
     assert pool.find([first, second]) == pages
-    assert pool.find([page_hash(ROOT, [3, 4])]) == []
-    assert pool.find([page_hash(ROOT, [9, 9]), second]) == []
+    assert pool.find([page_hash(ROOT, threes)]) == []
+    assert pool.find([page_hash(ROOT, nines), second]) == []
     pool.share(pages)
     pool.give(pages)
     assert pool.free == 2

@@ -287,7 +287,7 @@ def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
 def test_calls_of_free_answers_are_valid(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with random weights writes calls, because here they begin with a character that a logit bias favours."""
     monkeypatch.setitem(FORMATS, "tilde", ToolFormat("~", "}}}", "", "arguments", each=True))
-    monkeypatch.setattr(live.service.codec, "tool_parser", "tilde")
+    monkeypatch.setitem(vars(live.service.codec), "tools", FORMATS["tilde"])
     found, mixed = 0, 0
     for seed in range(4):
         body = {"messages": MESSAGES, "tools": TOOLS, "logit_bias": {str(ids_of("~ ")[0]): 6}, "seed": seed}
@@ -442,7 +442,7 @@ def test_an_answer_is_a_call_or_json(
 ) -> None:
     """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for a
     character with which only calls begin decides between the two. If a call is required, the answer is a call."""
-    monkeypatch.setattr(live.service.codec, "tool_parser", kind)
+    monkeypatch.setitem(vars(live.service.codec), "tools", FORMATS[kind])
     character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<", "seed_oss": "<", "openai": "c"}[
         kind
     ]
