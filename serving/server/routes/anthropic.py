@@ -170,7 +170,8 @@ class CountRequest(requests.Body):
         """Return the tools and the choice among them."""
         choice = self.tool_choice or MessagesToolChoice(type="auto")
         told = [tool.told() for tool in self.tools or ()]
-        return chosen(told, _CHOICES.get(choice.type), choice.name, not choice.disable_parallel_tool_use)
+        only = None if choice.name is None else [choice.name]
+        return chosen(told, _CHOICES.get(choice.type, "named"), only, not choice.disable_parallel_tool_use)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return what a chat template reads. The answer continues the last turn if the assistant wrote it."""

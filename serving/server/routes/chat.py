@@ -74,6 +74,18 @@ class Tool(Strict):
     function: Function
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Strict):
+    """Only some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 # JSON, or a part of it if the answer was cut. Clients of other APIs send an object.
 Arguments = Annotated[str | dict[str, Any], one_message("must be JSON text or an object")]
 
@@ -139,7 +151,7 @@ class Message(Strict):
         return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
-_CHOICES = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+_CHOICES = 'must be "none", "auto", "required" or an object with type "function" or "allowed_tools"'
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -209,7 +221,7 @@ class ChatRequest(Templated, Choices):
     top_logprobs: TopCount | None = None
     echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
-    tool_choice: Annotated[Mode | Tool | None, one_message(_CHOICES)] = None
+    tool_choice: Annotated[Mode | Tool | AllowedChoice | None, one_message(_CHOICES)] = None
     parallel_tool_calls: Flag | None = None
 
     @model_validator(mode="after")
@@ -336,8 +348,13 @@ class ChatChunk(BaseModel):
 async def chat(service: Service, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
     choice, told = body.tool_choice, [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    mode, named = (None, choice.function.name) if isinstance(choice, Tool) else (choice, None)
-    tools = chosen(told, mode, named, body.parallel_tool_calls)
+    if isinstance(choice, AllowedChoice):
+        allowed = choice.allowed_tools
+        tools = chosen(told, allowed.mode, [tool.function.name for tool in allowed.tools], body.parallel_tool_calls)
+    elif isinstance(choice, Tool):
+        tools = chosen(told, "named", [choice.function.name])
+    else:
+        tools = chosen(told, choice, None, body.parallel_tool_calls)
     return await service.converse(
         body,
         replace(body.conversation(), tools=tools.told),
@@ -449,8 +466,11 @@ class _ChatWriter(Writer):
         return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)
 
 
-def chosen(told: list[dict[str, Any]], mode: Mode | None, named: str | None, parallel: bool | None) -> Tools:
-    """Return the tools of a request, which may name the function that the answer calls."""
-    if named is not None:
-        return Tools(told, "required", [named], several=False)
-    return Tools(told, mode, several=parallel is not False)
+def chosen(
+    told: list[dict[str, Any]], mode: str | None, only: list[str] | None = None, parallel: bool | None = None
+) -> Tools:
+    """Return the tools of a request. `only` names those that may be called; with the mode `named`, one of them must,
+    once."""
+    if mode == "named":
+        return Tools(told, "required", only, several=False)
+    return Tools(told, mode, only, several=parallel is not False)

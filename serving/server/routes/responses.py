@@ -128,6 +128,14 @@ class ResponseTool(Strict):
     strict: requests.Flag | None = None
 
 
+class AllowedChoice(Strict):
+    """Only some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
 _LOGPROBS = "message.output_text.logprobs"
 # Values of the field `include`. Only log-probabilities are supported; the others belong to tools of OpenAI's servers.
 Addition = Literal[
@@ -140,7 +148,7 @@ Addition = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 ]
-_TOLD = requests.one_message('must be "none", "auto", "required" or {"type": "function", "name": ...}')
+_TOLD = requests.one_message('must be "none", "auto", "required" or an object with type "function" or "allowed_tools"')
 
 
 class ResponsesRequest(requests.Sampled):
@@ -157,7 +165,7 @@ class ResponsesRequest(requests.Sampled):
     include: list[Addition] | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
-    tool_choice: Annotated[Mode | ResponseTool | None, _TOLD] = None
+    tool_choice: Annotated[Mode | ResponseTool | AllowedChoice | None, _TOLD] = None
     parallel_tool_calls: requests.Flag | None = None
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
@@ -184,8 +192,11 @@ class ResponsesRequest(requests.Sampled):
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools or ()
         ]
-        mode, named = (None, choice.name) if isinstance(choice, ResponseTool) else (choice, None)
-        return chosen(told, mode, named, self.parallel_tool_calls)
+        if isinstance(choice, AllowedChoice):
+            return chosen(told, choice.mode, [tool.name for tool in choice.tools], self.parallel_tool_calls)
+        if isinstance(choice, ResponseTool):
+            return chosen(told, "named", [choice.name])
+        return chosen(told, choice, None, self.parallel_tool_calls)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return the input items as the conversation that a chat template reads. A function call is added to the
@@ -412,7 +423,7 @@ class _ResponseWriter(ItemWriter):
             metadata=body.metadata or {},
             text={"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             tools=[tool.model_dump() for tool in body.tools or ()],
-            tool_choice=choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
 

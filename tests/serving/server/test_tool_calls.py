@@ -674,3 +674,18 @@ def test_calls_and_results_come_back_as_a_conversation() -> None:
     call = {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"}
     many = ResponsesRequest.model_validate({"input": [call] * 300})
     assert [len(message["tool_calls"]) for message in many.conversation(Tools([])).messages] == [128, 128, 44]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_only_the_allowed_tools_are_called(live: Live, path: str) -> None:
+    chat = path.startswith("/v1/chat")
+    listed = [tool for tool in (TOOLS if chat else TOLD) if "time" in json.dumps(tool)]
+    allowed = {"mode": "required", "tools": listed}
+    choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if chat else allowed)}
+    limits = {"max_tokens": 200} if chat else {"max_output_tokens": 200}
+    said = {"messages": MESSAGES} if chat else {"input": "x"}
+    for seed in range(4):
+        body = {**said, "tools": TOOLS if chat else TOLD, "tool_choice": choice, "seed": seed, **limits}
+        answer = live.post(path, {**body, "parallel_tool_calls": False})
+        called = answer["choices"][0]["message"]["tool_calls"] if chat else answer["output"]
+        assert [call["function"]["name"] if chat else call["name"] for call in called] == ["time"]
