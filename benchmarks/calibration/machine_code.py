@@ -113,7 +113,7 @@ class Paths:
 
     def tiles(self) -> Floor:
         """Return the cycles in which a loader warp fills a page of shared memory for a matmul on tensor cores."""
-        return self._filled("load_tile(page, use.x, use.y)", "x += kTileInner")
+        return self._filled("p.load_tile(page, map, use.x, use.y", "x += kTileInner")
 
     def _input_page(self) -> Floor:
         return self._filled("p.load_bytes(", "piece += kPieces", PIECES)
