@@ -92,7 +92,7 @@ setup(
     ext_modules=[
         Extension(
             "megakernel._native",
-            sources=sorted(str(p) for part in ("cpu", "simulate", "verify") for p in Path("csrc", part).glob("*.cpp")),
+            sources=sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
             depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
         )
     ],

@@ -17,7 +17,6 @@ from megakernel import codegen
 from megakernel.isa import DIM_FIELDS, Bucket, Dims, Dtype, ModelSizes, Split, Worker
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.families import FAMILIES, forward
-from megakernel.runtime.cpu.native import CDims
 from megakernel.scheduler import passes
 from megakernel.targets.launch import STRUCTS, STRUCTURES
 
@@ -99,7 +98,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         sizes |= {name: int(rng.integers(0, 2)) for name in ("replicated_o", "replicated_residual")}
         dims = base.changed(**sizes)
         out = np.zeros(2 * (len(names) + dims.bucket.tokens), np.int32)
-        built.derived(ctypes.byref(CDims.of(dims)), ctypes.c_void_p(out.ctypes.data))
+        built.derived(ctypes.byref(dims.native), ctypes.c_void_p(out.ctypes.data))
         records = (dims, dims.split, dims.bucket, dims.model)
         derived = [next(getattr(r, name) for r in records if hasattr(r, name)) for name in names]
         want = [value for value in derived for _ in range(2)]
@@ -133,5 +132,5 @@ def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
     records = (ModelSizes, Split, Bucket, Worker, Dims)
     own = {name for record in records for name in vars(record) if not name.startswith("_")} - set(dict(DIM_FIELDS))
     alone = {"spans", "query_heads", "owners", "on", "ranks", "model", "flat", "of", "changed", "stack", "qkv_rows"}
-    alone |= {"first_block", "equal_experts", "parts"}
+    alone |= {"native", "first_block", "equal_experts", "parts"}
     assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) <= alone

@@ -19,7 +19,7 @@ from svg import WIDTH, Picture
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.scheduler import Options
-from megakernel.targets.pages import dot_input_pages, matmul_pages
+from megakernel.targets.pages import matmul_pages
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -256,8 +256,8 @@ def page_order(program: Program, record: Records) -> str:
     phase, dims = program.forward.by_number[int(phase_number(record))], program.dims
     operands: dict[str, Any] = phase.columns(record[None])
     rows, cols = operands["rows"], operands["cols"]
-    weights = int(matmul_pages(phase, rows, cols, dims).weights[0])
-    inputs = int(dot_input_pages(phase, rows, dims)[0])
+    taken = matmul_pages(phase, rows, cols, dims)
+    weights, inputs = int(taken.weights[0]), int(taken.held_inputs[0])
     lap = (dims.worker.ring_pages - inputs) // 2 * 2
     return "".join("W" * min(lap, weights - first) + "X" * inputs for first in range(0, weights, lap))
 

@@ -230,7 +230,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
           release_inputs();
           page += inputs;
         }
-        held = page + lower_of(lap_weights(m), weights_left);
+        held = page + lower_of(lap_weights(*c.dims, m), weights_left);
         for (int i = 0; i < inputs; ++i) pages.full(held + i);
       }
       const unsigned char* first = pages.full(page) + own;

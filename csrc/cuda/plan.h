@@ -98,6 +98,15 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #endif
 }
 
+// Returns the number of pages of the ring. Host code also counts pages for GPUs with another number.
+MK_FN int32_t ring_pages([[maybe_unused]] const Sizes& d) {
+#if defined(MK_UNITS)
+  return kPages;
+#else
+  return d.ring_pages;
+#endif
+}
+
 // Experts are always computed as dot products, also in programs whose matmuls use tensor cores.
 MK_FN bool by_dots(const Sizes& d, const Task& task) { return uses_dots(d) || is_experts(task); }
 
@@ -233,7 +242,9 @@ MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), 
 // how many fit in the ring at once, beside the inputs. That number is even, because weight pages come in
 // pairs.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
-MK_FN int32_t lap_weights(const Matmul& m) { return (kPages - dot_input_pages(m)) & ~1; }
+MK_FN int32_t lap_weights(const Sizes& d, const Matmul& m) {
+  return higher_of(ring_pages(d) - dot_input_pages(m), 2) & ~1;
+}
 // Returns a table with one 4-bit entry per number of pieces (parts of the inner dimension). Entry n is how
 // many units (groups of columns) have weight pages that fit into kAheadPages if a row has n pieces. The
 // kernel uses a table because an integer division would take as long as the work on a page.
@@ -266,7 +277,7 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   while (true) {
     if (lap == 0 && piece >= pieces) {
       if (left == 0) return true;
-      lap = lower_of(left, lap_weights(m));
+      lap = lower_of(left, lap_weights(d, m));
       left -= lap;
       piece = in_x = in_row = 0;
     }
@@ -343,10 +354,10 @@ MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
 constexpr int kMaxHeadParts = kWide ? 2 : 1;
 MK_FN int32_t head_parts(const Sizes& d) { return kWide && d.head_dim > kHeadPart ? kMaxHeadParts : 1; }
 
-// Returns the number of units that process the query rows of a KV head of an item: one for each tile of
-// kQueryTile query rows and each part of the head.
-MK_FN int32_t head_units(const Sizes& d, const StepView& s, int32_t item) {
-  return ceil_div(s.item_rows[item] * d.group_size(), kQueryTile) * head_parts(d);
+// Returns the number of units that process `rows` query rows of a KV head of an item: one for each tile of
+// kQueryTile pairs (row, query head) and each part of the head.
+MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
+  return ceil_div(rows * d.group_size(), kQueryTile) * head_parts(d);
 }
 
 // Returns the number of pages for one KV block of a KV head.
@@ -366,7 +377,7 @@ template <class Each>
 MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32_t item, Each&& each) {
   const KvBlocks own = visible_blocks(s, item, d.span(task.where.layer));
   const bool empty = own.begin == own.end;
-  const int32_t of_head = empty ? 1 : head_units(d, s, item);
+  const int32_t of_head = empty ? 1 : head_units(d, s.item_rows[item]);
   const int32_t units = empty ? 1 : s.item_kv_heads[item] * of_head;
   const bool narrow = d.head_dim <= kTileInner;
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows * head_parts(d));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
@@ -388,6 +389,11 @@ class Dims:
         sizes = vars(self.model) | vars(self.split) | vars(self.bucket) | vars(self.worker)
         return {name: sizes[name] for name, _ in DIM_FIELDS}
 
+    @cached_property
+    def native(self) -> CDims:
+        """The same sizes as a C++ struct."""
+        return CDims(*self.flat.values())
+
     @staticmethod
     def of(**sizes: float) -> Dims:
         """Return the Dims with these sizes, named as in DIM_FIELDS. Raises TypeError if one is missing."""
@@ -425,3 +431,9 @@ _RECORDS = {
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
     (name, float if name in ("rms_eps", "embed_scale") else int) for names in _RECORDS.values() for name in names
 )
+
+
+class CDims(ctypes.Structure):
+    """The C++ struct `mk::Dims` of csrc/common/isa.h."""
+
+    _fields_ = tuple((name, ctypes.c_float if kind is float else ctypes.c_int32) for name, kind in DIM_FIELDS)

@@ -53,8 +53,8 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
     shared-memory pages. Matmuls on tensor cores load all inputs once for every 256 (CHUNK) output columns."""
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        taken = pages.matmul_pages(phase, columns["rows"], columns["cols"], dims).inputs
-        laps = taken // np.maximum(pages.dot_input_pages(phase, rows, dims), 1)
+        taken = pages.matmul_pages(phase, rows, cols, dims)
+        laps = taken.inputs // np.maximum(taken.held_inputs, 1)
         return (laps * rows * (phase.inner(dims.split) * itemsize(dims.model))).astype(np.float64)
     weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols * itemsize(dims.model)
     return (pages.tile_work(phase, rows, cols, dims)[1] - weights).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Determines how many pages of shared memory each instruction takes, and what the pages contain.
+"""Pages of shared memory: their sizes, and how many of them each instruction takes. csrc/cuda/plan.h lists the pages.
 
 All operands that matmuls and attention load pass through pages, except rows that a matmul normalises. A thread block
 has a ring buffer of pages of PAGE_BYTES: PAGE_ROWS rows of ROW_BYTES. Loader warps fill pages, and consumer warps
@@ -28,12 +28,15 @@ attention  An attention item has query rows of one sequence and a range of its K
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Column, Dims, Dtype, ModelSizes, Phase, Result, Units, ceil_div
+from ..isa import PHASE_FIELDS, Column, Dims, Dtype, Phase, Units, ceil_div
+from ..library import load
 from .launch import PAGE_BYTES
 
 ROW_BYTES = 128
@@ -64,44 +67,90 @@ HEAD_PART = 128  # the maximum number of a head's elements that a unit computes;
 Ints = NDArray[np.int64]
 
 
-# The kinds of results that a matmul on tensor cores writes to pages of shared memory, from which TMA stores them. All
-# other results are stored directly from registers, by the consumer warps (which compute).
-BY_PAGES = (Result.RESIDUAL, Result.PARTIAL, Result.GATED, Result.GELU_GATED, Result.STORED)
-
-
-def output_columns(phase: Phase, dims: Dims) -> int:
-    """Return how many output columns of a matmul fit into a page; 0 if its outputs are not stored through pages."""
-    if phase.result not in BY_PAGES or dims.worker.units != Units.TENSOR or phase.output is None:
-        return 0
-    return ROW_BYTES // BUFFERS[phase.output].resolve_dtype(dims.model).itemsize
-
-
 @dataclass(frozen=True)
 class Pages:
-    """The number of shared-memory pages that each instruction takes, by use, and how many it holds at once (`held`)."""
+    """The number of shared-memory pages that each matmul instruction takes, by use, and three further numbers:
+
+    held         how many pages the instruction holds at once
+    held_inputs  how many of them are input pages that stay in the ring together; 0 for tensor cores
+    last         the output pages of its widest chunk of columns
+    """
 
     weights: Ints
     inputs: Ints
     output: Ints
     held: Ints
+    held_inputs: Ints
+    last: Ints
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The functions of csrc/cuda/plan.cpp."""
+    lib, pointer, count = load(), ctypes.c_void_p, ctypes.c_int64
+    lib.mk_matmul_pages.argtypes = [pointer, pointer, count, pointer, pointer, pointer]
+    lib.mk_attention_pages.argtypes = [pointer, count, *[pointer] * 4]
+    lib.mk_head_units.argtypes = [pointer, count, pointer, pointer]
+    lib.mk_pass_rows.argtypes = lib.mk_kv_pages.argtypes = [pointer]
+    lib.mk_output_columns.argtypes = [pointer, pointer]
+    lib.mk_ahead_columns.argtypes = [pointer]
+    return lib
+
+
+@functools.lru_cache(maxsize=1024)
+def _words(phase: Phase, dims: Dims) -> ctypes.Array[ctypes.c_int32]:
+    """The C++ struct `Phase`."""
+    return (ctypes.c_int32 * len(PHASE_FIELDS))(*(field.value(phase, dims) for field in PHASE_FIELDS))
+
+
+def _int32(column: Column) -> NDArray[np.int32]:
+    return np.ascontiguousarray(column, np.int32)
 
 
 def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
     """Return the pages of matmul instructions whose tiles have `rows` x `cols` outputs."""
-    return (_dots if dims.worker.units == Units.DOTS else _tensor)(
-        phase, rows.astype(np.int64), cols.astype(np.int64), dims
-    )
+    rows, cols = _int32(rows), _int32(cols)
+    out = np.empty((len(rows), 6), np.int32)
+    of = ctypes.byref(dims.native), _words(phase, dims), len(rows)
+    _library().mk_matmul_pages(*of, rows.ctypes.data, cols.ctypes.data, out.ctypes.data)
+    return Pages(*np.ascontiguousarray(out.T, np.int64))
 
 
-def _tensor(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    steps = ceil_div(phase.inner(dims.split), K_STEP)
-    of_weights = phase.matrices(dims.split) * ceil_div(cols, PAGE_ROWS)
-    weights = steps * of_weights
-    inputs = steps * ceil_div(phase.matrices(dims.split) * cols, CHUNK)
-    per_page = output_columns(phase, dims)
-    output = ceil_div(cols, per_page) if per_page else np.zeros_like(cols)
-    step = np.minimum(1 + of_weights, STEP_PAGES)
-    return Pages(weights, inputs, output, np.minimum(weights + inputs, STAGES * step))
+def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
+    """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
+    columns = [_int32(column) for column in (item_rows, item_kv_heads, item_blocks)]
+    out = np.empty(len(columns[0]), np.int64)
+    at = (column.ctypes.data for column in columns)
+    _library().mk_attention_pages(ctypes.byref(dims.native), len(out), *at, out.ctypes.data)
+    return out
+
+
+def head_units(rows: Column, dims: Dims) -> Ints:
+    """Return how many units process these numbers of query rows of an item, for each KV head."""
+    rows, out = _int32(rows), np.empty(len(rows), np.int64)
+    _library().mk_head_units(ctypes.byref(dims.native), len(rows), rows.ctypes.data, out.ctypes.data)
+    return out
+
+
+def pass_rows(dims: Dims) -> int:
+    """Return how many query rows of one KV head fill all UNITS units of a thread block."""
+    return int(_library().mk_pass_rows(ctypes.byref(dims.native)))
+
+
+def kv_pages(dims: Dims) -> int:
+    """Return the number of K and V pages for one KV head and one KV block. Attention holds all of them at once."""
+    return int(_library().mk_kv_pages(ctypes.byref(dims.native)))
+
+
+def output_columns(phase: Phase, dims: Dims) -> int:
+    """Return how many output columns of a matmul fit into a page; 0 if its outputs are not stored through pages."""
+    return int(_library().mk_output_columns(ctypes.byref(dims.native), _words(phase, dims)))
+
+
+def ahead_columns(phase: Phase, dims: Dims) -> int:
+    """Return how many weight columns of a matmul as dot products are prefetched into the L2 cache. The number is 0 if
+    one copy cannot load a whole page."""
+    return int(_library().mk_ahead_columns(_words(phase, dims)))
 
 
 def computed_rows(rows: Ints) -> Ints:
@@ -117,68 +166,11 @@ def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, I
     return 2 * inner * computed, Dtype(dims.model.dtype).itemsize * inner * loaded
 
 
-def _dots(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> Pages:
-    weights = 2 * ceil_div(phase.inner(dims.split), DOT_PIECE) * ceil_div(phase.matrices(dims.split) * cols, 2 * PIECES)
-    inputs = dot_input_pages(phase, rows, dims)
-    lap = np.maximum(dims.worker.ring_pages - inputs, 2) // 2 * 2  # even, because pages are used in pairs
-    return Pages(weights, inputs * -(-weights // lap), np.zeros_like(cols), inputs + np.minimum(weights, lap))
-
-
-def dot_input_pages(phase: Phase, rows: Ints, dims: Dims) -> Ints:
-    """Return the number of input pages that a matmul as dot products holds; 0 if it normalises its inputs itself."""
-    return ceil_div(rows * ceil_div(phase.inner(dims.split), DOT_PIECE), PIECES) * (phase.norm is None)
-
-
-def ahead_columns(phase: Phase, dims: Dims) -> int:
-    """Return how many weight columns of a matmul as dot products are prefetched into the L2 cache.
-
-    The columns fill whole pairs of shared-memory pages. The number is 0 if one copy cannot load a whole page.
-    """
-    if phase.inner(dims.split) % PIECE_INNER:
-        return 0
-    return AHEAD_PAGES // (2 * -(-phase.inner(dims.split) // DOT_PIECE)) * 2 * PIECES
-
-
 def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
     """Whether a matmul can normalise this many input rows itself, so that no separate norm is needed."""
     if dims.worker.units == Units.DOTS:
         return rows * inner * Dtype(dims.model.dtype).itemsize <= NORM_BYTES
     return dims.worker.units == Units.CORE
-
-
-def chunk_output_pages(phase: Phase, dims: Dims) -> int:
-    """Return the number of output pages for a whole chunk of columns; 0 if outputs are not stored through pages."""
-    per_page = output_columns(phase, dims)
-    return -(-CHUNK // (phase.matrices(dims.split) * per_page)) if per_page else 0
-
-
-def kv_pages(dims: Dims) -> int:
-    """Return the number of K and V pages for one KV head and one KV block. Attention holds all of them at once."""
-    return 2 * -(-dims.model.head_dim // K_STEP)
-
-
-def head_units(rows: Column, dims: Dims) -> Ints:
-    """Return how many units process these numbers of query rows of an item, for each KV head."""
-    return ceil_div(rows.astype(np.int64) * dims.model.group_size, QUERY_TILE) * head_parts(dims.model)
-
-
-def head_parts(model: ModelSizes) -> int:
-    """Return into how many parts heads are divided, of each of which a unit computes the results."""
-    return -(-model.head_dim // HEAD_PART)
-
-
-def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Column, dims: Dims) -> Ints:
-    """Return the number of shared-memory pages that each attention item takes. Padding items have no KV blocks."""
-    of_head = head_units(item_rows, dims)
-    units = of_head * item_kv_heads
-    # A thread block computes UNITS units in one pass over an item's KV blocks. Each pass loads all KV heads that its
-    # units use. If two passes use the same KV head, it is loaded twice.
-    heads = [
-        np.where(first < units, (np.minimum(first + UNITS, units) - 1) // of_head - first // of_head + 1, 0)
-        for first in range(0, int(units.max(initial=0)), UNITS)
-    ]
-    taken: Ints = np.sum(heads, axis=0, dtype=np.int64) * item_blocks * kv_pages(dims)
-    return np.where(item_blocks == 0, 1, taken)
 
 
 def dot_rows(inner: int) -> int:

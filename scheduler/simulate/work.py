@@ -47,9 +47,7 @@ from megakernel.targets.pages import (
     STAGES,
     ahead_columns,
     attention_pages,
-    chunk_output_pages,
     computed_rows,
-    dot_input_pages,
     matmul_pages,
     tile_work,
 )
@@ -320,8 +318,8 @@ def _paged(
     if dims.worker.units == Units.DOTS:
         # Weights may need more pages than an SM's shared memory has, and fill it several times. Inputs stay for one
         # filling.
-        held = dot_input_pages(phase, rows, dims)
         ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
+        held = taken.held_inputs
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         computing_s = np.maximum((2 * rows * weights).astype(np.float64) / costs.vector_flops, consumers_s)
@@ -333,8 +331,7 @@ def _paged(
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
     # The last columns are stored by way of shared memory. The next instruction loads into pages after those.
-    last = np.minimum(taken.output, chunk_output_pages(phase, dims))
-    tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * last)
+    tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
     matrix_s = costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
     # Between two steps, both warpgroups do the same at the same time, so the matrix units wait for them.

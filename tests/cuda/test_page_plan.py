@@ -12,7 +12,7 @@ from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, Phase, Resul
 from megakernel.isa.record import OPERAND_WORD, phase_number
 from megakernel.scheduler import Options
 from megakernel.targets.launch import PAGE_BYTES, PAGES
-from megakernel.targets.pages import ahead_columns, attention_pages, matmul_pages, output_columns
+from megakernel.targets.pages import output_columns
 
 WEIGHTS, INPUTS, OUTPUT = range(3)
 
@@ -47,13 +47,6 @@ def check_pages(boxes: dict[str, NDArray[np.int32]]) -> None:
         )
 
 
-def check_counts(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, words: list[int]) -> None:
-    """Check that the number of pages of each kind is the one that `matmul_pages` declares."""
-    declared = matmul_pages(phase, np.array(words[1:2]), np.array(words[3:4]), dims)
-    for fill, count in ((WEIGHTS, declared.weights), (INPUTS, declared.inputs), (OUTPUT, declared.output)):
-        assert len(np.unique(boxes["page"][boxes["fill"] == fill])) == count[0]
-
-
 def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, words: list[int]) -> None:
     assert phase.weights is not None and phase.inputs is not None and phase.output is not None
     row, rows, col, cols = words
@@ -70,9 +63,6 @@ def check_matmul(boxes: dict[str, NDArray[np.int32]], phase: Phase, dims: Dims, 
         end = col + cols if dots else -(-(col + cols) // 32) * 32  # a box has 32 rows
         seen[z][first + col : first + end] = 0
     assert not any(count.any() for count in seen.values())
-    whole = (boxes["fill"] == WEIGHTS) & boxes["whole"].astype(bool)
-    if dots and whole.any():
-        assert (boxes["ahead"][whole] * matrices == ahead_columns(phase, dims)).all()
 
     # Inputs: an instruction loads its inputs once for each chunk of 256 columns (tensor cores) or each time that its
     # pages fill the ring (dot products). Inputs that the instruction normalises itself take no pages.
@@ -121,10 +111,6 @@ def check_attention(boxes: dict[str, NDArray[np.int32]], dims: Dims, table: Step
         pages = table.block_tables[table.item_seq[item]][blocks]
         heads = table.item_kv_head[item] + np.arange(table.item_kv_heads[item])
         assert (keys[np.ix_(pages, heads)] > 0).all() and (values[np.ix_(pages, heads)] > 0).all()
-    items = slice(first, end)
-    blocks = np.where(table.item_seq[items] < 0, 0, table.item_blocks[items])
-    declared = attention_pages(table.item_rows[items], table.item_kv_heads[items], blocks, dims)
-    assert len(np.unique(boxes["page"])) == declared.sum()
     order = boxes["item"].tolist()
     assert order == sorted(order)
 
@@ -159,7 +145,6 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
             words = record[OPERAND_WORD:][: len(phase.operands)].tolist()
             if phase.is_matmul:
                 check_pages(boxes)
-                check_counts(boxes, phase, dims, words)
                 check_matmul(boxes, phase, dims, words)
             elif phase.operation is Operation.ATTENTION:
                 if len(boxes["page"]):

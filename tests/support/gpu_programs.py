@@ -69,7 +69,7 @@ def make(
     return backend, program, table
 
 
-COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole", "ahead")
+COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole")
 CAPACITY = 4096
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from megakernel.isa import BUFFERS, Buffer, Dims, Forward, Space, StepTable
 from megakernel.isa.record import Records
 from megakernel.program import Program
-from megakernel.runtime.cpu.native import CDims
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
 from megakernel.runtime.reference import ReferenceBackend
@@ -161,4 +160,4 @@ def buffers_of(forward: Forward) -> list[Buffer]:
 
 
 def dims_words(dims: Dims) -> NDArray[np.int32]:
-    return np.frombuffer(CDims.of(dims), np.int32)
+    return np.frombuffer(dims.native, np.int32)

@@ -64,7 +64,7 @@ class AttentionItem {
   // The part of the head whose results this warp computes: successive units, and so successive warps, have
   // the parts of one tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
-  MK_FN int of_head() const { return head_units(d_, s_, item_); }
+  MK_FN int of_head() const { return head_units(d_, s_.item_rows[item_]); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * of_head(); }
 
   // For each KV block, a narrow head has one page of keys and one of values; a wider head has two

@@ -9,21 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import MegakernelError
-from ...isa import DIM_FIELDS, Dims, Dtype
+from ...isa import CDims, Dtype
 from ...library import load
 
 _POINTER, _TEXT = ctypes.c_void_p, ctypes.c_char_p
 _I32, _I64, _DOUBLE = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-
-
-class CDims(ctypes.Structure):
-    """The C++ struct `mk::Dims` of csrc/common/isa.h."""
-
-    _fields_ = tuple((name, ctypes.c_float if kind is float else _I32) for name, kind in DIM_FIELDS)
-
-    @classmethod
-    def of(cls, dims: Dims) -> CDims:
-        return cls(*dims.flat.values())
 
 
 class CPart(ctypes.Structure):

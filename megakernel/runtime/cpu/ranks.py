@@ -49,7 +49,7 @@ class CpuRanks:
         if not null:
             self._check_memory()
         self._engine: int | None = self._lib.mk_create(
-            ctypes.byref(native.CDims.of(dims)), threads, cpu_count(), native.requested_simd(), null, deadlock_s
+            ctypes.byref(dims.native), threads, cpu_count(), native.requested_simd(), null, deadlock_s
         )
         if self._engine is None:
             raise native.error()
@@ -202,7 +202,7 @@ class CpuRanks:
         names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
         pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
         source = native.CProgram(
-            ctypes.pointer(native.CDims.of(program.dims)),
+            ctypes.pointer(program.dims.native),
             phases.ctypes.data,
             (ctypes.c_char_p * len(names))(*names),
             program.ranks,
@@ -266,7 +266,7 @@ class CpuRanks:
         phases = forward.words(dims)
         self._lib.mk_execute(
             self._engine,
-            ctypes.byref(native.CDims.of(dims)),
+            ctypes.byref(dims.native),
             phases.ctypes.data,
             words.ctypes.data,
             record.ctypes.data,

@@ -13,7 +13,6 @@ from ...isa import Buffer, StepTable, record
 from ...program import SEGMENTS, Program, Segment
 from ...targets import HOPPER
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
-from ..cpu.native import CDims
 from . import stall
 from .driver import Gpu, Kernel, Prepared
 from .heap import STATUS_BYTES, Heap
@@ -67,7 +66,7 @@ class Grid:
         # The keys of both dictionaries are fields of Params. For a key in `arrays`, the field is a pointer. For a key
         # in `several`, it is an array of pointers.
         arrays: dict[str, NDArray[Any]] = {
-            "dims": np.frombuffer(b"".join(bytes(CDims.of(d)) for d in ranks_dims), np.uint8),
+            "dims": np.frombuffer(b"".join(bytes(d.native) for d in ranks_dims), np.uint8),
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
             **arrivals,
             "buffers": heap.addresses(),

@@ -1,0 +1,118 @@
+// Tells the compiler, the simulator and the verifier which shared-memory pages instructions take, by listing
+// the pages as the interpreter does. The CPU interpreter, in the same library, has other types of the same
+// names, so the namespace has another name here.
+#define mk mk_pages
+#include "plan.h"
+
+#include <map>
+#include <utility>
+
+#define MK_API extern "C" __attribute__((visibility("default")))
+
+namespace mk {
+namespace {
+
+// The number of pages that a matmul instruction takes, by use. `held`: the most that it holds at once;
+// `held_inputs`: pages of inputs that stay in the ring together; `last`: output pages of its widest chunk.
+struct MatmulPages {
+  int32_t weights, inputs, output, held, held_inputs, last;
+};
+
+MatmulPages matmul_pages(const Sizes& d, const Phase& phase, int32_t rows, int32_t cols) {
+  Task task{};
+  task.phase = phase;
+  task.phase.operation = Operation::kMatmul;
+  *reinterpret_cast<Tile*>(task.record + kOperandWord) = {.row = 0, .rows = rows, .col = 0, .cols = cols};
+  MatmulPages out{};
+  // Tensor cores hold the pages of two successive steps at once, each of which begins with a page of inputs.
+  int32_t before = 0, step = 0, outputs = 0;
+  for_pages(d, StepView{}, task, [&](const PageUse& use) {
+    if (use.fill == Fill::kOutput) {
+      ++out.output;
+      out.last = higher_of(out.last, ++outputs);
+      return true;
+    }
+    outputs = 0;
+    if (use.fill == Fill::kInputs) before = std::exchange(step, 0);
+    ++(use.fill == Fill::kInputs ? out.inputs : out.weights);
+    out.held = higher_of(out.held, before + ++step);
+    return true;
+  });
+  if (uses_dots(d)) {
+    const Matmul m = matmul_of(task);
+    out.held_inputs = dot_input_pages(m);
+    out.held = out.held_inputs + lower_of(out.weights, lap_weights(d, m));
+  }
+  return out;
+}
+
+// Returns the number of pages that an attention item with these rows and KV heads takes for each KV block.
+int32_t block_pages(const Sizes& d, int32_t rows, int32_t kv_heads) {
+  const int32_t zero = 0, one = 1;
+  StepView step{};
+  step.positions = step.item_row = step.item_kv_head = step.item_block = step.item_seq = step.block_tables =
+      &zero;
+  step.item_blocks = &one;
+  step.item_rows = &rows;
+  step.item_kv_heads = &kv_heads;
+  int32_t pages = 0;
+  item_pages(d, step, Task{}, 0, [&](const PageUse&) { return ++pages > 0; });
+  return pages;
+}
+
+}  // namespace
+
+// Writes the pages of `n` instructions of a matmul phase, whose tiles have rows[i] x cols[i] outputs.
+MK_API void mk_matmul_pages(const Dims* dims, const Phase* phase, int64_t n, const int32_t* rows,
+                            const int32_t* cols, MatmulPages* out) {
+  const Sizes d = sizes_of(*dims);
+  std::map<std::pair<int32_t, int32_t>, MatmulPages> known;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto [found, fresh] = known.try_emplace({rows[i], cols[i]});
+    if (fresh) found->second = matmul_pages(d, *phase, rows[i], cols[i]);
+    out[i] = found->second;
+  }
+}
+
+// Writes the pages of `n` attention items. One without KV blocks to read takes one page.
+MK_API void mk_attention_pages(const Dims* dims, int64_t n, const int32_t* rows, const int32_t* kv_heads,
+                               const int32_t* blocks, int64_t* out) {
+  Dims all = *dims;
+  all.window = 0;  // `blocks` are those that a window leaves
+  const Sizes d = sizes_of(all);
+  std::map<std::pair<int32_t, int32_t>, int64_t> known;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto [found, fresh] = known.try_emplace({rows[i], kv_heads[i]});
+    if (fresh) found->second = block_pages(d, rows[i], kv_heads[i]);
+    out[i] = blocks[i] == 0 ? 1 : blocks[i] * found->second;
+  }
+}
+
+// Writes how many units process rows[i] query rows of an attention item, for each KV head.
+MK_API void mk_head_units(const Dims* dims, int64_t n, const int32_t* rows, int64_t* out) {
+  const Sizes d = sizes_of(*dims);
+  for (int64_t i = 0; i < n; ++i) out[i] = head_units(d, rows[i]);
+}
+
+// Returns how many query rows of one KV head fill all units of a pass.
+MK_API int32_t mk_pass_rows(const Dims* dims) {
+  const Sizes d = sizes_of(*dims);
+  return higher_of(kConsumerWarps * kQueryTile / (d.group_size() * head_parts(d)), 1);
+}
+
+// Returns the number of K and V pages for one KV head and one KV block.
+MK_API int32_t mk_kv_pages(const Dims* dims) { return kv_pages(sizes_of(*dims)); }
+
+// Returns the number of output columns of a matmul phase that fit into a page; 0 if pages do not store them.
+MK_API int32_t mk_output_columns(const Dims* dims, const Phase* phase) {
+  const bool paged = by_pages(phase->result) && dims->units == static_cast<int32_t>(Units::kTensor);
+  return paged ? output_cols({*phase, {}}) : 0;
+}
+
+// Returns how many columns of weights, of all its matrices, a matmul phase prefetches into the L2 cache. Only
+// whole pages are prefetched.
+MK_API int32_t mk_ahead_columns(const Phase* phase) {
+  return phase->inner % kPieceInner == 0 ? phase->matrices * ahead_cols({*phase, {}}) : 0;
+}
+
+}  // namespace mk
