@@ -4,6 +4,9 @@ The core is a plain shared library with a C interface that ctypes loads, so it n
 compiled once per SIMD path, and the path is chosen at run time. The other files of its folder are compiled as one,
 because most of the time of a small file goes to the headers that they share. The environment variable CXX names another
 compiler, and MEGAKERNEL_WERROR=1 makes warnings errors.
+
+The headers that the core and the CUDA interpreter share with Python are generated first, so that every way to install
+or pack the project has them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from megakernel import codegen  # noqa: E402
 
 # -Werror=switch: a switch over an enumeration, for example of operations, must have a case for each value.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
@@ -88,6 +96,7 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+codegen.write_headers(ROOT)
 setup(
     ext_modules=[
         Extension(

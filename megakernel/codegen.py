@@ -5,7 +5,8 @@ csrc/cuda/params.h      arguments of a launch of the CUDA interpreter, pages of 
 docs/instructions.md    the reference table
 docs/settings.md        flags and environment variables
 
-All of them are committed; `--check` exits with 1 if a committed file differs from the tables.
+The pages of docs/ are committed; `--check` exits with 1 if one of them differs from the tables. setup.py writes the
+headers before it builds, so this module needs NumPy alone.
 """
 
 from __future__ import annotations
@@ -360,25 +361,31 @@ def reference() -> str:
     return "\n".join(out) + "\n"
 
 
-def main(arguments: list[str], root: Path) -> int:
-    stale = []
-    files = {
-        "csrc/common/isa.h": header(),
-        "csrc/cuda/params.h": launch_header(),
-        "docs/instructions.md": reference(),
-        "docs/settings.md": settings.reference(),
-    }
-    for path, text in files.items():
-        target = root / path
-        if target.exists() and target.read_text() == text:
-            continue
-        stale.append(path)
-        if "--check" not in arguments:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
+def write_headers(root: Path) -> list[str]:
+    """Write the C++ headers into the checkout `root`, and return the paths of those that have changed."""
+    return _write(root, {"csrc/common/isa.h": header(), "csrc/cuda/params.h": launch_header()})
+
+
+def _write(root: Path, files: dict[str, str]) -> list[str]:
+    stale = _stale(root, files)
     for path in stale:
-        print(f"{path}: {'differs from the tables' if '--check' in arguments else 'written'}")
-    return 1 if stale and "--check" in arguments else 0
+        (root / path).write_text(files[path])
+    return stale
+
+
+def _stale(root: Path, files: dict[str, str]) -> list[str]:
+    return [path for path, text in files.items() if not (root / path).exists() or (root / path).read_text() != text]
+
+
+def main(arguments: list[str], root: Path) -> int:
+    pages = {"docs/instructions.md": reference(), "docs/settings.md": settings.reference()}
+    if "--check" in arguments:
+        for path in (stale := _stale(root, pages)):
+            print(f"{path}: differs from the tables")
+        return 1 if stale else 0
+    for path in [*write_headers(root), *_write(root, pages)]:
+        print(f"{path}: written")
+    return 0
 
 
 if __name__ == "__main__":
