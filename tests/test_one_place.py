@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from built_once import library
+from built_once import library as built_library
 from sizes import least_dims
 
-from megakernel import codegen
+from megakernel import codegen, library
+from megakernel.errors import MegakernelError
 from megakernel.isa import DIM_FIELDS, Bucket, Dims, Dtype, ModelSizes, Split, Worker
+from megakernel.library import structure
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.families import FAMILIES, forward
 from megakernel.scheduler import passes
@@ -86,7 +88,7 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
     values += "\n  for (int r = 0; r < d->tokens; ++r) out[i++] = s.owner(r), out[i++] = d->reduce_row(d->rank, r);"
     source = tmp_path / "derived.cpp"
     source.write_text(HARNESS.format(isa=ROOT / "csrc" / "common" / "isa.h", values=values))
-    built = library(source)
+    built = built_library(source)
     rng = np.random.default_rng(3)
     base = least_dims(KNOWN_SHAPES["smollm2-135m"], Dtype.BF16)
     for _ in range(50):
@@ -116,10 +118,28 @@ def test_offsets_of_a_launchs_arguments_are_those_of_the_compiler(tmp_path: Path
     header = ROOT / "csrc" / "cuda" / "params.h"
     source = tmp_path / "offsets.cpp"
     source.write_text(f'#include <stddef.h>\n#include "{header}"\nextern "C" const size_t offsets[] = {{{values}}};\n')
-    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(library(source), "offsets")
+    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(built_library(source), "offsets")
     descriptors = [getattr(STRUCTURES[s], f) for s, f in fields]
     assert list(found) == [value for d in descriptors for value in (d.offset, d.size)]
     assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # the maximum size of kernel parameters
+
+
+def test_structs_are_read_from_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = "struct A {\n  double x, y[kN];  // b; c\n  const int32_t* const* p;\n  Kind k = -1;\n"
+    header += "  int f() { return 1; }\n};\n"
+    (tmp_path / "a.h").write_text("constexpr int kM = 1, kN = 3;\nenum class Kind : uint8_t { a };\n" + header)
+    (tmp_path / "b.h").write_text("struct B {\n  std::string s;\n};\n")
+    monkeypatch.setattr(library, "source_folder", lambda: tmp_path)
+    assert structure(f"{tmp_path}/a.h", "A")._fields_ == [
+        ("x", ctypes.c_double),
+        ("y", ctypes.c_double * 3),
+        ("p", ctypes.c_void_p),
+        ("k", ctypes.c_uint8),
+    ]
+    with pytest.raises(MegakernelError, match="has no struct C"):
+        structure(f"{tmp_path}/a.h", "C")
+    with pytest.raises(MegakernelError, match="has a member that Python cannot read: std::string s"):
+        structure(f"{tmp_path}/b.h", "B")
 
 
 def test_an_expression_that_has_no_translation_is_refused() -> None:

@@ -1,7 +1,7 @@
 // The interface of the simulator, which predicts how long a program takes on a described machine.
-// scheduler/simulate/native.py declares the same structs. Times are in seconds, sizes in bytes. A record is
-// an instruction. It consists of tasks: an attention instruction has one task per work item, and other
-// instructions have a single task. Each task waits, loads, computes and stores as a whole.
+// Python reads the structs from this file (megakernel/library.py). Times are in seconds, sizes in bytes. A
+// record is an instruction. It consists of tasks: an attention instruction has one task per work item, and
+// other instructions have a single task. Each task waits, loads, computes and stores as a whole.
 #pragma once
 #include <stdint.h>
 

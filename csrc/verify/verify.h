@@ -1,6 +1,6 @@
 // The parts of the verifier that would be too slow in Python: it computes a topological order, and checks
-// that conflicting accesses to data happen in the right order. scheduler/verify/native.py declares the same
-// structs.
+// that conflicting accesses to data happen in the right order. Python reads the structs from this file
+// (megakernel/library.py).
 #pragma once
 #include <stdint.h>
 

@@ -53,7 +53,7 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
     shared-memory pages. Matmuls on tensor cores load all inputs once for every 256 (CHUNK) output columns."""
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     if dims.worker.units == Units.DOTS:
-        taken = pages.matmul_pages(phase, rows, cols, dims)
+        taken = pages.matmul_pages(phase, columns["rows"], columns["cols"], dims)
         laps = taken.inputs // np.maximum(taken.held_inputs, 1)
         return (laps * rows * (phase.inner(dims.split) * itemsize(dims.model))).astype(np.float64)
     weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols * itemsize(dims.model)

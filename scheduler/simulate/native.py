@@ -6,12 +6,13 @@ import ctypes
 import functools
 from dataclasses import dataclass, fields
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.library import load
+from megakernel.library import load, structure
 from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.trace import DTYPE, Intervals
 
@@ -19,28 +20,15 @@ _I32, _I64, _F64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ct
 Int32s = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
-WAIT = np.dtype([("counter", np.int32), ("slot", np.int32)])  # as the C++ struct mk::simulate::Wait
-RECORD = np.dtype([(name, np.int32) for name in (
-    "number", "phase", "first_task", "end_task", "queue", "claims_end",
-)])  # the layout of mk::simulate::Record  # fmt: skip
-TASK = np.dtype([
-    *((name, np.float64) for name in (
-        "weight_bytes", "read_bytes", "ring_bytes", "held_bytes", "output_bytes", "ahead_bytes", "ask_s", "compute_s",
-        "tail_s", "start_s", "end_s",
-    )),
-    *((name, np.int32) for name in (
-        "weight_key", "read_key", "write_key", "split", "parts", "first_wait", "end_wait", "first_signal", "end_signal",
-        "unused",
-    )),
-])  # the layout of mk::simulate::Task  # fmt: skip
-SIGNAL = np.dtype([(name, np.int32) for name in ("rank", "counter", "next", "arrivals")])  # mk::simulate::Signal
+_structure = functools.partial(structure, "simulate/simulate.h")
+WAIT, RECORD, TASK, SIGNAL = (np.dtype(_structure(name)) for name in ("Wait", "Record", "Task", "Signal"))
 EVERY_RANK = -1
 
 
 @dataclass(frozen=True)
 class Work:
-    """The input of the native simulator (mk::simulate::Program). `records` has the instructions of all workers and
-    queues, and the offsets say where each worker's instructions begin."""
+    """The input of the native simulator, which becomes its struct Program (csrc/simulate/simulate.h). `records` has the
+    instructions of all workers and queues, and the offsets say where each worker's instructions begin."""
 
     ranks: int
     workers: int
@@ -65,52 +53,12 @@ class Work:
     key_bytes: Floats  # [ranks, keys]
 
 
-_COUNTED = ("records", "tasks", "waits", "signals")
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (
-        *((f.name, _I32 if f.type == "int" else _POINTER) for f in fields(Work)),
-        *((f"{name}_count", _I32) for name in _COUNTED),
-    )
-
-
-_COSTS = (
-    "memory_bytes_per_s", "cache_bytes_per_s", "cache_bytes", "worker_bytes_per_s", "egress_bytes_per_s",
-    "switch_bytes_per_s", "latency_s", "store_s", "dispatch_s", "claim_s", "signal_s", "remote_signal_s", "launch_s",
-    "window_bytes", "ring_bytes",
-)  # fmt: skip
-
-
-class _Costs(ctypes.Structure):
-    _fields_ = (
-        *((name, _F64) for name in _COSTS),
-        *((name, _I32) for name in ("in_flight", "claim_in_flight", "roles")),
-    )
-
-
-class _Stall(ctypes.Structure):
-    _fields_ = (("segment", _I32), ("number", _I32), ("layer", _I32), ("seconds", _F64))
-
-
-class SimulationResult(ctypes.Structure):
-    """mk::simulate::Result."""
-
-    _fields_ = (
-        *((name, _F64) for name in ("step_s", "memory_bytes", "cache_bytes", "link_bytes")),
-        *((name, _I64) for name in ("events", "intervals")),
-        *((name, _I32) for name in ("stuck_stream", "stuck_record", "stuck_layer", "crowded_counter")),
-    )  # fmt: skip
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     lib = load()
     lib.mk_simulate.restype = _I32
-    lib.mk_simulate.argtypes = [
-        ctypes.POINTER(_Program), ctypes.POINTER(_Costs), ctypes.POINTER(_Stall), _I32, _F64, _POINTER, _I64,
-        ctypes.POINTER(SimulationResult),
-    ]  # fmt: skip
+    structs = (ctypes.POINTER(_structure(name)) for name in ("Program", "Costs", "Stall"))
+    lib.mk_simulate.argtypes = [*structs, _I32, _F64, _POINTER, _I64, ctypes.POINTER(_structure("Result"))]
     return lib
 
 
@@ -121,21 +69,31 @@ def run(
     most: int,
     most_s: float = inf,
     further_layers: int = 0,
-) -> tuple[SimulationResult, Intervals]:
+) -> tuple[ctypes.Structure, Intervals]:
     """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
     seconds). The result's `step_s` includes `further_layers` more layers, each of which takes as long as the second
-    one. It is infinity if a step takes `most_s` seconds or more. Returns the result and up to `most` intervals of the
-    trace, in the order in which they ended."""
-    values = {f.name: getattr(work, f.name) for f in fields(Work)}
-    counts = {f"{name}_count": len(values[name]) for name in _COUNTED}
-    program = _Program(**{name: v if isinstance(v, int) else v.ctypes.data for name, v in values.items()}, **counts)
-    native = _Costs(
-        *(getattr(costs, name) for name in _COSTS), costs.in_flight, costs.claim_in_flight, int(costs.roles)
+    one. It is infinity if a step takes `most_s` seconds or more. Returns the result (the struct Result) and up to
+    `most` intervals of the trace, in the order in which they ended."""
+    lists = work.prologue, work.body, work.epilogue, work.queue_records
+    totals = work.totals_first, work.totals_middle, work.totals_last
+    counted = {"record": work.records, "task": work.tasks, "wait": work.waits, "signal": work.signals}
+    arrays: dict[str, NDArray[Any]] = {f"{name}s": array for name, array in counted.items()}
+    arrays |= {"stores": work.stores, "key_bytes": work.key_bytes}
+    program = _structure("Program")(
+        offsets=tuple(array.ctypes.data for array in lists),
+        totals=tuple(array.ctypes.data for array in totals),
+        **{f.name: getattr(work, f.name) for f in fields(Work) if f.type == "int"},
+        **{name: array.ctypes.data for name, array in arrays.items()},
+        **{f"{name}_count": len(array) for name, array in counted.items()},
     )
+    kind = _structure("Costs")
+    native = kind(*(getattr(costs, name) for name, _ in kind._fields_))
     intervals = np.empty(most, dtype=DTYPE)
-    result = SimulationResult()
+    result = _structure("Result")()
     to = intervals.ctypes.data if most else None
-    status = _library().mk_simulate(program, native, _Stall(*stall), further_layers, most_s, to, most, result)
+    status = _library().mk_simulate(
+        program, native, _structure("Stall")(*stall), further_layers, most_s, to, most, result
+    )
     if status == -2:
         raise MegakernelError(
             "a record of the program names a counter, a task or a queue that does not exist: verify the program"

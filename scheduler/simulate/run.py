@@ -4,6 +4,7 @@ rules, and says what the simulator leaves out.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -14,7 +15,7 @@ from megakernel.isa import StepTable, cost, slot_work
 from megakernel.machine import Machine
 from megakernel.program import Program, check
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
-from megakernel.scheduler.simulate.native import SimulationResult, Work, run
+from megakernel.scheduler.simulate.native import Work, run
 from megakernel.scheduler.simulate.work import make_work
 from megakernel.targets import target_of
 from megakernel.trace import Trace, TraceHeader
@@ -126,7 +127,7 @@ def _launched(work: Work) -> int:
     return first + work.layers * (body + queues) + last
 
 
-def _check(program: Program, work: Work, costs: TaskCosts, result: SimulationResult) -> None:
+def _check(program: Program, work: Work, costs: TaskCosts, result: ctypes.Structure) -> None:
     # Without waits, the parts of one layer's attention may end among those of another, and signal in its place.
     if result.crowded_counter >= 0 and costs.synchronised:
         raise MegakernelError(

@@ -5,45 +5,21 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.library import load
+from megakernel.library import load, structure
 
 _I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 Int32s = NDArray[np.int32]
 
 READ, WRITE, HOST = range(3)  # mk::verify::Kind
 TWICE, MISSING, UNORDERED, NOT_ONWARD, OVERTAKES = range(5)  # mk::verify::What
-FOUND = np.dtype([(name, np.int32) for name in (
-    "what", "earlier", "later", "phase", "place", "row", "row_end", "col", "col_end", "reads",
-)])  # the layout of mk::verify::Found  # fmt: skip
-
-
-class _Graph(ctypes.Structure):
-    _fields_ = (
-        ("rows", _I32),
-        ("runs", _I32),
-        ("first", _POINTER),
-        ("edges", _I64),
-        ("source", _POINTER),
-        ("target", _POINTER),
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("phases", _I32),
-        ("buffers", _I32),
-        ("ranks", _I32),
-        ("segment", _POINTER),
-        ("declares", _POINTER),
-        ("layered", _POINTER),
-        ("touches", _I64),
-        *((name, _POINTER) for name in ("phase", "place", "kind", "event", "row", "row_end", "col", "col_end")),
-    )
+_GRAPH, _STEP, _FOUND = (structure("verify/verify.h", name) for name in ("Graph", "Step", "Found"))
+FOUND = np.dtype(_FOUND)
 
 
 @dataclass(frozen=True)
@@ -57,9 +33,9 @@ class EventGraph:
     source: Int32s
     target: Int32s
 
-    def native(self) -> _Graph:
+    def native(self) -> Any:
         source, target = self.source.ctypes.data, self.target.ctypes.data
-        return _Graph(self.rows, len(self.first) - 1, self.first.ctypes.data, len(self.source), source, target)
+        return _GRAPH(self.rows, len(self.first) - 1, self.first.ctypes.data, len(self.source), source, target)
 
 
 @dataclass(frozen=True)
@@ -74,9 +50,9 @@ class OrderStep:
     layered: NDArray[np.uint8]
     touches: Int32s
 
-    def native(self) -> _Step:
+    def native(self) -> Any:
         begin, size = self.touches.ctypes.data, self.touches.strides[0]
-        return _Step(
+        return _STEP(
             *self.declares.shape,
             self.ranks,
             self.segment.ctypes.data,
@@ -91,9 +67,9 @@ class OrderStep:
 def _library() -> ctypes.CDLL:
     lib = load()
     lib.mk_verify_order.restype, lib.mk_verify_data.restype = _I32, _I64
-    lib.mk_verify_order.argtypes = [ctypes.POINTER(_Graph), _POINTER, _POINTER]
+    lib.mk_verify_order.argtypes = [ctypes.POINTER(_GRAPH), _POINTER, _POINTER]
     lib.mk_verify_data.argtypes = [
-        ctypes.POINTER(_Graph), _POINTER, ctypes.POINTER(_Step), _I64, _POINTER, _I64, _POINTER, _I64, _POINTER,
+        ctypes.POINTER(_GRAPH), _POINTER, ctypes.POINTER(_STEP), _I64, _POINTER, _I64, _POINTER, _I64, _POINTER,
     ]  # fmt: skip
     return lib
 

@@ -1,5 +1,6 @@
 """Helpers for tests of the simulator: handmade work, costs that give simple times, and a check of all waits."""
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from megakernel.isa.record import Records
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler.simulate.costs import TaskCosts
-from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, SimulationResult, Work, run
+from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Work, run
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 
 # All rates and capacities are practically unlimited and all delays are 0, so that a test sets only what it measures.
@@ -110,7 +111,7 @@ def hand_work(
     )
 
 
-def hand_run(work: Work, **changes: float) -> tuple[SimulationResult, Intervals]:
+def hand_run(work: Work, **changes: float) -> tuple[ctypes.Structure, Intervals]:
     """Simulate `work` with the costs of FREE, except for those in `changes`."""
     return run(work, replace(FREE, **changes), (-1, -1, -1, 0.0), 10_000)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Declares the functions and structs of csrc/cpu/api.cpp for ctypes, and measures this machine's maximum rates."""
+"""Declares the functions of csrc/cpu/api.cpp for ctypes, and measures this machine's maximum rates."""
 
 from __future__ import annotations
 
@@ -10,58 +10,24 @@ from typing import Any
 
 from ...errors import MegakernelError
 from ...isa import CDims, Dtype
-from ...library import load
+from ...library import load, structure
 
 _POINTER, _TEXT = ctypes.c_void_p, ctypes.c_char_p
 _I32, _I64, _DOUBLE = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
-class CPart(ctypes.Structure):
-    """The C++ struct `mk::Part` of csrc/cpu/packing.h."""
-
-    _fields_ = (("dtype", _I32), ("rows", _I64), ("data", _POINTER))
-
-
-class CMatrix(ctypes.Structure):
-    """The C++ struct `mk::Matrix` of csrc/cpu/packing.h."""
-
-    _fields_ = (
-        ("stacked", _I64), ("matrices", _I64), ("rows", _I64), ("k", _I64), ("part_count", _I64), ("parts", _POINTER)
-    )  # fmt: skip
-
-    @classmethod
-    def of(cls, stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> CMatrix:
-        """Describe `stack` matrices of `shape` [..., rows, k], which consist of parts (type, rows, address)."""
-        matrices, rows, k = (1, *shape)[-3:]
-        made = (CPart * len(parts))(*(CPart(*part) for part in parts))
-        matrix = cls(stack, matrices, rows, k, len(parts), ctypes.addressof(made))
-        matrix.held = made  # keep the arrays alive as long as the matrix, which has their addresses
-        return matrix
+CPart, CMatrix = (structure("cpu/packing.h", name) for name in ("Part", "Matrix"))
+CPanel, CProgram = structure("cpu/simd/packed.h", "Panel"), structure("cpu/program.h", "ProgramSource")
+PANEL_COLUMNS = 16  # columns of a packed matrix's panel
 
 
-class CPanel(ctypes.Structure):
-    """The C++ struct `mk::Panel` of csrc/cpu/simd/packed.h. A packed matrix is divided into panels of 16 columns, and a
-    table of Panel structs says where each panel is."""
-
-    COLUMNS = 16
-    _fields_ = (("data", _POINTER), ("dtype", _I64))
-
-
-class CProgram(ctypes.Structure):
-    """The C++ struct `mk::ProgramSource` of csrc/cpu/program.h."""
-
-    _fields_ = (
-        ("dims", ctypes.POINTER(CDims)),
-        ("phases", _POINTER),
-        ("names", ctypes.POINTER(_TEXT)),
-        ("ranks", _I32),
-        ("workers", _I32),
-        ("counters", _I32),
-        ("queues", _I32),
-        ("records", _POINTER * 4),
-        ("offsets", _POINTER * 4),
-        ("totals", _POINTER * 3),
-    )
+def matrix(stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> ctypes.Structure:
+    """Describe `stack` matrices of `shape` [..., rows, k], which consist of parts (type, rows, address)."""
+    matrices, rows, k = (1, *shape)[-3:]
+    made = (CPart * len(parts))(*(CPart(*part) for part in parts))
+    out: ctypes.Structure = CMatrix(stack, matrices, rows, k, len(parts), ctypes.addressof(made))
+    out.held = made  # keep the arrays alive as long as the matrix, which has their addresses
+    return out
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {

@@ -78,7 +78,7 @@ class CpuRanks:
 
     def _tie(self, rank: int) -> None:
         """Make the rank's LM head use the rank's rows of the packed embedding table."""
-        panels = self._ranks[rank].split.first_vocab // native.CPanel.COLUMNS
+        panels = self._ranks[rank].split.first_vocab // native.PANEL_COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
@@ -87,14 +87,14 @@ class CpuRanks:
         shape = self._shape(rank, buffer)
         parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % max(shape[-2], 1) % native.CPanel.COLUMNS).any():  # a panel of columns would have rows of two parts
+        if (ends % max(shape[-2], 1) % native.PANEL_COLUMNS).any():  # a panel of columns would have rows of two parts
             kinds = {part.dtype for part in parts}
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)
             parts = [WeightRows(parts[0].dtype, np.concatenate([data for _, data in parts]))]
         stack = self.dims.split.stack if BUFFERS[buffer].per_expert else ()
         described = [(dtype, len(data), data.ctypes.data) for dtype, data in parts]
-        matrix = native.CMatrix.of(math.prod(stack), shape[len(stack) :], described)
+        matrix = native.matrix(math.prod(stack), shape[len(stack) :], described)
         if self._lib.mk_pack(self._engine, rank, buffer, layer, ctypes.byref(matrix)):
             raise native.error()
 
@@ -201,10 +201,11 @@ class CpuRanks:
         named = program.forward.by_number
         names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
         pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
+        texts = (ctypes.c_char_p * len(names))(*names)
         source = native.CProgram(
-            ctypes.pointer(program.dims.native),
+            ctypes.addressof(program.dims.native),
             phases.ctypes.data,
-            (ctypes.c_char_p * len(names))(*names),
+            ctypes.addressof(texts),
             program.ranks,
             program.workers,
             program.counters,

@@ -22,6 +22,7 @@ from typing import Any
 
 from ...errors import MegakernelError, regular
 from ...isa import Dims, Units
+from ...library import source_folder
 from ...model.cache import cache_folder
 from ...targets.launch import Ablation
 from .limits import wide
@@ -80,15 +81,6 @@ class Compiler:
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
         return cubin
-
-
-def source_folder() -> Path:
-    """Return the folder csrc: inside the package if it is installed, otherwise next to it."""
-    package = Path(__file__).parents[2]
-    for folder in (package / "csrc", package.parent / "csrc"):
-        if (folder / "cuda" / "megakernel.cu").is_file():
-            return folder
-    raise MegakernelError(f"the CUDA sources are not in {package}: install the package again")
 
 
 def sources() -> dict[str, bytes]:
@@ -216,11 +208,11 @@ def _failed(said: str) -> MegakernelError:
 
 if __name__ == "__main__":
     _kinds = [(False, Ablation.NONE), (True, Ablation.NONE), (False, Ablation.COPIES), (False, Ablation.COMPUTE)]
-    _workers = [(Units.TENSOR, 1), (Units.DOTS, 1), (Units.TENSOR, 2)]
+    _units = (Units.TENSOR, Units.DOTS)
     _builds = [
-        *(Build(trace, *worker, ablation) for (trace, ablation), worker in itertools.product(_kinds, _workers)),
-        *(Build(trace, units, experts=True) for trace in (False, True) for units in (Units.TENSOR, Units.DOTS)),
-        *(Build(trace, *worker, wide=True) for trace, worker in itertools.product((False, True), _workers)),
+        *(Build(trace, units, ablation) for (trace, ablation), units in itertools.product(_kinds, _units)),
+        *(Build(trace, units, experts=True) for trace in (False, True) for units in _units),
+        *(Build(trace, units, wide=True) for trace, units in itertools.product((False, True), _units)),
     ]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
         _made = [_pool.submit(cubin, build) for build in _builds]

@@ -64,11 +64,10 @@ __attribute__((visibility("default"))) void mk_host_run(const mk::Params* params
   message[size - 1] = 0;
 }
 
-// Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of twelve
+// Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of eleven
 // numbers: the page's number; the page's fields `fill`, `pieces` and `buffer` (struct PageUse in plan.h); the
-// coordinates x, y and z; the offset in the page and the size in bytes; the page's fields `item` and `whole`;
-// and the result of ahead_cols if a prefetch follows the copy, otherwise 0. A page without copies has one row
-// with size 0. Returns the number of rows.
+// coordinates x, y and z; the offset in the page and the size in bytes; and the page's fields `item` and
+// `whole`. A page without copies has one row with size 0. Returns the number of rows.
 __attribute__((visibility("default"))) int32_t mk_host_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                             const int32_t* step_words, const int32_t* record,
                                                             int32_t layer, int32_t* rows, int32_t capacity) {
@@ -91,9 +90,8 @@ __attribute__((visibility("default"))) int32_t mk_host_plan(const mk::Dims* dims
                              box.at,
                              static_cast<int32_t>(box.bytes),
                              use.item,
-                             use.whole,
-                             use.whole && use.pieces ? mk::ahead_cols(mk::matmul_of(task)) : 0};
-      memcpy(rows + 12 * (n - 1), row, sizeof row);
+                             use.whole};
+      memcpy(rows + 11 * (n - 1), row, sizeof row);
     };
     use.for_boxes(0, 1, add);
     if (use.boxes == 0) add({});
