@@ -256,11 +256,11 @@ def test_verbs_show_the_answer_without_reasoning(
 ) -> None:
     """The model's own text is random, so each token here has a piece of an answer as its text."""
     text = f"{ANSWER} <|" + "END" * ("--stop" in flags)
-    left: dict[int, str] = {}
+    left: dict[TextStream, str] = {}
 
     def add(stream: TextStream, _: int) -> str:
-        rest = left.get(id(stream), text)
-        left[id(stream)] = rest[7:]
+        rest = left.get(stream, text)
+        left[stream] = rest[7:]
         return rest[:7]
 
     monkeypatch.setattr(TextStream, "add", add)
