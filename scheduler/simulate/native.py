@@ -94,10 +94,6 @@ def run(
     status = _library().mk_simulate(
         program, native, _structure("Stall")(*stall), further_layers, most_s, to, most, result
     )
-    if status == -2:
-        raise MegakernelError(
-            "a record of the program names a counter, a task or a queue that does not exist: verify the program"
-        )
     if status:
         raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more memory")
     return result, intervals[: min(most, result.intervals)]

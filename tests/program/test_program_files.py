@@ -20,10 +20,7 @@ from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment, checks, file, load_program, program_from_bytes
 from megakernel.program.program import ALIGNMENT, START
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.scheduler.simulate import native as simulator
 from megakernel.scheduler.simulate import simulate
-from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.scheduler.simulate.work import make_work
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "correctness" / "hostile_files.py"
 
@@ -124,29 +121,6 @@ def test_the_simulator_refuses_a_counter_beyond_the_block(program: Program) -> N
     wrong = edit(program, "body", 0, record.WAIT_WORD, record.COUNTER_MASK)
     with pytest.raises(MegakernelError, match="a wait names no counter of the block"):
         simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
-
-
-@pytest.mark.parametrize(
-    ("table", "field", "value"),
-    [
-        ("waits", "counter", 1 << 20),
-        ("signals", "counter", -1),
-        ("signals", "rank", 7),
-        ("records", "queue", 5),
-        ("records", "end_task", 1 << 20),
-        ("tasks", "weight_key", 1 << 20),
-        ("tasks", "end_wait", 1 << 20),
-        ("body", "", 1 << 20),  # an array of offsets
-    ],
-)
-def test_the_native_simulator_checks_every_index(program: Program, table: str, field: str, value: int) -> None:
-    costs = costs_of(machines.host(2))
-    work = make_work(program, decode_step(program.dims, 4, 16), costs)
-    assert simulator.run(work, costs, (-1, -1, -1, 0.0), 0)[0].step_s > 0
-    array = getattr(work, table)
-    (array[field] if field else array[-1:])[0] = value
-    with pytest.raises(MegakernelError, match="that does not exist: verify the program"):
-        simulator.run(work, costs, (-1, -1, -1, 0.0), 0)
 
 
 @pytest.mark.parametrize("total", [-(1 << 31), (1 << 31) - 1])
