@@ -105,7 +105,7 @@ def run_compile(args: argparse.Namespace) -> int:
         program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
     needed = max(
-        weight_bytes(program.forward, program.rank_dims(r).split, tied=config.tied) for r in range(program.ranks)
+        weight_bytes(program.forward, program.dims.on(r).split, tied=config.tied) for r in range(program.ranks)
     )
     if needed > machine.memory_bytes:
         output.stderr.print(
@@ -133,7 +133,6 @@ def run_compile(args: argparse.Namespace) -> int:
             ("bucket", f"{program.dims.bucket.tokens} tokens, {program.dims.bucket.logit_rows} logit rows"),
             ("instructions", f"{program.instructions:,}"),
             ("counters", f"{program.total_counters:,}"),
-            ("all-to-all joins", f"{facts['all_to_all_per_layer']} per layer"),
             ("between ranks", bytes_text(facts["link_bytes"]) + " per launch"),
             ("weights", bytes_text(needed) + (" per rank" if program.ranks > 1 else "")),
             ("compiled in", f"{seconds:.2f} s"),

@@ -118,16 +118,6 @@ def test_work_is_spread_evenly() -> None:
     assert len(outputs) == 132 and max(outputs) < 1.15 * np.mean(outputs)
 
 
-def test_one_row_block_joins_all_to_all_between_phases() -> None:
-    # `all_to_all_per_layer` counts barriers between two phases that each have several instructions. A norm is a single
-    # instruction here, so it forms no barrier. Five barriers are left for two workers: three (one per group of heads)
-    # between QKV and attention, one between attention and the O projection, and one between gate/up and the down
-    # projection.
-    for workers, joins in ((2, 5), (1, 0)):
-        program = compiled(SMOLLM2, machine.host(workers), 1, options=Options(norm="own"))
-        assert describe(program)["all_to_all_per_layer"] == joins
-
-
 def test_same_arguments_give_the_same_bytes_and_text() -> None:
     one, two = (compiled(SMALL, small_machine(3), 7) for _ in range(2))
     assert one.to_bytes() == two.to_bytes()
@@ -205,14 +195,13 @@ def test_a_block_waits_only_for_blocks_that_it_touches() -> None:
     waits = of(program, "read")[:, ALL_WAITS]
     assert (np.count_nonzero(waits, axis=1) == 1).all()
     assert len(np.unique(waits[:, 0])) == 4
-    assert describe(program)["all_to_all_per_layer"] == 0
 
 
 @pytest.mark.usefixtures("columns_of_act")
 def test_joins_stand_in_for_more_waits_than_a_record_holds() -> None:
     program = _run_artificial([(0, 12), *((c, 1) for c in range(12))], 12)
     assert len(of(program, "join")) == 1
-    assert describe(program)["waits_per_instruction"][8] >= 1
+    assert (np.count_nonzero(program.body.records[:, ALL_WAITS], axis=1) == WAITS).any()
     exact = _run_artificial([(0, WAITS), *((c, 1) for c in range(12))], 12)
     assert not len(of(exact, "join"))
 
@@ -382,7 +371,6 @@ def test_without_rank_overlap_what_comes_from_a_rank_is_waited_for_by_phases() -
         rows = records[phase_number(records) == program.forward.by_name["gate_up_silu"].number]
         waited = {tuple(sorted(set(words) - {0})) for words in rows[:, ALL_WAITS].tolist()}
         assert (len(waited) == 1) == joined
-    assert describe(apart)["all_to_all_per_layer"] < describe(together)["all_to_all_per_layer"]
 
 
 def test_llama_70b_on_eight_ranks() -> None:
@@ -390,7 +378,6 @@ def test_llama_70b_on_eight_ranks() -> None:
     figures = describe(program)
     assert figures["lowering"] == {"o": "sharded", "residual": "dealt", "norm": "next"}
     assert 400e3 < figures["instructions"] / 8 < 800e3
-    assert figures["all_to_all_per_layer"] == 0
     assert program.counters < 1000 and len(program.to_bytes()) / 8 < 1.5e6
 
 
