@@ -46,11 +46,6 @@ class Tasks:
     machine: Machine
     segments: tuple[list[PhaseTasks], list[PhaseTasks], list[PhaseTasks]]  # prologue, body, epilogue
 
-    @cached_property
-    def rank_dims(self) -> list[Dims]:
-        """The sizes of the program as each rank sees them: one copy per rank, which has the rank's number."""
-        return [self.dims.on(rank) for rank in range(self.dims.split.tp)]
-
 
 class Stages:
     """The results of stages of the compiler, kept for further programs that differ from the first only in options."""

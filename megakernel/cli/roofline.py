@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
     spec = Spec(config, machine, max_context=context, tp=args.tensor_parallel_size, options=options, **how, **rows)
     tasks = lowered(spec)
-    forward, ranks = tasks.forward, tasks.rank_dims
+    forward, ranks = tasks.forward, tasks.dims.ranks
     parts = [
         PhasePart(each.phase, each.columns, ranks[each.rank], runs)
         for segment, runs in zip(tasks.segments, (1, tasks.dims.model.layers, 1), strict=True)

@@ -174,7 +174,7 @@ def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context
     number of sequences, each with `context` KV tokens."""
     from megakernel.serving.engine.memory import weight_bytes
 
-    ranks = [program.rank_dims(rank) for rank in range(program.ranks)]
+    ranks = program.dims.ranks
     weights = max(weight_bytes(program.forward, dims.split, tied=tied) for dims in ranks)
     fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
     if not fit.fits:

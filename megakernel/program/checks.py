@@ -20,7 +20,7 @@ from ..isa import record as bits
 from ..isa.dims import MOST_EXPERTS
 from ..isa.step import step_words
 from .part import Part, Use, each, extent, uses
-from .phases import MOST, all_dims, check_phases
+from .phases import MOST, check_phases
 from .program import SEGMENTS, TOTALS, Program, Segment
 
 # The maximum number of workers, because a trace stores a worker's number in 16 bits.
@@ -179,7 +179,7 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 def _records(program: Program, parts: list[Part], whole: bool) -> Iterator[str]:
     """Yield violations in instruction records: first in each record alone, except for the data that it accesses; then
     in all attention instructions and all drains together."""
-    dims = all_dims(program.dims)
+    dims = program.dims.ranks
     for number, part in enumerate(parts):
         yield from _headers(part, number)
         yield from _operands(part, dims)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Access, Buffer, Dims, Phase, accesses
 from ..isa import record as bits
-from .phases import Ints, all_dims, phases_of
-from .program import Program, Segment
+from .phases import Ints, phases_of
+from .program import SEGMENTS, Program, Segment
 
 Mask = NDArray[np.bool_]
 
@@ -60,15 +60,12 @@ class Part:
         offsets = segment.offsets.astype(np.int64)
         self.stream = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         self.position = np.arange(self.static) - offsets[self.stream]
-        self.rank = self.stream // program.workers
-        self.records = segment.records
+        self.records, self.rank = program.numbered(SEGMENTS.index(name))
         self.queue: Ints = np.full(self.static, -1)
         if name == "body" and len(program.queues.records):
             begin = program.queues.offsets.astype(np.int64)
             queue = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
-            self.records = np.concatenate([self.records, program.queues.records])
             self.position = np.concatenate([self.position, np.arange(len(queue)) - begin[queue]])
-            self.rank = np.concatenate([self.rank, queue // program.rank_queues])
             self.queue = np.concatenate([self.queue, queue])
         self.number = bits.phase_number(self.records)
         self.waits = _words(bits.waits(self.records))
@@ -121,16 +118,9 @@ class Use:
 
 def uses(parts: list[Part]) -> list[Use]:
     """Group the instructions of all segments by phase and rank. Control instructions are left out."""
-    out = []
-    program = parts[0].program
-    dims = all_dims(program.dims)
-    for part in parts:
-        key = part.number.astype(np.int64) * program.ranks + part.rank
-        order = np.argsort(key, kind="stable")
-        for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
-            if not len(rows):
-                continue
-            phase, d = part.phases.by_number[int(part.number[rows[0]])], dims[part.rank[rows[0]]]
-            if not phase.control:
-                out.append(Use(part, phase, d, rows, accesses(phase, phase.columns(part.records[rows]), d)))
-    return out
+    return [
+        Use(part, phase, dims, rows, accesses(phase, columns, dims))
+        for segment, part in enumerate(parts)
+        for phase, dims, rows, columns in part.program.by_phase(segment)
+        if not phase.control
+    ]

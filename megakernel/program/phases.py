@@ -27,12 +27,6 @@ _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
 MOST = (1 << 28) - 1
 
 
-@lru_cache(maxsize=64)
-def all_dims(dims: Dims) -> list[Dims]:
-    """Return the sizes as seen by each rank, in the order of ranks. The result is cached."""
-    return dims.ranks
-
-
 class Phases:
     """Facts about a program's phases that the checks of instructions need. Arrays are indexed by the phase's number."""
 
@@ -102,13 +96,13 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
         yield "its output is not Q"
     if p.operation is Operation.ATTENTION and p.output is not Buffer.ATTN:
         yield "its output is not ATTN"
-    for d in all_dims(dims):
+    for d in dims.ranks:
         for field, wanted in OPERATIONS[p.operation].buffers(p, d).items():
             buffer = getattr(p, field)
             if buffer is not None and (found := contents(buffer, d)) != wanted:
                 yield f"its {field} {buffer.name} are {_text(found)}, not {_text(wanted)} (rank {d.split.rank})"
     if p.adds_products and p.result in (Result.RESIDUAL, Result.PARTIAL, Result.STORED):
-        parts = [_inner(p, d) for d in all_dims(dims)]
+        parts = [_inner(p, d) for d in dims.ranks]
         whole = _inner(p, dims.changed(tp=1))
         if sum(parts) != whole if p.result is Result.PARTIAL else set(parts) != {whole}:
             yield f"its inner length is {whole}, of which the ranks have {parts}: this does not fit its result"

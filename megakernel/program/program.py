@@ -98,10 +98,6 @@ class Program:
         """The number of queues per rank. Queue q of rank r has the index r * rank_queues + q in `queues`."""
         return (len(self.queues.offsets) - 1) // self.ranks
 
-    def rank_dims(self, rank: int) -> Dims:
-        """Return the sizes as rank `rank` sees them."""
-        return self.dims.on(rank)
-
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
         """Return the records of a segment and the rank of each record, in the order in which traces number
         instructions: first those of streams, then those of queues. `index` is the segment's index in SEGMENTS."""
@@ -114,14 +110,16 @@ class Program:
         return np.concatenate([segment.records, self.queues.records]), ranks
 
     def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
-        """For each rank and each phase with records in a segment, yield the phase, the rank's sizes, the indices of the
-        records in `numbered(index)`, and their operands."""
+        """For each phase with records in a segment and each rank, yield the phase, the rank's sizes, the indices of the
+        records in `numbered(index)`, and their operands. Phases come in the order of their numbers."""
         records, ranks = self.numbered(index)
-        numbers = phase_number(records)
-        for rank in range(self.ranks):
-            for number in np.unique(numbers[ranks == rank]).tolist():
-                phase, rows = self.forward.by_number[number], np.flatnonzero((numbers == number) & (ranks == rank))
-                yield phase, self.rank_dims(rank), rows, phase.columns(records[rows])
+        key = phase_number(records) * np.int64(self.ranks) + ranks
+        order = np.argsort(key, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+            if len(rows):
+                number, rank = divmod(int(key[rows[0]]), self.ranks)
+                phase = self.forward.by_number[number]
+                yield phase, self.dims.on(rank), rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
         """Divide a segment into phases. Each phase becomes a Segment with all its instructions, in the streams of all

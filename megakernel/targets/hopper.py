@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Columns, Dims, Loads, Phase, Units, itemsize, loads
 from ..program.part import Part, each
-from ..program.phases import Ints, all_dims
+from ..program.phases import Ints
 from . import pages
 from .target import Target
 
@@ -32,7 +32,7 @@ class _Hopper(Target):
         return replace(found, read=_through_the_ring(phase, columns, dims))
 
     def violations(self, parts: Sequence[Part]) -> Iterator[str]:
-        dims = all_dims(parts[0].program.dims)
+        dims = parts[0].program.dims.ranks
         for part in parts if dims[0].worker.ring_pages else ():
             yield from _pages(part, dims)
 

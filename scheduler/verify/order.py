@@ -31,7 +31,7 @@ from megakernel.isa import DRAIN, JOIN, Dims
 from megakernel.isa import record as bits
 from megakernel.program import Program
 from megakernel.program.part import Mask, Part
-from megakernel.program.phases import Ints, all_dims
+from megakernel.program.phases import Ints
 from megakernel.scheduler.verify.native import EventGraph, topological_order
 
 Edges = tuple[Ints, Ints]  # earlier, later
@@ -135,7 +135,7 @@ class Events:
             groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
             event = self._new(dims.bucket.row_blocks, groups)
             self.items[rank] = CounterGrid(event, group_heads)
-            heads = np.minimum(all_dims(dims)[rank].split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
+            heads = np.minimum(dims.on(rank).split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))

@@ -138,7 +138,7 @@ def test_pages_are_the_regions_of_the_instruction(shape: str, tp: int, matmul: s
         records, ranks = program.numbered(segment)
         for record, rank in zip(records, ranks, strict=True):
             phase = program.forward.by_number[int(phase_number(record))]
-            dims, view = program.rank_dims(int(rank)), table.rank(int(rank))
+            dims, view = program.dims.on(int(rank)), table.rank(int(rank))
             boxes = plan(program.forward, dims, view, record)
             in_one = boxes["whole"] > 0
             whole |= set(zip(boxes["fill"][in_one].tolist(), (boxes["pieces"][in_one] > 0).tolist(), strict=True))

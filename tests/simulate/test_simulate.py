@@ -496,7 +496,7 @@ def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: 
     sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": tokens, "max_seqs": tokens, "max_context": 128}
     options = Options(expert_parallel=parallel)
     program = compile_program(Spec(config, machine, dtype=Dtype.BF16, tp=tp, options=options, **sizes))
-    ranks = (program.rank_dims(rank).split for rank in range(tp))
+    ranks = (program.dims.on(rank).split for rank in range(tp))
     each = [step_work(program.forward, split, [1] * tokens, [128] * tokens, tokens) for split in ranks]
     done = simulate(program, machine, decode_step(program.dims, tokens, 128))
     assert 1.0 <= done.memory_bytes / sum(work.bytes for work in each) < 1.05

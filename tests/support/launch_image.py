@@ -105,7 +105,7 @@ class LaunchImage:
 
     def _set_params(self, table: StepTable, pages: int) -> None:
         program, tp, layers = self.program, self.program.ranks, self.dims.model.layers
-        ranks, blocks = [program.rank_dims(rank) for rank in range(tp)], tp * program.workers
+        ranks, blocks = program.dims.ranks, tp * program.workers
         self._counters = [self._hold(np.zeros((layers + 1, program.counters), np.int32)) for _ in range(tp)]
         self._diagnoses = self._hold(np.zeros(blocks * WARPS, stall.NOTE))
         claims = [self._hold(np.zeros(max(program.rank_queues, 1) * layers, np.int32)) for _ in range(tp)]

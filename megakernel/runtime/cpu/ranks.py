@@ -197,7 +197,7 @@ class CpuRanks:
                 [program.totals_first, program.totals_middle, program.totals_last],
             )
         ]
-        phases = np.stack([program.forward.words(program.rank_dims(rank)) for rank in range(program.ranks)])
+        phases = np.stack([program.forward.words(program.dims.on(rank)) for rank in range(program.ranks)])
         named = program.forward.by_number
         names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
         pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]

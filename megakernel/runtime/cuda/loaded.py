@@ -62,7 +62,7 @@ class Grid:
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
-        ranks_dims = [program.rank_dims(rank) for rank in range(program.ranks)]
+        ranks_dims = program.dims.ranks
         # The keys of both dictionaries are fields of Params. For a key in `arrays`, the field is a pointer. For a key
         # in `several`, it is an array of pointers.
         arrays: dict[str, NDArray[Any]] = {
