@@ -49,16 +49,18 @@ class Naming:
     format: str
     ignored: tuple[str, ...]
 
+    def _parts(self, buffer: Buffer) -> tuple[str, ...]:
+        parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].weights[buffer], self.format)
+        return parts
+
     def names(self, buffer: Buffer, layer: int) -> list[str]:
         """The tensors that contain the rows of a buffer, in order."""
-        parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].weights[buffer], self.format)
         experts = range(self.config.experts if self.config.experts and weight(buffer).per_expert else 1)
-        return [part.format(layer, expert=expert) for expert in experts for part in parts]
+        return [part.format(layer, expert=expert) for expert in experts for part in self._parts(buffer)]
 
     def stacked(self, buffer: Buffer) -> bool:
         """Whether one tensor has the weights of all experts of a layer."""
-        names = self.names(buffer, 0)
-        return self.config.experts > 0 and weight(buffer).per_expert and len(set(names)) < len(names)
+        return self.config.experts > 0 and weight(buffer).per_expert and "{expert}" not in self._parts(buffer)[0]
 
     def halved(self, buffer: Buffer) -> int:
         """In how many first tensors of a buffer the two rows of a RoPE pair are half a head apart. In all other

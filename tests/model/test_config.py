@@ -115,6 +115,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
     [
         ({}, {}),
         ({"attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+        ({"layer_types": [FULL, FULL]}, {}),
         ({"num_attention_heads": 1, "num_key_value_heads": 1}, {"heads": 1, "kv_heads": 1, "head_dim": 64}),
         ({"mlp_bias": True, "tie_word_embeddings": True}, {"mlp_bias": True, "tied": True}),
         ({"bos_token_id": 1, "eos_token_id": [2, 3]}, {"bos_id": 1, "eos_ids": (2, 3)}),
@@ -229,7 +230,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {**MIXTRAL, "sliding_window": 64},
             {"experts": 8, "experts_per_token": 2, "normalised_routes": True, "window": 64},
         ),
-        (MOE, {"ffn": 24, "experts": 8, "experts_per_token": 3}),
+        (MOE | {"use_qk_norm": True}, {"ffn": 24, "experts": 8, "experts_per_token": 3}),
         (
             {**MOE, "num_local_experts": 8, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 99},
             {"ffn": 24, "experts": 8, "experts_per_token": 3, "normalised_routes": True, "window": 99},
@@ -274,6 +275,8 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
+        ("layer_types", {"layer_types": [FULL, WINDOW]}),
+        ("use_qk_norm", {**MOE, "use_qk_norm": False}),
         ("use_sliding_window", {"use_sliding_window": True}),
         ("max_context", {"sliding_window": -1}),
         ("sliding_window", {**MISTRAL, "sliding_window": "wide"}),
