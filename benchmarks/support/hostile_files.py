@@ -89,12 +89,13 @@ def _change_words(words: np.ndarray, rng: Rng) -> np.ndarray:
     return out.reshape(words.shape)
 
 
-def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a program file and the bytes of its arrays."""
     end = 48 + int.from_bytes(data[40:48], "little")
     return json.loads(data[48:end]), data[end:]
 
 
-def _sealed(header: object, arrays: bytes) -> bytes:
+def sealed(header: object, arrays: bytes) -> bytes:
     """Return a program file with this header, these arrays and a valid checksum."""
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-(48 + len(text)) % 64)
@@ -112,9 +113,9 @@ def program_file(good: Good, rng: Rng) -> bytes:
     if kind < 0.25:
         payload = scramble(data[40:], rng)
         return data[:8] + hashlib.sha256(payload).digest() + payload
-    header, arrays = _split(data)
+    header, arrays = split(data)
     if kind < 0.6:
-        return _sealed(change_json(header, rng), arrays)
+        return sealed(change_json(header, rng), arrays)
     spans, start = [], 0
     for name, length in header["arrays"]:
         words = length * (WORDS if name.endswith(".records") else 1)
@@ -125,7 +126,7 @@ def program_file(good: Good, rng: Rng) -> bytes:
     # instructions (records) have far more words.
     begin, end = spans[int(rng.integers(len(spans)))]
     words[begin:end] = _change_words(words[begin:end], rng)
-    return _sealed(header, words.tobytes())
+    return sealed(header, words.tobytes())
 
 
 def program_object(good: Good, rng: Rng) -> Program:

@@ -8,8 +8,8 @@ shared-memory pages and dependencies. Instructions contain the phase's number. T
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -226,34 +226,9 @@ class Forward:
             out[number] = [field.value(phase, dims) for field in PHASE_FIELDS]
         return out
 
-    # -- as JSON
-
     def to_json(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the phases for a program file, which names the buffers, operations and so on by their numbers."""
         return {
             name: [{k: v for k, v in asdict(phase).items() if v is not None} for phase in segment]
             for name, segment in zip(("prologue", "body", "epilogue"), self.segments, strict=True)
         }
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Forward:
-        """The Forward that `to_json` has converted to `value`. Raises MegakernelError if `value` is malformed."""
-        try:
-            return Forward.of(*(tuple(map(_phase, value[name])) for name in ("prologue", "body", "epilogue")))
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
-            raise MegakernelError(f"the program's list of phases is malformed: {e}") from e
-
-
-_ENUMS: dict[str, type[int]] = {
-    "operation": Operation,
-    "rows": Rows,
-    "result": Result,
-    **dict.fromkeys(("weights", "inputs", "output", "bias", "norm", "head_norm"), Buffer),
-}
-
-
-def _phase(row: Mapping[str, Any]) -> Phase:
-    known = {field.name for field in fields(Phase)}
-    if not isinstance(row.get("name"), str) or set(row) - known:
-        raise ValueError(f"a phase lacks a name or has unknown fields: its fields are {sorted(row)}")
-    kinds: dict[str, Callable[[Any], Any]] = {**_ENUMS, "name": str, "weight_bits": float}
-    return Phase(**{key: kinds.get(key, int)(value) for key, value in row.items()})

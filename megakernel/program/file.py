@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from ..errors import MegakernelError, file_errors, regular
@@ -22,11 +21,24 @@ MOST_HEADER_BYTES = 1 << 20
 # The maximum length of the name of a machine or a phase, because tables print it. A machine's name may be a file name,
 # which has at most 255 bytes.
 MOST_NAME = 255
-_COUNTS = ("ranks", "workers", "counters")
 _SEGMENTS = (*SEGMENTS, "queues")
 # The allowed names of phases, which appear in HTML pages, tables and command lines.
 _PHASE_NAME = rf"[\w.+-]{{1,{MOST_NAME}}}"
-_ARRAYS = (*(f"{name}.{what}" for name in _SEGMENTS for what in ("records", "offsets")), *TOTALS)
+_ARRAYS = [*(f"{name}.{what}" for name in _SEGMENTS for what in ("records", "offsets")), *TOTALS]
+
+_Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+_Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_KINDS: dict[type, Any] = {int: _Int32, float: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]}
+_HEADER = msgspec.defstruct(
+    "Header",
+    [
+        ("dims", msgspec.defstruct("Sizes", [(name, _KINDS[kind]) for name, kind in DIM_FIELDS])),
+        ("forward", Forward),
+        ("machine", Annotated[str, msgspec.Meta(max_length=MOST_NAME)]),
+        *((name, _Int32) for name in ("ranks", "workers", "counters")),
+        ("arrays", list[tuple[str, _Length]]),
+    ],
+)
 
 
 def load_program(path: Path) -> Program:
@@ -49,33 +61,29 @@ def program_from_bytes(data: bytes, name: str) -> Program:
         raise MegakernelError(f"program {name} is damaged: its checksum does not match")
     try:
         program = _decode(data)
-    except ValueError as e:
+    except (ValueError, RecursionError, msgspec.MsgspecError) as e:
         raise MegakernelError(f"program {name} is damaged: {e}: compile it again") from e
     check(program, f"program {name}")
     return program
 
 
 def _decode(data: bytes) -> Program:
-    """Decode a program whose checksum is right. Its arrays are views of `data`. Raises ValueError."""
+    """Decode a program whose checksum is right. Its arrays are views of `data`. Raises ValueError or
+    MsgspecError."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"the file's header cannot have {size} bytes")
-    try:
-        fields = json.loads(data[START : START + size])
-    except (ValueError, RecursionError) as e:
-        raise ValueError("the file's header is not JSON") from e
-    _table(fields, "the file's header", ("dims", "forward", "machine", *_COUNTS, "arrays"))
-    dims = _dims(fields["dims"])
-    ranks, workers, counters = (_int32(fields[name], name) for name in _COUNTS)
-    lengths = _lengths(fields["arrays"])
-    _table(fields["forward"], "forward", SEGMENTS)
-    forward = Forward.from_json(fields["forward"])
-    machine = fields["machine"]
-    if not isinstance(machine, str) or not machine.isprintable() or len(machine) > MOST_NAME:
-        raise ValueError(f"the name of machine is not printable text of up to {MOST_NAME} characters")
+    header: Any = msgspec.json.decode(data[START : START + size], type=_HEADER)
+    ranks, counters = header.ranks, header.counters
+    forward = Forward.of(*header.forward.segments)
+    if not header.machine.isprintable():
+        raise ValueError("the name of machine is not printable text")
     for phase in forward:
-        if not isinstance(phase.name, str) or not re.fullmatch(_PHASE_NAME, phase.name, re.ASCII):
+        if not re.fullmatch(_PHASE_NAME, phase.name, re.ASCII):
             raise ValueError(f"the name of a phase is not 1 to {MOST_NAME} letters, digits or any of . _ + -")
+    if [name for name, _ in header.arrays] != _ARRAYS:
+        raise ValueError(f"the header's list of arrays must be {', '.join(_ARRAYS)}")
+    lengths = {name: length * (WORDS if name.endswith(".records") else 1) for name, length in header.arrays}
     arrays, start = {}, START + size
     if start + 4 * sum(lengths.values()) != len(data):
         raise ValueError("the file's arrays do not have the lengths that its header states")
@@ -90,36 +98,5 @@ def _decode(data: bytes) -> Program:
             )
     segments: dict[str, Any] = {n: Segment(arrays[f"{n}.records"], arrays[f"{n}.offsets"]) for n in _SEGMENTS}
     totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}
-    return Program(dims, forward, fields["machine"], ranks, workers, counters, **segments, **totals)
-
-
-def _dims(sizes: Any) -> Dims:
-    _table(sizes, "dims", [name for name, _ in DIM_FIELDS])
-    for name, kind in DIM_FIELDS:
-        if kind is int:
-            _int32(sizes[name], f"dims.{name}")
-        elif isinstance(sizes[name], bool) or not isinstance(sizes[name], (int, float)) or not 0 <= sizes[name] < 1e9:
-            raise ValueError(f"dims.{name} is not a number of at least 0 and below 1e9")
-    return Dims.of(**sizes)
-
-
-def _lengths(listed: Any) -> dict[str, int]:
-    """Return the number of 32-bit words of each array. `listed` is the header's list of arrays and their lengths."""
-    if not isinstance(listed, list) or [a[:1] if isinstance(a, list) else a for a in listed] != [[n] for n in _ARRAYS]:
-        raise ValueError(f"the header's list of arrays must be {', '.join(_ARRAYS)}")
-    if any(len(entry) != 2 for entry in listed):
-        raise ValueError("an entry in the header's list of arrays is not [name, length]")
-    if any(_int32(length, f"the length of {name}") < 0 for name, length in listed):
-        raise ValueError("an array's length is negative")
-    return {name: length * (WORDS if name.endswith(".records") else 1) for name, length in listed}
-
-
-def _table(value: Any, what: str, names: Sequence[str]) -> None:
-    if not isinstance(value, dict) or set(value) != set(names):
-        raise ValueError(f"{what} must have the fields {', '.join(names)}")
-
-
-def _int32(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << 31) <= value < 1 << 31:
-        raise ValueError(f"{what} is not an integer that fits in 32 bits")
-    return value
+    dims = Dims.of(**msgspec.structs.asdict(header.dims))
+    return Program(dims, forward, header.machine, ranks, header.workers, counters, **segments, **totals)

@@ -1,8 +1,8 @@
 """Tests of phases (operations with their parameters): numbers, storage in a file, and the sizes of each rank."""
 
-import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from sizes import least_dims
@@ -23,20 +23,10 @@ DIMS = least_dims(LLAMA, Dtype.BF16)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_a_forward_pass_survives_a_file(norm: str, tp: int) -> None:
     made = passes.apply(forward(LLAMA), DIMS.changed(tp=tp).split, norm, {Buffer.W_O: 4.5})
-    assert Forward.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert msgspec.convert(made.to_json(), Forward) == made
     assert [p.number for p in made] == list(range(3, 3 + len(made.phases)))
     assert made.by_number[JOIN.number] is JOIN and made.by_number[DRAIN.number] is DRAIN
     assert {p.weight_bits for p in made if p.weights is Buffer.W_O and p.is_matmul} == {4.5}
-
-
-@pytest.mark.parametrize(
-    "damage", [{"operation": 99}, {"weights": 1000}, {"name": 3}, {"colour": "red"}, {"rows": "all"}]
-)
-def test_a_phase_that_makes_no_sense_is_one_sentence(damage: dict[str, object]) -> None:
-    value = passes.apply(forward(LLAMA), DIMS.split).to_json()
-    value["body"][1] |= damage
-    with pytest.raises(MegakernelError, match="list of phases is malformed"):
-        Forward.from_json(value)
 
 
 def test_there_are_not_more_phases_than_a_record_can_name() -> None:

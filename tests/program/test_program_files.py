@@ -5,10 +5,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hostile_files import PAGES, good_programs
+from hostile_files import PAGES, good_programs, sealed, split
 from mutate import edit, rows_of
 from small_programs import CONFIG
 
@@ -17,7 +18,7 @@ from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Forward, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.program import Program, Segment, checks, file, load_program, program_from_bytes
+from megakernel.program import Program, Segment, checks, load_program, program_from_bytes
 from megakernel.program.program import ALIGNMENT, START
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import simulate
@@ -100,11 +101,34 @@ def test_a_step_has_room_for_the_items_that_it_may_need(program: Program) -> Non
             assert any("attention items" in why for why in told) == (count < 0)
 
 
-@pytest.mark.parametrize("value", [["a", "b"], "ab", None, {"a": 1}, {"a": 1, "b": 2, "c": 3}])
-def test_a_table_of_a_header_has_its_fields(value: object) -> None:
-    file._table({"a": 1, "b": 2}, "it", ["a", "b"])
-    with pytest.raises(ValueError, match="it must have the fields a, b"):
-        file._table(value, "it", ["a", "b"])
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (["ranks"], True, "Expected `int`, got `bool` - at `$.ranks`"),
+        (["ranks"], 1 << 31, "`$.ranks`"),
+        (["dims"], {"vocab": 8}, "missing required field `hidden`"),
+        (["dims", "rms_eps"], -1, "`$.dims.rms_eps`"),
+        (["machine"], "m" * 256, "length <= 255"),
+        (["arrays"], [["body.records", 3]], "the header's list of arrays must be prologue.records"),
+        (["arrays", 0, 1], -1, "`$.arrays[0][1]`"),
+        (["forward"], {"prologue": []}, "missing required field `body`"),
+        (["forward", "body", 1, "operation"], 99, "Invalid enum value 99 - at `$.forward.body[1].operation`"),
+        (["forward", "body", 1, "weights"], 1000, "Invalid enum value 1000"),
+        (["forward", "body", 1, "name"], 3, "Expected `str`"),
+        (["forward", "body", 1, "rows"], "all", "Expected `int`"),
+    ],
+)
+def test_a_wrong_field_of_the_header_is_named(
+    program: Program, place: list[str | int], value: object, message: str
+) -> None:
+    header, arrays = split(program.to_bytes())
+    field: Any = header
+    for key in place[:-1]:
+        field = field[key]
+    field[place[-1]] = value
+    with pytest.raises(MegakernelError) as failed:
+        program_from_bytes(sealed(header, arrays), "a file")
+    assert "program a file is damaged" in str(failed.value) and message in str(failed.value)
 
 
 # -- programs made in memory, which no file reader has checked
