@@ -141,6 +141,12 @@ def load(model: str, flags: Mapping[str, Any], given: Collection[str] = ()) -> L
             "memory; --weights chooses a smaller type",
             style="dim",
         )
+    if llm.left_out:
+        output.stderr.print(
+            f"{model} also sees images: the {llm.left_out} tensors of its image encoder are not loaded, and requests "
+            "with images are refused",
+            style="dim",
+        )
     if llm.codec.why:
         output.stderr.print(f"{llm.codec.why}: only token ids work", style="dim")
     if said := ", ".join(f"{name} {value:g}" for name, value in llm.sampling.items() if name not in given):

@@ -78,6 +78,7 @@ class FileCheckpoint:
     """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
     `widened` counts the stored bytes that must be converted when they are read. It has one entry for each such type.
+    `left_out` counts the file's tensors that encode images, which are not supported.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class FileCheckpoint:
         tensors: TensorFile,
         naming: Naming,
         widened: Mapping[str, int] | None = None,
+        left_out: int = 0,
     ) -> None:
         config = naming.config
         self.name = name
-        self.widened = widened or {}
+        self.widened, self.left_out = widened or {}, left_out
         self.config = config
         self._tensors = tensors
         self._naming = naming

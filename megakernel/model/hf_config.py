@@ -44,13 +44,15 @@ _HARMLESS = {
 }
 _IGNORED = {key for keys in _HARMLESS.values() for key in keys.split()}
 
-# An architecture that sees images. It contains a language model, whose settings are in the key `text_config`. The other
-# keys below are ignored.
-_WITH_IMAGES = "Mistral3ForConditionalGeneration"
+# Keys of models that see images, besides the language model's in `text_config`. They describe the image encoder, and
+# ids of tokens that stand for images.
 _OF_IMAGES = {
-    "architectures", "image_token_index", "model_type", "multimodal_projector_bias", "projector_hidden_act",
-    "spatial_merge_size", "text_config", "vision_config", "vision_feature_layer",
+    "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "model_type",
+    "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config", "vision_config",
+    "vision_feature_layer",
 }  # fmt: skip
+# RoPE over the rows and columns of images. For text, all sections have the same positions, so they change nothing.
+_IMAGE_ROPE = {"mrope_interleaved", "mrope_section"}
 
 _ORIGINAL = "original_max_position_embeddings"
 _OLD_NAMES = {"su": "longrope"}  # of kinds of RoPE scaling, as in the first files of Phi-3
@@ -115,14 +117,16 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     if raw.get("layer_types") == ["full_attention"] * len(raw.get("layer_types") or ()):  # what most families have
         known.add("layer_types")
     for key in sorted(set(raw) - known):
-        if raw[key]:
-            raise refuse(f"{key} = {short(raw[key])} is not supported and may change the result")
+        if value := raw[key]:
+            if isinstance(value, dict) and "quant_method" in value:
+                value = {"quant_method": value["quant_method"]} | value  # an error shows the start of the value
+            raise refuse(f"{key} = {short(value)} is not supported and may change the result")
     keys = Keys(raw, source)
     keys.only("is_causal", True)
     keys.only("hidden_act", *family.activations)
     keys.only("activation", "silu", "swiglu")
     count = keys.count
-    hidden, heads = count("hidden_size"), count("num_attention_heads")
+    hidden, heads = count("hidden_size"), count("num_attention_heads", default("num_attention_heads"))
     if raw.get("head_dim") is None and "head_dim" not in family.defaults and (heads <= 0 or hidden % heads):
         raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
     bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
@@ -130,12 +134,12 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     rope = _rope(Keys(_global_rope(raw, family), source), context, head_dim, family)
     own, longest = family.config_fields(keys), rope.longest(context)
     config = ModelConfig(
-        vocab=count("vocab_size"),
+        vocab=count("vocab_size", default("vocab_size")),
         hidden=hidden,
         ffn=own.pop("ffn") if "ffn" in own else count("intermediate_size"),
         layers=count("num_hidden_layers"),
         heads=heads,
-        kv_heads=count("num_key_value_heads", heads),
+        kv_heads=count("num_key_value_heads", default("num_key_value_heads", heads)),
         head_dim=head_dim,
         max_context=min(longest, own.pop("longest", longest)),
         rms_eps=keys.number("rms_norm_eps", default("rms_norm_eps", 1e-6)),
@@ -151,13 +155,21 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
 
 def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """The settings of the language model inside a model that also sees images. For other models, return `raw`."""
-    if raw.get("architectures") != [_WITH_IMAGES]:
+    families = [f for f in FAMILIES.values() if raw.get("architectures") in [[name] for name in f.inside]]
+    if not families:
         return raw
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise MegakernelError(f"{source}: text_config is {short(text)}, not an object")
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    if inner.get("model_type") == f"{raw.get('model_type')}_text":
+        inner["model_type"] = families[0].name
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(table := inner.get(key), dict):
+            inner[key] = {name: value for name, value in table.items() if name not in _IMAGE_ROPE}
     outer = {key: value for key, value in raw.items() if key not in _OF_IMAGES}
-    return outer | text | {"tie_word_embeddings": text.get("tie_word_embeddings") or raw.get("tie_word_embeddings")}
+    tied = [part["tie_word_embeddings"] for part in (text, raw) if part.get("tie_word_embeddings") is not None]
+    return outer | inner | ({"tie_word_embeddings": any(tied)} if tied else {})
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
@@ -173,7 +185,8 @@ def _family(raw: dict[str, Any], source: str) -> Family:
     known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     raise MegakernelError(
         f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "
-        f"supported architectures: {known}, and the text part of {_WITH_IMAGES}"
+        f"supported architectures: {known}, and the text part of "
+        + ", ".join(name for family in FAMILIES.values() for name in family.inside)
     )
 
 

@@ -20,7 +20,8 @@ from ..errors import MegakernelError
 
 _CONFIG = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json", "tokenizer.model", "added_tokens.json",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json", "tokenizer.model",
+    "added_tokens.json",
 ]  # fmt: skip
 _CONFIG += ["1_Pooling/config.json", "*_Dense/config.json"]  # of embedding models
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]

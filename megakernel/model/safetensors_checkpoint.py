@@ -31,7 +31,9 @@ _HEAD, _EMBED, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.nor
 # Prefixes of tensor names in other models, each with the usual prefix in its place. Embedding models, which have no LM
 # head, have no prefix. Models that also see images have one of two, from older or newer software.
 _PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
-_OF_IMAGES = tuple(f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower"))
+_OF_IMAGES = tuple(
+    f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower", "visual")
+)
 
 
 class _Tensor(NamedTuple):
@@ -41,9 +43,11 @@ class _Tensor(NamedTuple):
 
 
 class SafetensorsFiles:
-    """All safetensors files of a folder as a TensorFile. The constructor checks the headers and maps the files."""
+    """All safetensors files of a folder as a TensorFile. The constructor checks the headers and maps the files.
+    `left_out` counts the tensors that only images need."""
 
     def __init__(self, folder: Path) -> None:
+        self.left_out = 0
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, _Tensor] = {}
         single, index = (folder / name for name in INDICES)
@@ -56,7 +60,8 @@ class SafetensorsFiles:
 
     def rename(self, old: str, new: str) -> None:
         """In names of tensors, replace the prefix `old` by `new`, and leave out the tensors that only images need."""
-        kept = (name for name in self.shapes if not name.startswith(_OF_IMAGES))
+        kept = [name for name in self.shapes if not name.startswith(_OF_IMAGES)]
+        self.left_out += len(self.shapes) - len(kept)
         names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in kept}
         self.shapes = {renamed: self.shapes[name] for name, renamed in names.items()}
         self._tensors = {renamed: self._tensors[name] for name, renamed in names.items()}
@@ -134,7 +139,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unsupported(path, name, dtype)
     size = math.prod(shape) * _DTYPES[dtype].itemsize
-    if len(offsets) != 2 or offsets[1] - offsets[0] != size or size == 0:
+    if 0 in shape:
+        raise MegakernelError(f"tensor {name} in {path} is empty: its shape is {list(shape)}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise MegakernelError(
             f"{path} is damaged: tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, "
             f"but its data_offsets are {offsets}"
@@ -160,7 +167,8 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
     if config.tied and _EMBED not in tensors.shapes:
         tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
     _check_tied(config, tensors)
-    return FileCheckpoint(name or folder.name, split_experts(tensors), safetensors_naming(config))
+    naming = safetensors_naming(config)
+    return FileCheckpoint(name or folder.name, split_experts(tensors), naming, left_out=tensors.left_out)
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:

@@ -74,7 +74,8 @@ class LLM:
         weights of these types, and the backend's name."""
         wanted, quantised = parse_dtype(args.dtype), quantised_kv(args.kv_cache_dtype)
         opened = open_checkpoint(model) if isinstance(model, str) else model
-        self.widened = opened.widened if isinstance(opened, FileCheckpoint) else {}
+        files = opened if isinstance(opened, FileCheckpoint) else None
+        self.widened, self.left_out = (files.widened, files.left_out) if files else ({}, 0)
         checkpoint = stored_as(opened, args.weights)
         backend, wanted = choose_backend(args.backend, checkpoint.config, wanted, args.weights, args.kv_cache_dtype)
         self.model, self.config = checkpoint.name, checkpoint.config

@@ -275,6 +275,10 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
         ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
+        (
+            'quantization_config = {"quant_method": "fp8"',
+            {"quantization_config": {"a": "b" * 99, "quant_method": "fp8"}},
+        ),
         ("layer_types", {"layer_types": [FULL, WINDOW]}),
         ("use_qk_norm", {**MOE, "use_qk_norm": False}),
         ("use_sliding_window", {"use_sliding_window": True}),

@@ -15,9 +15,20 @@ from model_helpers import write_gguf
 from runner import Piece, Runner
 from safetensors.torch import save_file
 from tiny_llama import ROPES, error, hf_logits, make_llama, rounded
-from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralVisionConfig
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralVisionConfig,
+    PreTrainedModel,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    SiglipVisionConfig,
+)
 from weights import loaded
 
+from megakernel.cli.options import load
 from megakernel.isa import Buffer, Dtype
 from megakernel.model import Checkpoint, ModelConfig, Rope, RopeKind, open_checkpoint
 from megakernel.model.families import FAMILIES, weights
@@ -28,6 +39,8 @@ MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.21875, "at
 MULTIPLIERS |= {"logits_scaling": 8.0}
 PHI4_MINI = replace(ROPES["longrope"], factors=(4.0, 9.0, 2.0) * 3, short_factors=(1.0,) * 9, dims=18)
 SHAPES: dict[str, dict[str, Any]] = {
+    "cwm": {"layers": 5, "heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 77, "sliding_window": 9}
+    | {"rope": ROPES["llama3"]},
     "ernie4_5": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 67, "use_bias": True, "tied": True},
     "gemma": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "tied": True},
     "gemma3_text": {"layers": 7, "heads": 6, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 75, "tied": True}
@@ -37,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77, "sliding_window": 9}
     | {"rope": Rope(150000.0, RopeKind.YARN, 32.0, 1.0, 32.0, original_context=64, truncate=False)},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
+    "granitemoe": {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden": 48, "ffn": 77, "tied": True, **MULTIPLIERS},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77, "rope": Rope(1e6)},
@@ -62,6 +76,7 @@ GGUF = [
     ("glm4", "glm4", False),
     ("gpt_oss", "gpt-oss", False),
     ("granite", "granite", True),
+    ("granitemoe", "granitemoe", True),
     ("llama", "llama", True),
     ("mistral", "llama", True),
     ("ministral", "mistral3", True),
@@ -80,6 +95,11 @@ GGUF = [
 # More shapes of families whose attention differs from Llama's, and of Llama itself. LongRoPE and YaRN change the
 # frequencies of texts of more than 64 tokens.
 MORE: dict[str, list[dict[str, Any]]] = {
+    "cwm": [{"layers": 3, "sliding_window": 30, "kv_heads": 6}, {"heads": 9, "kv_heads": 3, "ffn": 99}],
+    "granitemoe": [
+        {"heads": 3, "kv_heads": 3, "head_dim": 16, "num_local_experts": 1, "num_experts_per_tok": 1},
+        {"ffn": 35, "tied": False},
+    ],
     "gpt_oss": [
         {"layers": 3, "num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 17},
         {"heads": 7, "kv_heads": 1, "hidden": 72, "ffn": 35, "num_experts_per_tok": 1, "attention_bias": False},
@@ -169,7 +189,12 @@ def test_tokens_and_logprobs_are_those_of_transformers(
 
 @pytest.mark.parametrize(
     ("family", "number"),
-    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")],
+    [
+        ("granitemoe", "num_local_experts"),
+        ("mixtral", "num_local_experts"),
+        ("qwen3_moe", "num_experts"),
+        ("gpt_oss", "num_local_experts"),
+    ],
 )
 def test_whole_experts_on_each_rank_compute_the_same(family: str, number: str) -> None:
     model, checkpoint = make_llama(5, family, **SHAPES[family] | {number: 8})
@@ -222,17 +247,50 @@ def test_bf16_is_as_good_as_transformers_in_bf16(family: str, backend: str, tp: 
     assert 0 < error(run(checkpoint, tp, Dtype.BF16, backend, o=o)[2], want) <= 1.5 * error(theirs, want)
 
 
-@pytest.mark.parametrize("prefixes", [("language_model.", ""), ("model.language_model.", "model.")])
-def test_text_part_of_a_model_that_sees_images(tmp_path: Path, prefixes: tuple[str, str]) -> None:
-    text, _ = make_llama(2, "mistral", **SHAPES["mistral"])
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 32, "patch_size": 16}
-    model = Mistral3ForConditionalGeneration(
-        Mistral3Config(text_config=text.config, vision_config=PixtralVisionConfig(**vision), tie_word_embeddings=False)
-    )
-    inner = model.model.language_model
-    inner.load_state_dict(text.model.state_dict())
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 32, "patch_size": 16}
+
+
+def seeing(text: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that also sees images, with the weights of the language model `text`."""
+    inner, shared = text.config, {"tie_word_embeddings": text.config.tie_word_embeddings}
+    if inner.model_type == "mistral":
+        vision: Any = PixtralVisionConfig(**VISION)
+        model = Mistral3ForConditionalGeneration(Mistral3Config(text_config=inner, vision_config=vision, **shared))
+    elif inner.model_type == "gemma3_text":
+        vision = SiglipVisionConfig(**VISION)
+        model = Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config=inner, vision_config=vision, mm_tokens_per_image=4, **shared)
+        )
+    else:
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 56}
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+        own = {name: value for name, value in inner.to_dict().items() if name not in ("model_type", "architectures")}
+        own["rope_parameters"] |= {"mrope_section": [8, 6, 6], "mrope_interleaved": True}
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=own, vision_config=vision, **shared))
+    model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.", ""), ("model.language_model.", "model.")])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {}),
+        ("gemma3_text", {}),
+        ("gemma3_text", {"layers": 3, "sliding_window": 30, "heads": 4, "kv_heads": 1}),
+        ("gemma3_text", {"hidden": 96, "kv_heads": 6, "vocab": 131}),
+        ("qwen3", {}),
+        ("qwen3", {"kv_heads": 1, "attention_bias": False, "tied": True}),
+        ("qwen3", {"layers": 3, "heads": 4, "kv_heads": 4, "vocab": 131}),
+    ],
+)
+def test_text_part_of_a_model_that_sees_images(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str, changes: dict[str, Any], prefixes: tuple[str, str]
+) -> None:
+    text, _ = make_llama(2, family, **SHAPES[family] | changes)
+    model = seeing(text)
     model.save_pretrained(tmp_path)
     outer, inside = prefixes
     names = {
@@ -240,7 +298,15 @@ def test_text_part_of_a_model_that_sees_images(tmp_path: Path, prefixes: tuple[s
         for name, value in text.state_dict().items()
         if name != "lm_head.weight"
     }
-    names |= {("" if inside else outer) + "lm_head.weight": text.lm_head.weight.data, "vision_tower.x": torch.ones(3)}
-    save_file(names, tmp_path / "model.safetensors")
-    logits = run(open_checkpoint(str(tmp_path)), 2)[2]
-    assert error(logits, hf_logits(model.eval(), TOKENS)) < TOLERANCE
+    if not text.config.tie_word_embeddings:
+        names[("" if inside else outer) + "lm_head.weight"] = text.lm_head.weight.data
+    save_file(
+        names | {"vision_tower.x": torch.ones(3), "model.visual.x": torch.ones(3)}, tmp_path / "model.safetensors"
+    )
+    want = hf_logits(model, TOKENS)
+    for tp in (1, 2, 4):
+        tokens, logprobs, logits = run(open_checkpoint(str(tmp_path)), tp)
+        assert error(logits, want) < TOLERANCE and (tokens == want.argmax(axis=1)).all()
+        np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
+    load(str(tmp_path), {"backend": "null"})
+    assert "sees images: the 2 tensors of its image encoder are not loaded" in " ".join(capsys.readouterr().err.split())

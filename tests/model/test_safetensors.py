@@ -120,6 +120,7 @@ def test_cut_short(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"shape": [4, 4]}, "needs 64 bytes"),
+        ({"shape": [0, 48]}, "is empty"),
         ({"data_offsets": [0, 2**60]}, "data_offsets"),
         ({"data_offsets": [2**60, 2**60 + 192]}, "cut short"),
         ({"data_offsets": [0, 192]}, "overlaps"),

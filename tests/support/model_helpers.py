@@ -86,7 +86,7 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
             writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         writer.add_rope_dimension_count(int(c.head_dim * rope["partial_rotary_factor"]))
-    if architecture == "granite":
+    if architecture.startswith("granite"):
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
@@ -95,6 +95,11 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(c.intermediate_size)
         _split_experts(writer, state)
+    for name in [name for name in state if name.endswith("put_linear.weight")]:  # the experts of Granite
+        tensor, layer = state.pop(name).detach().float(), name.split(".")[2]
+        parts = dict(zip(("gate", "up"), tensor.chunk(2, 1), strict=True)) if "input" in name else {"down": tensor}
+        for part, value in parts.items():
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", value.contiguous().numpy())
     experts = getattr(c, "num_local_experts", 0)
     if experts:
         writer.add_expert_count(experts)

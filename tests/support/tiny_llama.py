@@ -26,9 +26,11 @@ SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "he
 SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
 # Settings that a family needs in addition to SHAPE.
 OWN: dict[str, dict[str, Any]] = {
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "glm": {"eos_token_id": 0},
     "glm4": {"eos_token_id": 0},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "intermediate_size": 1},
     "ministral3": {"rope": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64, ends=True)},
@@ -50,6 +52,13 @@ def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     out = {}
     if model.config.model_type == "gpt_oss":
         return dict(model.state_dict())
+    if model.config.model_type == "granitemoe":
+        names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+        names |= {"router.weight": "router.layer.weight"}
+        for name, tensor in model.state_dict().items():
+            layer, _, end = name.partition("block_sparse_moe.")
+            out[f"{layer}block_sparse_moe.{names[end]}" if end else name] = tensor
+        return out
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in model.state_dict().items():

@@ -3,6 +3,7 @@ gpt-oss."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import MegakernelError
@@ -11,6 +12,7 @@ from ...isa.dims import MOST_EXPERTS
 from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
 from ..config import Keys, ModelConfig
 from .family import Family, Weight, of_layer
+from .like_llama import GRANITE
 from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS
 from .verbs import add_experts, add_matmul, attention, experts, gated_experts, norm, qkv, route
 from .windows import every_nth, layers_of, read_gguf_windows, windows
@@ -103,6 +105,28 @@ MIXTRAL = Family(
     read=read,
     keys=f"{_KEYS} sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    read_gguf=gguf_counts,
+    gguf_keys=_GGUF_KEYS,
+)
+
+
+GRANITE_MOE = replace(
+    GRANITE,
+    name="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    gguf=("granitemoe",),
+    models="Granite 3 with experts, such as granite-3.1-1b-a400m",
+    forward=forward,
+    weights=WEIGHTS
+    | _weights(
+        "block_sparse_moe.router.layer",
+        "block_sparse_moe.input_linear block_sparse_moe.input_linear",
+        "block_sparse_moe.output_linear",
+    ),
+    fixed={"normalised_routes": True},
+    fields={name: key for name, key in GRANITE.fields.items() if name != "mlp_bias"},
+    read=counts,
+    keys=_KEYS,
     read_gguf=gguf_counts,
     gguf_keys=_GGUF_KEYS,
 )

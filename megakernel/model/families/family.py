@@ -34,6 +34,7 @@ class Family:
 
     `name`            `model_type` in config.json
     `architecture`    the class name in config.json
+    `inside`          the classes that also see images, whose text part is a model of the family
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
     `models`          published models of the family, for the documentation
     `forward`         lists the phases of a step, for a configuration and this family
@@ -62,6 +63,7 @@ class Family:
 
     name: str
     architecture: str
+    inside: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()
     models: str
     forward: Callable[[ModelConfig, Family], Forward]

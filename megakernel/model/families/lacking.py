@@ -18,7 +18,7 @@ _MODELS = {
     "linear attention": "bailing_hybrid minimax",
     "experts, and attention within chunks of a text": "llama4 llama4_text",
     "experts": """afmoe arctic bailing_moe bailingmoe bailingmoe2 dbrx deepseek dots1 ernie4_5-moe ernie4_5_moe
-        exaone-moe exaone_moe glm4_moe glm4moe granitemoe granitemoeshared grok grovemoe hunyuan-moe
+        exaone-moe exaone_moe glm4_moe glm4moe granitemoeshared grok grovemoe hunyuan-moe
         hunyuan_v1_moe minimax-m2 minimax_m2 olmoe phimoe qwen2_moe qwen2moe qwen3_vl_moe
         qwen3vlmoe smallthinker""",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
@@ -27,7 +27,7 @@ _MODELS = {
     "norms that subtract the mean": """bloom codeshell cohere cohere2 command-r falcon gpt2 gpt_bigcode gpt_neox gptj
         gptneox mpt nemotron olmo opt persimmon phi phi2 stablelm starcoder starcoder2""",
     "an MLP without a gate": "apertus arcee",
-    "RoPE over the rows and columns of images": "qwen2_5_vl qwen2_vl qwen2vl qwen3_vl qwen3vl",
+    "RoPE over the rows and columns of images": "qwen2_5_vl qwen2_vl qwen2vl qwen3vl",
     "attention to later tokens": """bert dream eurobert gemma-embedding llada llada-moe modern-bert modernbert neo-bert
         nomic-bert nomic-bert-moe nomic_bert t5 t5encoder""",
 }

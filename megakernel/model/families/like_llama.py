@@ -24,6 +24,18 @@ def scaled_embeddings(hidden: int) -> dict[str, Any]:
 # gate and up in one tensor
 _ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
 
+CWM = Family(
+    name="cwm",
+    architecture="CwmForCausalLM",
+    models="CWM 32B",
+    forward=forward,
+    weights=WEIGHTS,
+    fields={"mlp_bias": ("mlp_bias", False)},
+    read=lambda config: windows(config, layers_of(config)[::4], 8192),
+    keys="layer_types sliding_window",
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "head_dim": 128},
+)
+
 ERNIE4_5 = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
@@ -89,6 +101,7 @@ GRANITE = Family(
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
+    inside=("Mistral3ForConditionalGeneration",),
     gguf=("llama", "mistral3"),
     models="Mistral 7B, and the text part of Mistral-Small-3.1 (`Mistral3ForConditionalGeneration`)",
     forward=forward,
@@ -168,8 +181,9 @@ QWEN2 = Family(
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    inside=("Qwen3VLForConditionalGeneration",),
     gguf=("qwen3",),
-    models="Qwen3",
+    models="Qwen3, and the text part of Qwen3-VL 2B to 32B (`Qwen3VLForConditionalGeneration`)",
     forward=forward,
     head_norms=True,
     weights=WEIGHTS,

@@ -100,8 +100,9 @@ GEMMA3 = replace(
     GEMMA,
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    inside=("Gemma3ForConditionalGeneration",),
     gguf=("gemma3",),
-    models="Gemma 3 270M and 1B",
+    models="Gemma 3 270M and 1B, and the text part of 4B to 27B (`Gemma3ForConditionalGeneration`)",
     forward=forward,
     head_norms=True,
     weights=WEIGHTS
@@ -115,7 +116,8 @@ GEMMA3 = replace(
     read=_gemma3,
     keys="cache_implementation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window "
     "sliding_window_pattern",
-    defaults={**GEMMA.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6},
+    defaults={**GEMMA.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
     activations=(GELU,),
     two_ropes=True,
     read_gguf=_gguf_gemma3,
