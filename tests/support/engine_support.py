@@ -197,6 +197,19 @@ class Reader:
         self.tokens += tokens
 
 
+class Known(Reader):
+    """A draft proposer that knows `texts`. It proposes the next tokens, or wrong ones where `wrong(position)` holds."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool] = lambda place: False) -> None:
+        super().__init__()
+        self.texts, self.wrong = texts, wrong
+
+    def propose(self, count: int) -> list[int]:
+        n = len(self.tokens)
+        text = next((text for text in self.texts if list(text[:n]) == self.tokens), [])
+        return [token ^ 1 if self.wrong(n + i) else token for i, token in enumerate(text[n : n + count])]
+
+
 class Guesses:
     """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`. A proposer
     deliberately proposes a wrong token for each position p for which `wrong(p)` is true."""

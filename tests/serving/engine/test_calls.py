@@ -1,7 +1,6 @@
 """Calls that a model begins of its own accord: a grammar constrains them, and the text around them is free."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,49 +153,20 @@ def test_tools_are_free_if_the_library_fails(tokenizer: Tokenizer, monkeypatch: 
 BEGUN = StructuredOutputsParams(grammar='start: "{" /[0-9]{3}/ "}"', trigger="~")
 
 
-@pytest.fixture(scope="module")
-def expected(model: str) -> Iterator[list[tuple[list[int], str]]]:
-    with LLM(model, backend="cpu", max_context=512, max_num_seqs=8, threads=1) as llm:
-        yield answers(llm)
-
-
-def answers(llm: LLM, more: int = 0) -> list[tuple[list[int], str]]:
-    often, seldom = llm.codec.encode("a~")[-2:]
-    bias = {often: 15.0, seldom: 10.0}
-    each = [
-        SamplingParams(seed=seed, n=2, temperature=1.0, max_tokens=150, logit_bias=bias, structured_outputs=BEGUN,
-                       min_tokens=150 * (seed % 2))
-        for seed in range(4)
-    ]  # fmt: skip
-    each += [SamplingParams(seed=9, max_tokens=60)] * more
-    results = llm.generate(["abc", "abab " * 9, "x", "abab " * 9 + "y", *["free"] * more], each)
-    return [(choice.token_ids, choice.text or "") for result in results[:4] for choice in result.outputs]
-
-
-def test_every_call_matches_and_the_text_around_it_is_free(expected: list[tuple[list[int], str]]) -> None:
+def test_every_call_matches_and_the_text_around_it_is_free(model: str) -> None:
     begun = 0
-    for _, text in expected:
-        _, *rest = text.split("~")
-        assert "a" in text
+    with LLM(model, backend="cpu", max_context=512, max_num_seqs=8, threads=1) as llm:
+        often, seldom = llm.codec.encode("a~")[-2:]
+        bias = {often: 15.0, seldom: 10.0}
+        params = SamplingParams(seed=1, n=8, max_tokens=150, logit_bias=bias, structured_outputs=BEGUN)
+        [result] = llm.generate("abc", params)
+    for choice in result.outputs:
+        free, *rest = (choice.text or "").split("~")
+        assert "a" in "".join([free, *rest])
         for part in rest[:-1]:
             begun += 1
-            assert part[0] == "{" and part[1:4].isdigit() and part[4] == "}", text
+            assert part[0] == "{" and part[1:4].isdigit() and part[4] == "}", choice.text
     assert begun > 20
-
-
-@pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps"])
-def test_answers_depend_on_nothing_else(model: str, expected: list[tuple[list[int], str]], how: str) -> None:
-    limits: dict[str, Any] = (
-        {"max_num_seqs": 4, "max_num_batched_tokens": 16} if how == "small steps" else {"max_num_seqs": 16}
-    )
-    limits |= {"speculate": 5} if how == "speculating" else {}
-    with LLM(model, backend="cpu", max_context=512, threads=1, **limits) as other:
-        pool = other.engine._batch._pool
-        if how == "short of pages":
-            pool.take(pool.free - 20)
-        assert answers(other, 12 if how == "crowded" else 0) == expected
-        assert (other.engine.stats.preemptions > 0) == (how == "short of pages")
-        assert (other.engine.stats.counts.proposed > 0) == (how == "speculating")
 
 
 def test_a_written_call_is_read(tokenizer: Tokenizer) -> None:

@@ -1,7 +1,6 @@
 """A request generates the same tokens whatever else the engine does. The fake model makes each token depend on all
 tokens before it, so that any lost or wrong token changes the output."""
 
-import random
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -242,33 +241,6 @@ def test_what_never_fits_is_refused_while_others_run() -> None:
 
 
 # -- on a real model
-
-
-@pytest.mark.parametrize("kv", ["auto", "q8_0"])
-def test_real_bits_do_not_show_prefix_hits_and_preemption(monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
-    """On the CPU backend, prefix hits and preemption do not change a bit of the results. The requests sample greedily
-    or with a seed, some with a frequency penalty, and all return log probabilities."""
-    rng = random.Random(4)
-    common = [rng.randrange(97) for _ in range(70)]
-    prompts = [common[: rng.randint(20, 70)] + [rng.randrange(97) for _ in range(5)] for _ in range(10)]
-    given: dict[str, Any] = {"backend": "cpu", "max_context": 160, "threads": 1, "kv_cache_dtype": kv}
-    fixed: dict[str, Any] = {"max_tokens": 24, "logprobs": 2, "top_k": 40}
-    params = []
-    for i in range(10):
-        varied = {"temperature": 0.9 * (i % 2), "frequency_penalty": 0.3 * (i % 3), "seed": i}
-        params.append(SamplingParams(**fixed, **varied, prompt_logprobs=1 if i == 3 else None))
-    with LLM(TINY, **given, enable_prefix_caching=False) as llm:
-        expected = [llm.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
-    monkeypatch.setattr(llm_module, "kv_capacity", lambda *_, **__: (160, 20 * 16))
-    for limits in ({"max_num_seqs": 10}, {"max_num_seqs": 6, "max_num_batched_tokens": 13}):
-        with LLM(TINY, **given, **limits) as llm:
-            for _ in range(2):
-                results = llm.generate(prompts, params)
-                for result, one_alone in zip(results, expected, strict=True):
-                    for what in ("token_ids", "logprobs", "top_logprobs", "prompt_logprobs"):
-                        assert getattr(result, what) == getattr(one_alone, what)
-            stats = llm.engine.stats
-            assert stats.preemptions and stats.prefix_hits and not stats.pages_used
 
 
 WINDOWS = RandomCheckpoint("windows", replace(TINY.config, window=20, full_layers=(), max_context=512))

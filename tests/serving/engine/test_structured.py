@@ -25,7 +25,6 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
-PROMPTS = ["abc", "def " * 30, "x", "def " * 30 + "y"]
 
 
 def wants(**given: Any) -> StructuredOutputsParams:
@@ -77,44 +76,6 @@ def test_a_json_object_is_one(llm: LLM) -> None:
     assert found.text is not None and found.text.startswith("{")
     if found.finish_reason == "stop":
         assert isinstance(json.loads(found.text), dict)
-
-
-def said(llm: LLM, prompts: list[str], each: list[SamplingParams]) -> list[tuple[Any, ...]]:
-    results = llm.generate(prompts, each)
-    return [(choice.token_ids, choice.token_logprobs, choice.text) for result in results for choice in result.outputs]
-
-
-# Requests, one of them with a penalty and some with two choices, and their answers one after another.
-EACH = [params(seed, n=1 + seed % 2, **({"presence_penalty": 0.5} if seed == 2 else {})) for seed in range(4)]
-
-
-@pytest.fixture(scope="module")
-def expected(llm: LLM) -> list[tuple[Any, ...]]:
-    return [entry for prompt, p in zip(PROMPTS, EACH, strict=True) for entry in said(llm, [prompt], [p])]
-
-
-@pytest.mark.parametrize("how", ["crowded", "speculating", "short of pages", "small steps", "no prefix cache"])
-def test_answers_depend_on_nothing_else(model: str, expected: list[tuple[Any, ...]], how: str) -> None:
-    """An answer is the same in a full batch, with speculation, after a preemption and without the prefix cache. It is
-    also the same with small steps. Tokens that the grammar forces then take several steps instead of one."""
-    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16} if how == "small steps" else {}
-    limits |= {"speculate": 5} if how == "speculating" else {}
-    limits |= {"enable_prefix_caching": False} if how == "no prefix cache" else {}
-    with LLM(model, backend="cpu", max_context=512, threads=1, **limits) as other:
-        pool = other.engine._batch._pool
-        if how == "short of pages":
-            pool.take(pool.free - 14)
-        free = [SamplingParams(seed=9, max_tokens=60, temperature=1.0)] * 24 if how == "crowded" else []
-        found = said(other, [*PROMPTS, *["free"] * len(free)], EACH + free)
-        if how == "short of pages":
-            assert other.engine.stats.preemptions > 0
-    assert found[: len(expected)] == expected
-
-
-def test_free_rows_are_as_without_constrained_ones(llm: LLM) -> None:
-    free = SamplingParams(seed=5, max_tokens=40, temperature=1.0)
-    alone = said(llm, ["abc"], [free])
-    assert said(llm, ["abc", "def"], [free, params()])[:1] == alone
 
 
 def test_forced_tokens_take_one_step(llm: LLM) -> None:
