@@ -7,7 +7,9 @@ import math
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,8 +54,7 @@ DTYPE = np.dtype([(name, kind) for name, kind, _ in FIELDS])
 PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
 Intervals = NDArray[np.void]
 
-# Limits of times in a header, in seconds: no clock ticks faster than the first, or takes longer to read.
-_LEAST_TICK_S, _MOST_S = 1e-15, 1.0
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _MOST_WORK = 1e30  # limit of the FLOPs or bytes of an attention instruction, so that sums stay finite
 
 _MAGIC = b"MKTRACE1"
@@ -68,26 +69,17 @@ class TraceHeader:
 
     program: str
     source: str
-    tick_s: float
-    read_s: float
-    clock_error_s: float
-    dropped: int
+    tick_s: Annotated[float, msgspec.Meta(ge=1e-15, le=1)]  # no clock ticks faster
+    read_s: _Seconds
+    clock_error_s: _Seconds
+    dropped: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     machine: str = ""
 
 
-def _check(header: TraceHeader, attention: NDArray[np.float64] | None) -> None:
-    """Raise ValueError if the header or the attention array has values that no executor writes."""
-    texts = header.program, header.source, header.machine
-    if not all(isinstance(text, str) and text.isprintable() for text in texts):
-        raise ValueError("the header's program, source or machine is not printable text")
-    for name, least in (("tick_s", _LEAST_TICK_S), ("read_s", 0.0), ("clock_error_s", 0.0)):
-        value = getattr(header, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST_S:
-            raise ValueError(f"{name} is not a number from {least:g} to {_MOST_S:g}")
-    if isinstance(header.dropped, bool) or not isinstance(header.dropped, int) or not 0 <= header.dropped < 1 << 63:
-        raise ValueError("dropped must be a whole number of at least 0")
-    if attention is not None and not ((attention >= 0) & (attention < _MOST_WORK)).all():
-        raise ValueError(f"the FLOPs or bytes of an attention slot are not a number from 0 to {_MOST_WORK:g}")
+class _Shape(msgspec.Struct):
+    """The part of a trace file's header that gives the shape of `Trace.attention`, if there is such an array."""
+
+    attention: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,16 +108,16 @@ class Trace:
             raise MegakernelError(f"{path} is not a trace file of this version")
         start = 16 + int.from_bytes(data[8:16], "little")
         try:
-            fields = json.loads(data[16:start])
-            shape = fields.pop("attention", None)
-            header, attention = TraceHeader(**fields), None
+            header = msgspec.json.decode(data[16:start], type=TraceHeader)
+            shape, attention = msgspec.json.decode(data[16:start], type=_Shape).attention, None
+            if not (header.program + header.source + header.machine).isprintable():
+                raise ValueError("the header's program, source or machine is not printable text")
             if shape is not None:
-                if not all(isinstance(n, int) and 0 <= n <= len(data) for n in shape):
-                    raise ValueError("the array of attention work has an impossible shape")
                 attention = np.frombuffer(data, np.float64, math.prod(shape), start).reshape(shape)
                 start += attention.nbytes
+                if not ((attention >= 0) & (attention < _MOST_WORK)).all():
+                    raise ValueError(f"the FLOPs or bytes of an attention slot are not from 0 to {_MOST_WORK:g}")
             intervals = np.frombuffer(data, DTYPE, offset=start)
-            _check(header, attention)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-            raise MegakernelError(f"trace file {path} is damaged: {str(e)[:200]}") from e
+        except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
+            raise MegakernelError(f"trace file {path} is damaged: {e}") from e
         return Trace(header, intervals, attention)
