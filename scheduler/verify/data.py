@@ -46,38 +46,23 @@ _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 
 class _Touches:
-    """A list of memory accesses, each to a rectangle of rows and columns of a buffer. The list is stored as columns:
-    phase, place (a copy of the buffer on a rank), kind (read or write), event (execution of an instruction), row,
-    row_end, col, col_end."""
+    """A list of memory accesses, each to a rectangle of rows and columns of a buffer. `pieces` has them in parts, as
+    arrays [8, n]: phase, place (a copy of the buffer on a rank), kind (read or write), event (execution of an
+    instruction), row, row_end, col, col_end."""
 
-    def __init__(self, program: Program) -> None:
-        self.ranks = program.ranks
-        self.kinds: list[tuple[int, int]] = []
-        self.places: list[int | Column | Ints] = []
-        self.pieces: list[tuple[Column | Ints, ...]] = []  # events and boxes
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.pieces: list[NDArray[np.int32]] = []
 
     def add(
         self, phase: int, buffer: Buffer, rank: Ints | Column | int, kind: int, event: Ints, *box: Ints | Column
     ) -> None:
-        self.kinds.append((phase, kind))
-        self.places.append(buffer * self.ranks + rank)
-        self.pieces.append((event, *box))
-
-    def columns(self) -> NDArray[np.int32]:
-        lengths = np.array([len(piece[0]) for piece in self.pieces])
-        out = np.empty((8, lengths.sum()), dtype=np.int32)
-        for column, values in zip((0, 2), zip(*self.kinds, strict=True), strict=True):
-            out[column] = np.repeat(values, lengths)
-        for column, pieces in zip((3, 4, 5, 6, 7), zip(*self.pieces, strict=True), strict=True):
-            np.concatenate(pieces, out=out[column])
-        at = np.cumsum(lengths) - lengths
-        for first, length, place in zip(at.tolist(), lengths.tolist(), self.places, strict=True):
-            out[1, first : first + length] = place
-        return out
+        place = buffer * self.ranks + rank
+        self.pieces.append(np.array(np.broadcast_arrays(phase, place, kind, event, *box), np.int32))
 
 
 def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArray[np.int32]:
-    out = _Touches(program)
+    out = _Touches(program.ranks)
     by_name = {e.part.name: e for e in events}
     dealt = {a.buffer for use in found for a in use.accesses if a.index is Index.LOGIT_OWNER}
     for use in found:
@@ -101,7 +86,7 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArra
     for buffer, rank in _declared(program.forward, program.dims)[1]:
         height, width = extent(buffer, program.dims)
         out.add(_HOST, buffer, rank, native.HOST, *(np.array([v]) for v in (0, 0, height, 0, width)))
-    return out.columns()
+    return np.concatenate(out.pieces, axis=1)
 
 
 def _copies(access: Access, dims: Dims) -> list[Column | int]:
@@ -199,7 +184,4 @@ def _describe(unrolled: Unrolled, v: np.void) -> str:
     if v["what"] == native.NOT_ONWARD:
         return f"{later} reads {buffer} {box}, which only the prologue wrote, and nothing orders it after {earlier}"
     does, did = {0: ("overwrites", "wrote"), 1: ("reads", "wrote"), 2: ("overwrites", "reads")}[int(v["reads"])]
-    orders = "nothing"
-    if unrolled.stream(int(v["earlier"])) == unrolled.stream(int(v["later"])) is not None:
-        orders = "only their stream, in which the second may begin before the first ends,"
-    return f"{later} {does} what {earlier} {did} in {buffer}, {box}, and {orders} orders them"
+    return f"{later} {does} what {earlier} {did} in {buffer}, {box}, and no counter orders them"

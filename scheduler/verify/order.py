@@ -298,12 +298,6 @@ class Unrolled:
         alone[1:] &= work[1:] > last[:-1]  # leave out a stream of one join, which does no work
         return self._chain[work[alone]], lasts
 
-    def stream(self, row: int) -> int | None:
-        """Return the stream (worker) of a node, or None for virtual events and for instructions in a queue."""
-        run = int(np.searchsorted(self.first, row, side="right")) - 1
-        event, part = row - int(self.first[run]), self.runs[run].part
-        return int(part.stream[event]) if event < part.static else None
-
     def label(self, row: int) -> str:
         """Return the name of a node of the graph, as an error message shows it."""
         if row >= self.first[-1]:

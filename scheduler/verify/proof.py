@@ -130,17 +130,6 @@ def _totals(program: Program, events: list[Events]) -> Iterator[str]:
     for name, totals, arrivals in blocks:
         stored = totals.astype(np.int64).reshape(-1)
         for counter in np.nonzero(stored != arrivals)[0]:
-            label = _counter(program, int(counter), events)
-            yield f"{name} block: {label} has total {stored[counter]} but gets {arrivals[counter]} arrivals"
-
-
-def _counter(program: Program, counter: int, events: list[Events]) -> str:
-    """Return a description of a counter, with one instruction that signals the counter and one that waits for it."""
-    rank, index = divmod(counter, program.counters)
-    out = f"counter {index} (rank {rank}"
-    signallers = [(e, event) for e in events for event, c, _, _ in e.signals for event in event[c == counter][:1]]
-    waiters = [(e, event) for e in events for c, event in e.waits for event in event[c == counter][:1]]
-    for what, pairs in (("signalled by", signallers), ("waited for by", waiters)):
-        if pairs:
-            out += f"; {what} {pairs[0][0].label(int(pairs[0][1]))}"
-    return out + ")"
+            rank, index = divmod(int(counter), program.counters)
+            found = f"has total {stored[counter]} but gets {arrivals[counter]} arrivals"
+            yield f"{name} block: counter {index} (rank {rank}) {found}"
