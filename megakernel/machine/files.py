@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..errors import MegakernelError, file_errors, regular
 from .hardware import Chip, Core, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Paths, Rates, Tiles
@@ -18,16 +20,40 @@ _SECTIONS: dict[str, type] = {
     "flops_per_s" if kind is Rates else kind.__name__.lower(): kind
     for kind in (Chip, Rates, Link, Node, Fabric, Costs, Tiles, Issue, Paths, Core)
 }
-_OTHER = {"base", "curve", "source"}
 _OPTIONAL = {"fabric", "costs", "tiles", "issue", "paths", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
 # The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are at most 2^16, because a trace
 # stores the number of an SM in 16 bits. All other numbers are limited so that their products do not overflow.
-_MOST_WHOLE = 1 << 16
-_LEAST, _MOST = 1e-30, 1e30
+_Whole = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+_Number = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
+_TYPES: dict[str, Any] = {
+    "int": _Whole,
+    "float": _Number,
+    "float | None": _Number,
+    "str": str,
+    "tuple[float, ...]": tuple[_Number, ...],
+}
 
 Table = dict[str, Any]
+
+
+def _section(kind: type) -> type:
+    """Return what msgspec accepts as a section of a machine file: the fields of `kind`, and no others."""
+    known = [(f.name, _TYPES[str(f.type)], *([] if f.default is MISSING else [f.default])) for f in fields(kind)]
+    return msgspec.defstruct(kind.__name__, known, kw_only=True, forbid_unknown_fields=True)
+
+
+_FILE = msgspec.defstruct(
+    "File",
+    [
+        *((name, _section(kind), *([None] if name in _OPTIONAL else [])) for name, kind in _SECTIONS.items()),
+        ("curve", list[_section(Curve)], []),  # type: ignore[misc]
+        ("source", Any, None),
+    ],
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
 
 
 def names() -> tuple[str, ...]:
@@ -73,9 +99,6 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
     # that values are nested too deeply.
     except (ValueError, RecursionError) as e:
         raise MegakernelError(f"machine file {path} is not valid TOML: {str(e)[:200]}") from e
-    unknown = sorted(set(table) - set(_SECTIONS) - _OTHER)
-    if unknown:
-        raise MegakernelError(f"machine file {path}: unknown key {unknown[0]}: use one of {', '.join(_SECTIONS)}")
     base = table.pop("base", None)
     if base is None:
         return table
@@ -118,63 +141,22 @@ def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
 
 
 def _hardware(name: str, table: Table, where: str) -> Hardware:
-    built: dict[str, Any] = {}
-    for section, kind in _SECTIONS.items():
-        if section in table:
-            built[kind.__name__.lower()] = _section(kind, table[section], f"machine file {where}: {section}")
-        elif section not in _OPTIONAL:
-            raise MegakernelError(f"machine file {where}: section [{section}] is missing: add it, or name a base")
-    curves = table.get("curve", [])
-    if not isinstance(curves, list):
-        raise MegakernelError(f"machine file {where}: curve must be written [[curve]]")
-    for one in curves:
-        curve = _section(Curve, one, f"machine file {where}: curve")
+    try:
+        file: Any = msgspec.convert(table, _FILE)
+    except msgspec.ValidationError as e:
+        raise MegakernelError(f"machine file {where}: {e}") from e
+    sections = ((kind, getattr(file, section)) for section, kind in _SECTIONS.items())
+    built: dict[str, Any] = {k.__name__.lower(): k(**msgspec.structs.asdict(s)) for k, s in sections if s is not None}
+    curves = tuple(Curve(**msgspec.structs.asdict(curve)) for curve in file.curve)
+    for curve in curves:
         _check_curve(curve.message_bytes, curve.bus_bytes_per_s, f"machine file {where}: the sizes of a curve")
-        built["curves"] = (*built.get("curves", ()), curve)
     if core := built.get("core"):
         rows = f"machine file {where}: the row counts of core"
         _check_curve(core.matmul_rows, core.matmul_flops_per_s, rows)
         _check_curve(core.attention_rows, core.attention_flops_per_s, rows)
-    return Hardware(name=name, **built)
+    return Hardware(name=name, curves=curves, **built)
 
 
 def _check_curve(points: tuple[float, ...], values: tuple[float, ...], what: str) -> None:
     if not points or len(points) != len(values) or list(points) != sorted(set(points)):
         raise MegakernelError(f"{what} must be in ascending order, and there must be one rate for each")
-
-
-def _section(kind: type, table: object, where: str) -> Any:
-    if not isinstance(table, dict):
-        raise MegakernelError(f"{where} must be a table")
-    known = {f.name: f for f in fields(kind)}
-    for key in table:
-        if key not in known:
-            raise MegakernelError(f"{where}.{key} is unknown: use one of {', '.join(known)}")
-    missing = [key for key, f in known.items() if f.default is MISSING and key not in table]
-    if missing:
-        raise MegakernelError(f"{where}.{missing[0]} is missing")
-    return kind(**{key: _value(known[key], value, f"{where}.{key}") for key, value in table.items()})
-
-
-def _value(field: Field[Any], value: object, where: str) -> object:
-    """Return `value` converted to the type that `field` declares. Raises MegakernelError for another type, or a number
-    that is not positive. `where` names the value in errors."""
-    wanted = str(field.type)
-    if wanted.startswith("tuple"):
-        if not isinstance(value, list):
-            raise MegakernelError(f"{where} must be a list")
-        return tuple(_number(one, where, whole=False) for one in value)
-    if wanted == "str":
-        if not isinstance(value, str):
-            raise MegakernelError(f"{where} must be text")
-        return value
-    return _number(value, where, whole=wanted == "int")
-
-
-def _number(value: object, where: str, *, whole: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (whole and not isinstance(value, int)):
-        raise MegakernelError(f"{where} must be a {'whole ' if whole else ''}number")
-    least, most = (1, _MOST_WHOLE) if whole else (_LEAST, _MOST)
-    if not least <= value <= most:
-        raise MegakernelError(f"{where} must be positive and finite: from {least} to {most}")
-    return value if whole else float(value)
