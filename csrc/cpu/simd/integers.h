@@ -179,29 +179,36 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
         return *reinterpret_cast<const Rounded*>(reinterpret_cast<const float*>(x) + i * kChunkStride);
       };
       constexpr int kWords = kUnit / 4 / K::kGroups;
-      Unit units[P];
-      MK_UNROLL for (int p = 0; p < P; ++p) units[p].open(data[p], begin + done);
-      MK_UNROLL for (int g = 0; g < K::kGroups; ++g) {
-        ByteSums<K::kBits> sums[R][P][kPanelVectors];
-        MK_UNROLL for (int j = 0; j < kWords; ++j) {
-          MK_UNROLL for (int p = 0; p < P; ++p) {
-            MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-              const U32 words = units[p].words(g * kWords + j, v);
-              MK_UNROLL for (int i = 0; i < R; ++i) sums[i][p][v].add(j, words, row(i).words[g * kWords + j]);
+      // The words of several rows' panels alternate, so that a word of activations is loaded once for all
+      // panels. With one row, panels follow one another, because that keeps fewer values in registers.
+      constexpr int kTogether = R > 1 ? P : 1;
+      MK_UNROLL for (int first = 0; first < P; first += kTogether) {
+        Unit units[kTogether];
+        MK_UNROLL for (int p = 0; p < kTogether; ++p) units[p].open(data[first + p], begin + done);
+        MK_UNROLL for (int g = 0; g < K::kGroups; ++g) {
+          ByteSums<K::kBits> sums[R][kTogether][kPanelVectors];
+          MK_UNROLL for (int j = 0; j < kWords; ++j) {
+            MK_UNROLL for (int p = 0; p < kTogether; ++p) {
+              MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+                const U32 words = units[p].words(g * kWords + j, v);
+                MK_UNROLL for (int i = 0; i < R; ++i) sums[i][p][v].add(j, words,
+                                                                        row(i).words[g * kWords + j]);
+              }
             }
+            // Otherwise GCC loads the words of all panels first, and has to spill them.
+            if (kTogether > 1) asm volatile("" ::: "memory");
           }
-          // Otherwise GCC loads the words of all panels first, and has to spill them.
-          if (R > 1 && P > 1) asm volatile("" ::: "memory");
-        }
-        MK_UNROLL for (int p = 0; p < P; ++p) {
-          MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-            const Line line = units[p].line(g, v);
-            MK_UNROLL for (int i = 0; i < R; ++i) {
-              const int32_t total = K::kGroups == 2 ? row(i).halves[g] : row(i).halves[0] + row(i).halves[1];
-              const F32 products = __builtin_convertvector(sums[i][p][v].value(K::kZero, total), F32);
-              F32& sum = acc[i][p][v];
-              sum = sum + products * (line.scale * row(i).scale);
-              if constexpr (K::kOffset) sum = sum + line.offset * row(i).sum;
+          MK_UNROLL for (int p = 0; p < kTogether; ++p) {
+            MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+              const Line line = units[p].line(g, v);
+              MK_UNROLL for (int i = 0; i < R; ++i) {
+                const int32_t total =
+                    K::kGroups == 2 ? row(i).halves[g] : row(i).halves[0] + row(i).halves[1];
+                const F32 products = __builtin_convertvector(sums[i][p][v].value(K::kZero, total), F32);
+                F32& sum = acc[i][first + p][v];
+                sum = sum + products * (line.scale * row(i).scale);
+                if constexpr (K::kOffset) sum = sum + line.offset * row(i).sum;
+              }
             }
           }
         }
