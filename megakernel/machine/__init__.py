@@ -1,7 +1,7 @@
 """Describes hardware. A `Machine` is one device, as the compiler needs it; `Hardware` is all that is known."""
 
-from .device import CPU, MACHINES, Machine, hardware, host, host_hardware, load
-from .files import HOST
+from .device import CPU, MACHINES, Machine, host, host_hardware, load
+from .files import HOST, hardware
 from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Issue, Level, Path
 from .host import cpu_count, processor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import MegakernelError
-from .files import HOST, names, read
+from .files import HOST, hardware, names
 from .hardware import Core, Hardware, Issue, Path, Rates
 
 CPU = "cpu"  # the value of `target` for machines whose workers are CPU cores
@@ -91,17 +91,17 @@ def _machine(hardware: Hardware) -> Machine:
     )
 
 
-MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(read, names()) if h.tiles}
+MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(hardware, names()) if h.tiles}
 
 
 def host(workers: int | None = None) -> Machine:
     """Return this machine's CPU with `workers` cores, with estimated rates, which only guide where work is placed."""
-    return _machine(read(HOST, workers))
+    return _machine(hardware(HOST, workers))
 
 
 def host_hardware(flops_per_s: float, integer_ops_per_s: float | None, read_bytes_per_s: float) -> Hardware:
     """Return this machine's CPU as one device with measured rates, in FLOP/s, integer operations/s and bytes/s."""
-    nominal = read(HOST)
+    nominal = hardware(HOST)
     return replace(
         nominal,
         chip=replace(nominal.chip, hbm_bytes_per_s=read_bytes_per_s),
@@ -109,12 +109,7 @@ def host_hardware(flops_per_s: float, integer_ops_per_s: float | None, read_byte
     )
 
 
-def hardware(name: str) -> Hardware:
-    """Return all that is known of a machine: `host`, a known name, a node such as h100x8, or a TOML file."""
-    return read(name)
-
-
 def load(name: str, workers: int | None = None) -> Machine:
     """Return one device of the machine `name` (see `hardware`), with `workers` SMs or cores if they are given."""
-    machine = MACHINES.get(name) or _machine(read(name, workers))
+    machine = MACHINES.get(name) or _machine(hardware(name, workers))
     return machine.with_workers(workers or machine.workers)

@@ -61,7 +61,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in KNOWN_FOLDER.glob("*.toml") if not path.stem.startswith("_")))
 
 
-def read(name: str, cores: int | None = None) -> Hardware:
+def hardware(name: str, cores: int | None = None) -> Hardware:
     """Return the description of the machine `name`. A name is one of these: a known machine (`h100`), a known machine
     with this many GPUs in its node (`h100x4`), the path of a TOML file, or `host` (this computer, with `cores` cores or
     all of them).
@@ -72,13 +72,12 @@ def read(name: str, cores: int | None = None) -> Hardware:
     """
     if name == HOST:
         return _hardware(HOST, table(cores or cpu_count()), HOST)
-    if name.endswith(".toml"):
-        return _hardware(Path(name).stem, _merged(Path(name), ()), name)
-    if name in names():
-        return _hardware(name, _merged(KNOWN_FOLDER / f"{name}.toml", ()), name)
+    if name.endswith(".toml") or name in names():
+        path = Path(name) if name.endswith(".toml") else KNOWN_FOLDER / f"{name}.toml"
+        return _hardware(path.stem, _merged(path, ()), name)
     match = _NODE.fullmatch(name)
     if match and match[1] in names():
-        chip, gpus = read(match[1]), int(match[2])
+        chip, gpus = hardware(match[1]), int(match[2])
         if not 0 < gpus <= chip.node.gpus:
             raise MegakernelError(
                 f"{name} names a single node, but a node of {match[1]} has 1 to {chip.node.gpus} GPUs, not {gpus}"
