@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import TypeVar
@@ -68,7 +68,7 @@ class Units(IntEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that every model has. All are counts."""
+    """The sizes that every model has, and those that only some models have. Most are counts."""
 
     vocab: int
     hidden: int
@@ -77,6 +77,14 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    _: KW_ONLY
+    experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
+    experts_per_token: int = 0
+    normalised_routes: int = 0  # 1: the routing weights of a token's experts are divided by their sum
+    clipped_gates: int = 0  # 1: experts have the clipped gate (operations/experts.py)
+    window: int = 0  # if not 0, a token attends to this many tokens, itself included, in some layers
+    post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
+    whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
 
 
 @_hashed_once
@@ -94,16 +102,9 @@ class ModelSizes(Shape):
     quantised_kv: int = 0  # 1: K and V are Q8_0, each row of a token and head on its own, which changes results
     q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits, which changes the result's bits
     embed_scale: float = 1.0  # multiplies embeddings
-    experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
-    experts_per_token: int = 0
-    normalised_routes: int = 0  # 1: the routing weights of a token's experts are divided by their sum
-    clipped_gates: int = 0  # 1: experts have the clipped gate (operations/experts.py)
-    window: int = 0
     window_from: int = 0
     full_every: int = 1
     full_at: int = 1
-    post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
-    whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
 
     def span(self, layer: int) -> int:
         """Return the maximum number of tokens to which a token attends in a layer, itself included."""

@@ -67,14 +67,9 @@ class Rope:
 class ModelConfig(Shape):
     """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
 
-    `experts`               if not 0, the MLP is a mixture of experts
-    `normalised_routes`     the weights of a token's experts are divided by their sum
-    `clipped_gates`         experts have the clipped gate (isa/operations/experts.py)
     `nope_layers`           layers without RoPE
-    `window`                if not 0, a token attends to this many tokens, itself included, except in `full_layers`
+    `full_layers`           layers without the sliding window that `window` sizes
     `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base
-    `post_norms`            outputs of attention and of the MLP are normalised before they are added to the residual
-    `whole_norms`           q and k are normalised, each over all heads
     `rounds_embedding`      `embedding_multiplier` is rounded to the compute type
     `embedding_multiplier`  multiplies embeddings
     `residual_multiplier`   multiplies the outputs of attention and of the MLP
@@ -94,16 +89,9 @@ class ModelConfig(Shape):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    normalised_routes: bool = False
-    clipped_gates: bool = False
     nope_layers: tuple[int, ...] = ()
-    window: int = 0
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
-    post_norms: bool = False
-    whole_norms: bool = False
     rounds_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
