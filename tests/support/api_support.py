@@ -142,6 +142,11 @@ def by_choice(body: bytes) -> list[bytes]:
     return sorted(body.split(b"\n\n"), key=choice)
 
 
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    """Return the field `messages` of a request with one message of a user, which has these contents and fields."""
+    return {"messages": [{"role": "user", "content": content, **more}]}
+
+
 def ids_of(text: str) -> list[int]:
     """Return the token ids of `text` in the byte model, whose vocabulary is the sorted byte alphabet of GPT-2."""
     from tokenizers.pre_tokenizers import ByteLevel

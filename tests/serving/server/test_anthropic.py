@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, Mock, PropertyMock
 
 import numpy as np
 import pytest
-from api_support import Live, alternating
+from api_support import Live, alternating, user
 
 from megakernel import LLM
 from megakernel.serving.server.client import Delta
@@ -262,6 +262,7 @@ def test_an_answer_may_have_to_match_a_schema(live: Live) -> None:
     assert json.loads(answer["content"][0]["text"])["zone"] in ("UTC", "CET")
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.com/x.png"}}
 
 
@@ -270,33 +271,20 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.com/x
     [
         ({"max_tokens": None}, "max_tokens must be a whole number"),
         ({"messages": []}, "messages must have at least 1 entries"),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "messages.0.content.0: a block of type image is not supported",
-        ),
-        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0 must be an object"),
-        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "messages.0.content.0.type must be 'text'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be a list"),
+        (user([IMAGE]), "messages.0.content.0: a block of type image is not supported"),
+        (user([5]), "messages.0.content.0 must be an object"),
+        (user([{"type": 5}]), "messages.0.content.0.type must be 'text'"),
+        (user(5), "messages.0.content must be a list"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be 'user', 'assistant' or 'system'"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
-                ]
-            },
-            "messages.0.content.0.content.0.type must be 'text', not 'image'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}] * 1024}] * 3},
-            "messages may have at most 2048 entries",
-        ),
+        (user([{**RESULT, "content": [IMAGE]}]), "messages.0.content.0.content.0.type must be 'text', not 'image'"),
+        ({"messages": user([RESULT] * 1024)["messages"] * 3}, "messages may have at most 2048 entries"),
         ({"system": [IMAGE]}, "system.0.type must be 'text', not 'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type must be 'custom'"),
         ({"tools": [{"name": "x"}]}, "tools.0.input_schema is required"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice needs a name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"stop_sequences": [""]}, "stop_sequences.0 must have at least 1 characters"),
-        ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "maximum context length is"),
+        (user("x" * CONTEXT), "maximum context length is"),
     ],
 )
 def test_what_is_wrong_is_told_in_anthropics_shape(live: Live, body: dict[str, Any], message: str) -> None:

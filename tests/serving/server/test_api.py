@@ -71,14 +71,6 @@ def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator
 # -- the openai package
 
 
-def test_completion_by_sdk(client: openai.OpenAI, live: Live) -> None:
-    expected = live.post(COMPLETIONS, {"prompt": "hello", "temperature": 0, "max_tokens": 8, "return_token_ids": True})
-    got = client.completions.create(model="bytes", prompt="hello", temperature=0, max_tokens=8)
-    assert (got.choices[0].text, got.choices[0].finish_reason) == (expected["choices"][0]["text"], "length")
-    assert got.usage is not None
-    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (5, 8, 13)
-
-
 def test_chat_stream_by_sdk(client: openai.OpenAI) -> None:
     create = partial(client.chat.completions.create, **HELLO, model="bytes", temperature=0, max_completion_tokens=12)
     whole = create()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from api_support import Live, serving, until
+from api_support import Live, serving, until, user
 from starlette.types import Message, Receive, Scope, Send
 
 from megakernel import LLM
@@ -103,17 +103,6 @@ def test_metrics_can_be_opened(llm: LLM) -> None:
 
 
 # -- host names of the server, and requests from pages of other sites (CORS)
-
-
-def test_other_names_of_the_server_are_refused(llm: LLM) -> None:
-    names = local_names("127.0.0.1", "127.0.0.1")
-    with serving(llm, access=AccessRules(hosts=names)) as local:
-        for host in ("localhost", "LOCALHOST:80", f"127.0.0.1:{local.port}", "[::1]:8000"):
-            assert local.request("GET", "/version", headers={"Host": host})[0] == 200
-        for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", ""):
-            answer = local.request("GET", "/version", headers={"Host": host})
-            assert answer[0] == 403 and "--allowed-hosts" in message(answer)
-        assert local.request("GET", "/health", headers={"Host": "evil.example"})[0] == 200
 
 
 def test_only_a_server_that_others_cannot_reach_checks_its_name() -> None:
@@ -261,12 +250,7 @@ TOO_LONG = f"maximum context length is {CONTEXT} tokens"
         (CHAT, {"messages": [{"role": "user", "content": "a" * 200}] * 2}, 400, TOO_LONG),
         (DETOKENIZE, {"tokens": [7] * (CONTEXT + 1)}, 400, TOO_LONG),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, 400, f"at most {MAX_MESSAGES}"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}]},
-            400,
-            f"up to {MAX_PARTS} parts",
-        ),
+        (CHAT, user([{"type": "text", "text": ""}] * (MAX_PARTS + 1)), 400, f"up to {MAX_PARTS} parts"),
         (DETOKENIZE, {"tokens": [7] * MAX_VALUES}, 413, f"more than {MAX_VALUES} JSON values"),
         (TOKENIZE, {"messages": [{"role": "user", "content": ""}] * MAX_VALUES}, 413, f"more than {MAX_VALUES}"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 65}, 400, "up to 64 texts"),

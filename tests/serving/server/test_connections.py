@@ -94,7 +94,9 @@ def test_a_compressed_body_is_a_415(live: Live, coding: str) -> None:
         (["[::1]:8000"], 200),
         (["[::1]"], 200),
         (["localhost:"], 200),
+        ([""], 403),
         (["evil.com"], 403),
+        (["127.0.0.1.evil.com"], 403),
         (["localhost.evil.com"], 403),
         (["evil.com:localhost"], 400),
         (["localhost:1@evil.com"], 400),
@@ -111,7 +113,12 @@ def test_a_compressed_body_is_a_415(live: Live, coding: str) -> None:
 )
 def test_the_host_header_is_one_name(guarded: Live, hosts: list[str], status: int) -> None:
     lines = ["GET /version HTTP/1.1", *(f"Host: {host}" for host in hosts), CLOSE, "", ""]
-    assert guarded.said("\r\n".join(lines).encode()).startswith(f"HTTP/1.1 {status} ".encode())
+    answer = guarded.said("\r\n".join(lines).encode())
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and (b"--allowed-hosts" in answer) == (status == 403)
+
+
+def test_health_has_any_name(guarded: Live) -> None:
+    assert guarded.request("GET", "/health", headers={"Host": "evil.com"})[0] == 200
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from api_support import Live, alternating, ids_of, until
+from api_support import Live, alternating, ids_of, until, user
 from model_helpers import byte_model
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -20,7 +20,7 @@ from megakernel.serving.text.vllm import plain
 
 ROOT = Path(__file__).parents[3]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+HELLO = user("hello")
 BODIES: dict[type[requests.Strict], tuple[str, dict[str, Any]]] = {
     completions.CompletionRequest: (COMPLETIONS, {"prompt": "x", "max_tokens": 1}),
     chat.ChatRequest: (CHAT, {**HELLO, "max_tokens": 1}),
@@ -98,18 +98,8 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
     ("path", "body", "param", "message"),
     [
         (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search", "no beam search"),  # 0 is not the value false
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
-            "messages.0.tool_calls.0.function",
-            "is required",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": "x", "prefix": True}]},
-            "messages.0.prefix",
-            "use continue_final_message",
-        ),
+        (CHAT, user("x", tool_calls=[{}]), "messages.0.tool_calls.0.function", "is required"),
+        (CHAT, user("x", prefix=True), "messages.0.prefix", "use continue_final_message"),
         (CHAT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is not a field of"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", "text only"),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
@@ -155,18 +145,11 @@ _SENT = [
     (CHAT, HELLO, {"reasoning": None, "reasoning_effort": "high", "verbosity": "low", "best_of": 1}),
     (CHAT, HELLO, {"reasoning": {"effort": "low"}, "provider": {"order": ["x"]}, "usage": {"include": True}}),
     (CHAT, HELLO, {"reasoning_format": "auto", "timings_per_token": True, "id_slot": -1, "min_keep": 0, "n_probs": 0}),
-    (
-        CHAT,
-        HELLO,
-        {"no_repeat_ngram_size": 0, "guidance_scale": 1, "negative_prompt": "", "num_beams": 1, "eta_cutoff": 0.0},
-    ),
+    (CHAT, HELLO, {"no_repeat_ngram_size": 0, "guidance_scale": 1, "negative_prompt": "", "num_beams": 1}),
+    (CHAT, HELLO, {"eta_cutoff": 0.0}),
     (CHAT, HELLO, {"repeat_penalty": 1.0, "cache_prompt": True, "typical_p": 1, "mirostat": 0, "dry_base": 1.75}),
-    (
-        CHAT,
-        HELLO,
-        {"messages": [{**_USER, "sender": "a", "timestamp": 1, "metadata": {}, "files": [], "prefix": False}]},
-    ),
-    (CHAT, HELLO, {"messages": [{**_USER, "content": [{"type": "text", "text": "a", "cache_control": {}}]}]}),
+    (CHAT, HELLO, user("hello", sender="a", timestamp=1, metadata={}, files=[], prefix=False)),
+    (CHAT, HELLO, user([{"type": "text", "text": "a", "cache_control": {}}])),
     (CHAT, HELLO, {"tools": [{"type": "custom", "custom": {"name": "f"}}], "tool_choice": "auto"}),
     (RESPONSES, {"input": "x"}, {"client_metadata": {"a": "b"}, "reasoning": {"effort": "high", "summary": "auto"}}),
     (RESPONSES, {"input": "x"}, {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]}),

@@ -37,10 +37,14 @@ TIME: dict[str, Any] = {
     "required": ["zone"],
     "additionalProperties": False,
 }
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "time", "parameters": TIME}},
-]
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    """Return a tool, or a choice of a tool, in the form of the chat route."""
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+TOOLS = [function("weather", description="the weather", parameters=WEATHER), function("time", parameters=TIME)]
 NAMES = ("weather", "time")
 ONE = '{"name": "weather", "%s": {"city": "a\\"}{", "unit": "C"}}'
 TWO = '{"name": "time", "%s": {"zone": ["UTC"]}}'
@@ -268,7 +272,7 @@ def test_required_calls_are_valid(client: OpenAI, choice: Any, parallel: bool, m
 def test_parallel_calls_can_be_forbidden(live: Live) -> None:
     """A logit bias makes the model write another call wherever the grammar allows one."""
     form = {"properties": {}, "additionalProperties": False}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": form}}]
+    tools = [function("f", parameters=form)]
     body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 1500, "seed": 1}
     body |= {"logit_bias": {str(ids_of("\n ")[0]): 100}}
     for parallel, count in ((True, 16), (False, 1)):
@@ -276,12 +280,10 @@ def test_parallel_calls_can_be_forbidden(live: Live) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
-def test_free_answers_are_content(client: OpenAI, choice: Any) -> None:
-    given: dict[str, Any] = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1}
-    whole = client.chat.completions.create(**given, max_tokens=20).choices[0]
-    assert whole.message.tool_calls is None and whole.message.content and whole.finish_reason in ("stop", "length")
-    events = client.chat.completions.create(**given, max_tokens=20, stream=True)
-    assert "".join(e.choices[0].delta.content or "" for e in events).strip() == whole.message.content.strip()
+def test_free_answers_are_content(live: Live, choice: Any) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": 1, "max_tokens": 20}
+    content, calls, reason = answered(live, body)
+    assert content and not calls and reason in ("stop", "length")
 
 
 def test_calls_of_free_answers_are_valid(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,52 +333,28 @@ def test_a_call_that_is_cut_says_so_and_may_be_sent_back(live: Live) -> None:
     cut = text.index('me"}')
     _, [(name, arguments)], reason = answered(live, forced(text, max_tokens=cut))
     assert (name, arguments, reason) == ("weather", '{"city": "Ro', "length")
-    for given in (
-        arguments,
-        None,
-        {"city": "Rome"},
-        "",
-        "null",
-        "5",
-        "text",
-        '{"a": "\\ud800"}',
-        "[" * 1500,
-        '{"a": 1e999}',
-        f'{{"a": {"9" * 40}}}',
-    ):
-        said = {
-            "role": "assistant",
-            "tool_calls": [{"id": "1", "type": None, "function": {"name": name, "arguments": given}}],
-        }
+    odd = ("", "null", "5", "text", '{"a": "\\ud800"}', "[" * 1500, '{"a": 1e999}', f'{{"a": {"9" * 40}}}')
+    for given in (arguments, None, {"city": "Rome"}, *odd):
+        call = {"id": "1", **function(name, arguments=given), "type": None}
+        said = {"role": "assistant", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
         live.post("/v1/chat/completions", {"messages": [*MESSAGES, said, result], "tools": TOOLS, "max_tokens": 1})
         back = {"type": "function_call", "call_id": "1", "name": name, "arguments": given}
         live.post("/v1/responses", {"input": [{"role": "user", "content": "x"}, back], "max_output_tokens": 1})
 
 
+CHAT = "/v1/chat/completions"
 PLACES: list[tuple[str, Any, str]] = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "HALF"}]}, "messages.0.content"),
-    ("/v1/chat/completions", {"tools": [{"function": {"description": "HALF"}}]}, "tools.0.function.description"),
-    ("/v1/chat/completions", {"tools": [{"function": {"parameters": {"enum": [1, "HALF"]}}}]}, "parameters.enum.1"),
-    (
-        "/v1/chat/completions",
-        {"tools": [{"function": {"parameters": {"properties": {"HALF": {}}}}}]},
-        "parameters.properties",
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"tool_calls": [{"function": {"arguments": "HALF"}}]}]},
-        "function.arguments",
-    ),
-    ("/v1/chat/completions", {"HALF": 1}, "ud800"),
+    (CHAT, {"messages": [{"role": "user", "content": "HALF"}]}, "messages.0.content"),
+    (CHAT, {"tools": [{"function": {"description": "HALF"}}]}, "tools.0.function.description"),
+    (CHAT, {"tools": [{"function": {"parameters": {"enum": [1, "HALF"]}}}]}, "parameters.enum.1"),
+    (CHAT, {"tools": [{"function": {"parameters": {"properties": {"HALF": {}}}}}]}, "parameters.properties"),
+    (CHAT, {"messages": [{"tool_calls": [{"function": {"arguments": "HALF"}}]}]}, "function.arguments"),
+    (CHAT, {"HALF": 1}, "ud800"),
     ("/v1/completions", {"prompt": ["a", "HALF"]}, "prompt.1"),
     ("/v1/completions", {"prompt": "a", "guided_json": {"const": "HALF"}}, "guided_json.const"),
     ("/v1/responses", {"input": "x", "metadata": {"a": "HALF"}}, "metadata.a"),
-    (
-        "/v1/responses",
-        {"input": "x", "tools": [{"type": "function", "name": "f", "description": "HALF"}]},
-        "description",
-    ),
+    ("/v1/responses", {"input": "x", "tools": [{"name": "f", "description": "HALF"}]}, "description"),
     ("/tokenize", {"prompt": "HALF"}, "prompt"),
     ("/detokenize", "HALF", "the body"),
 ]
@@ -462,10 +440,7 @@ def test_an_answer_is_a_call_or_json(
 
 def test_what_a_grammar_leaves_is_in_a_header(live: Live) -> None:
     listed = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
-    tool = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"properties": {"a": listed}, "required": ["a"]}},
-    }
+    tool = function("f", parameters={"properties": {"a": listed}, "required": ["a"]})
     for stream in (False, True):
         for more in ({"guided_json": listed}, {"tools": [tool], "tool_choice": "required"}):
             body = {"messages": MESSAGES, "max_tokens": 99, "stream": stream, **more}
@@ -510,17 +485,11 @@ def test_deep_json_is_answered_or_refused(live: Live, depth: int) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tools": ({"tool_choice": "required"}, "tool_choice needs tools"),
-    "unknown": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "names 'x', which is none of the tools",
-    ),
+    "unknown": ({"tools": TOOLS, "tool_choice": function("x")}, "names 'x', which is none of the tools"),
     "twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
     "choice": ({"tools": TOOLS, "tool_choice": "any"}, 'must be "none", "auto", "required" or'),
     "schema": (
-        {
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-            "tool_choice": "required",
-        },
+        {"tools": [function("f", parameters={"type": "x"})], "tool_choice": "required"},
         "structured outputs: the tool f: Invalid type: x$",
     ),
     "an answer's schema": (
@@ -536,7 +505,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "schema is required",
     ),
     "both": ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "cannot be combined"),
-    "a name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"must match \^\[a-zA-Z0-9_.-\]"),
+    "a name": ({"tools": [function("a b")]}, r"must match \^\[a-zA-Z0-9_.-\]"),
     "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema.schema is required"),
     "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
