@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,24 +50,6 @@ def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
     for schema, result in zip(schemas, llm.generate(["abc"] * len(schemas), each), strict=True):
         assert result.finish_reason == "stop" and result.text is not None, (schema, result.text)
         jsonschema.validate(json.loads(result.text), schema)
-
-
-@pytest.mark.parametrize(
-    ("given", "form"),
-    [
-        ({"regex": "[0-9]{3}-[a-c]{2,4}"}, r"\d{3}-[a-c]{2,4}"),
-        ({"choice": ["yes", 'no "é"\n', "maybe"]}, 'yes|no "é"\n|maybe'),
-        ({"grammar": 'root ::= "x" [a-c]{4} | "y"'}, "x[a-c]{4}|y"),
-        ({"grammar": 'start: "(" inner{1,3} ")"\ninner: "a" | "b"'}, r"\([ab]{1,3}\)"),
-        ({"json": json.dumps(PERSON)}, r"\{.*\}"),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forms(llm: LLM, given: dict[str, Any], form: str, temperature: float) -> None:
-    wanted = params(3, n=2, temperature=temperature, structured_outputs=wants(**given))
-    for choice in llm.generate("abc", wanted)[0].outputs:
-        assert choice.text is not None and choice.finish_reason == "stop"
-        assert re.fullmatch(form, choice.text, re.DOTALL), choice.text
 
 
 def test_a_json_object_is_one(llm: LLM) -> None:
@@ -176,10 +157,6 @@ def test_without_a_tokenizer_there_is_no_text_to_match() -> None:
 def flat(**given: Any) -> SamplingParams:
     """Return sampling parameters with a temperature so high that all allowed tokens are about equally likely."""
     return SamplingParams(seed=1, temperature=30.0, max_tokens=80, ignore_eos=True, **given)
-
-
-def test_only_allowed_ids_are_generated(llm: LLM) -> None:
-    assert set(llm.generate("abc", flat(allowed_token_ids=[65, 66, 259]))[0].token_ids) == {65, 66, 259}
 
 
 def test_bad_words_are_not_generated(llm: LLM) -> None:

@@ -169,17 +169,7 @@ def run(seed: int, steps: int) -> Counter[str]:
 
 def test_the_traffic_meets_everything() -> None:
     met = sum((run(seed, 50) for seed in (6, 7)), Counter[str]())
-    wanted = (
-        "scored rows",
-        "biased rows",
-        "deferred tokens",
-        "aborts",
-        "interrupts",
-        "preemptions",
-        "hits",
-        "lengthened steps",
-    )
-    assert all(met[name] for name in (*wanted, "accepted", "generated alone")), met
+    assert len(met) == 10, met  # a sum of counters has no zeros
 
 
 @pytest.mark.slow

@@ -144,16 +144,6 @@ def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
     assert scored["usage"]["completion_tokens"] == 0
 
 
-def test_echo_and_scores_stream(live: Live) -> None:
-    body = {"prompt": "hello", "echo": True, "logprobs": 0, "n": 2, "max_tokens": 4, "seed": 3}
-    whole = live.post(COMPLETIONS, body)
-    for choice in whole["choices"]:
-        parts = [e["choices"][0] for e in live.events(COMPLETIONS, body) if e["choices"][0]["index"] == choice["index"]]
-        assert "".join(part["text"] for part in parts) == choice["text"]
-        for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [value for part in parts for value in part["logprobs"][name]] == choice["logprobs"][name]
-
-
 def test_chat_scores(live: Live) -> None:
     answer = live.post(CHAT, {**HELLO, "max_tokens": 3, "temperature": 0, "logprobs": True, "top_logprobs": 2})
     content = answer["choices"][0]["logprobs"]["content"]

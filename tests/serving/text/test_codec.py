@@ -75,6 +75,7 @@ def test_a_continuation_keeps_its_space(live: Live, prompt: Any, shown: str, fir
     [echoed] = live.post("/v1/completions", body)["choices"]
     assert echoed["text"] == shown + choice["text"]
     events = [event["choices"][0] for event in live.events("/v1/completions", body)]
+    assert "".join(event["text"] for event in events) == echoed["text"]
     for name, values in echoed["logprobs"].items():
         assert [value for event in events for value in event["logprobs"][name]] == values
     texts, offsets = echoed["logprobs"]["tokens"], echoed["logprobs"]["text_offset"]
