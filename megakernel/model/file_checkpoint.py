@@ -50,7 +50,7 @@ class Naming:
     ignored: tuple[str, ...]
 
     def _parts(self, buffer: Buffer) -> tuple[str, ...]:
-        parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].weights[buffer], self.format)
+        parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].tensors(buffer), self.format)
         return parts
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:

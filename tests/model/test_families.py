@@ -144,12 +144,11 @@ def test_every_family_is_tested() -> None:
 
 def test_the_documents_list_every_family() -> None:
     rows = [
-        f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.gguf) or '—'} | {family.models} |"
-        for family in FAMILIES.values()
+        f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.gguf) or '—'}" for family in FAMILIES.values()
     ]
     text = (Path(__file__).parents[2] / "docs/models.md").read_text()
     table = text[text.index("| `llama` |") : text.index("\n\nTests compare")]
-    assert table.splitlines() == rows
+    assert [row.rpartition(" | ")[0] for row in table.splitlines()] == rows
 
 
 @pytest.mark.parametrize(("family", "architecture", "permuted"), GGUF)

@@ -21,7 +21,7 @@ from .like_llama import (
     QWEN3,
     SEED_OSS,
     SMOLLM3,
-)  # fmt: skip
+)
 from .llama import LLAMA
 from .post_norms import GEMMA3, GLM4, OLMO2, OLMO3
 

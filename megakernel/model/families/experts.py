@@ -13,7 +13,7 @@ from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
 from ..config import Keys, ModelConfig
 from .family import Family, Weight, of_layer
 from .like_llama import GRANITE
-from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS
+from .llama import AFTER, ATTENTION_BIAS, BEFORE
 from .verbs import add_experts, add_matmul, attention, experts, gated_experts, norm, qkv, route
 from .windows import every_nth, layers_of, read_gguf_windows, windows
 
@@ -93,10 +93,8 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     gguf=("llama",),
-    models="Mixtral 8x7B and 8x22B",
     forward=forward,
-    weights=WEIGHTS
-    | _weights(
+    weights=_weights(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.w1 block_sparse_moe.experts.{expert}.w3",
         "block_sparse_moe.experts.{expert}.w2",
@@ -115,10 +113,8 @@ GRANITE_MOE = replace(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     gguf=("granitemoe",),
-    models="Granite 3 with experts, such as granite-3.1-1b-a400m",
     forward=forward,
-    weights=WEIGHTS
-    | _weights(
+    weights=_weights(
         "block_sparse_moe.router.layer",
         "block_sparse_moe.input_linear block_sparse_moe.input_linear",
         "block_sparse_moe.output_linear",
@@ -142,11 +138,9 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     gguf=("qwen3moe",),
-    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B",
     forward=forward,
     head_norms=True,
-    weights=WEIGHTS
-    | _weights(
+    weights=_weights(
         "mlp.gate",
         "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
         "mlp.experts.{expert}.down_proj",
@@ -183,11 +177,9 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     gguf=("gpt-oss",),
-    models="gpt-oss-20b and 120b",
     forward=forward,
     sinks=True,
-    weights=WEIGHTS
-    | {
+    weights={
         B.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
         B.SINKS: of_layer("self_attn.sinks", "attn_sinks.weight", ""),
         B.W_ROUTER: of_layer("mlp.router", "ffn_gate_inp"),

@@ -28,6 +28,30 @@ def of_layer(safetensors: str, gguf: str, end: str = ".weight") -> Weight:
     )
 
 
+B = Buffer
+_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attn_q attn_k attn_v"
+_O = "self_attn.o_proj", "attn_output"
+_GATE_UP = "mlp.gate_proj mlp.up_proj", "ffn_gate ffn_up"
+_DOWN = "mlp.down_proj", "ffn_down"
+# The names of the tensors in most families.
+_WEIGHTS: dict[Buffer, Weight] = {
+    B.EMBED: Weight(("model.embed_tokens.weight",), ("token_embd.weight",)),
+    B.ATTN_NORM: of_layer("input_layernorm", "attn_norm"),
+    B.W_QKV: of_layer(*_QKV),
+    B.B_QKV: of_layer(*_QKV, ".bias"),
+    B.QK_NORM: of_layer("self_attn.q_norm self_attn.k_norm", "attn_q_norm attn_k_norm"),
+    B.W_O: of_layer(*_O),
+    B.B_O: of_layer(*_O, ".bias"),
+    B.MLP_NORM: of_layer("post_attention_layernorm", "ffn_norm"),
+    B.W_GATE_UP: of_layer(*_GATE_UP),
+    B.B_GATE_UP: of_layer(*_GATE_UP, ".bias"),
+    B.W_DOWN: of_layer(*_DOWN),
+    B.B_DOWN: of_layer(*_DOWN, ".bias"),
+    B.FINAL_NORM: Weight(("model.norm.weight",), ("output_norm.weight",)),
+    B.LM_HEAD: Weight(("lm_head.weight",), ("output.weight",)),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Declares a model family: its forward pass, and how to read its files.
@@ -36,12 +60,11 @@ class Family:
     `architecture`    the class name in config.json
     `inside`          the classes that also see images, whose text part is a model of the family
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
-    `models`          published models of the family, for the documentation
     `forward`         lists the phases of a step, for a configuration and this family
     `head_norms`      each head of q and k is normalised before RoPE
     `gelu`            the MLP's gate is GELU, approximated by tanh, instead of SiLU
     `sinks`           each head of attention has a score that no token has
-    `weights`         the tensor names of each buffer
+    `weights`         the tensor names of buffers, where they are not those of Llama
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
                       formats, the rows are half of a head's rotated part apart
     `norms_minus_one` safetensors files contain the scales of norms minus 1
@@ -65,12 +88,11 @@ class Family:
     architecture: str
     inside: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()
-    models: str
     forward: Callable[[ModelConfig, Family], Forward]
     head_norms: bool = False
     gelu: bool = False
     sinks: bool = False
-    weights: Mapping[Buffer, Weight]
+    weights: Mapping[Buffer, Weight] = field(default_factory=dict)
     adjacent: tuple[str, ...] = ("gguf",)
     norms_minus_one: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -84,6 +106,10 @@ class Family:
     gguf_fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
     gguf_keys: str = ""
+
+    def tensors(self, buffer: Buffer) -> Weight:
+        """Return the names of the tensors that contain a buffer."""
+        return self.weights.get(buffer) or _WEIGHTS[buffer]
 
     def config_fields(self, keys: Keys) -> dict[str, Any]:
         """Return the fields of ModelConfig that depend on the family, from config.json. Raises MegakernelError."""

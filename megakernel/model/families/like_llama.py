@@ -10,7 +10,7 @@ from ...errors import MegakernelError
 from ...isa import Buffer
 from ..config import Keys
 from .family import Family, of_layer
-from .llama import ATTENTION_BIAS, BIASES, WEIGHTS, forward
+from .llama import ATTENTION_BIAS, BIASES, forward
 from .windows import every_nth, layers_of, read_gguf_window, windows
 
 GELU = "gelu_pytorch_tanh"
@@ -27,9 +27,7 @@ _ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
 CWM = Family(
     name="cwm",
     architecture="CwmForCausalLM",
-    models="CWM 32B",
     forward=forward,
-    weights=WEIGHTS,
     fields={"mlp_bias": ("mlp_bias", False)},
     read=lambda config: windows(config, layers_of(config)[::4], 8192),
     keys="layer_types sliding_window",
@@ -40,9 +38,7 @@ ERNIE4_5 = Family(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     gguf=("ernie4_5",),
-    models="ERNIE-4.5-0.3B",
     forward=forward,
-    weights=WEIGHTS,
     adjacent=("safetensors", "gguf"),
     fields=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), ("use_bias", False)),
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
@@ -52,10 +48,8 @@ GEMMA = Family(
     name="gemma",
     architecture="GemmaForCausalLM",
     gguf=("gemma",),
-    models="Gemma 2B and 7B",
     forward=forward,
     gelu=True,
-    weights=WEIGHTS,
     adjacent=(),
     norms_minus_one=True,
     fixed={"rounds_embedding": True},
@@ -70,9 +64,8 @@ GEMMA = Family(
 GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
-    models="GLM-4-9B-chat",
     forward=forward,
-    weights=WEIGHTS | {Buffer.W_GATE_UP: _ONE_GATE_UP},
+    weights={Buffer.W_GATE_UP: _ONE_GATE_UP},
     adjacent=("safetensors", "gguf"),
     fields={"qkv_bias": ("attention_bias", True)},
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
@@ -90,9 +83,7 @@ GRANITE = Family(
     name="granite",
     architecture="GraniteForCausalLM",
     gguf=("granite",),
-    models="Granite 3 without experts",
     forward=forward,
-    weights=WEIGHTS,
     fields=BIASES | {name: (name, 1.0) for name in _MULTIPLIERS},
     gguf_fields={name: (key, 0.0) for name, key in _MULTIPLIERS.items()},
 )
@@ -103,9 +94,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     inside=("Mistral3ForConditionalGeneration",),
     gguf=("llama", "mistral3"),
-    models="Mistral 7B, and the text part of Mistral-Small-3.1 (`Mistral3ForConditionalGeneration`)",
     forward=forward,
-    weights=WEIGHTS,
     read=windows,
     keys="sliding_window",
     defaults={"max_position_embeddings": 131072},
@@ -116,7 +105,6 @@ MINISTRAL = replace(
     MISTRAL,
     name="ministral",
     architecture="MinistralForCausalLM",
-    models="Ministral 8B",
     keys="sliding_window layer_types",
 )
 
@@ -124,7 +112,6 @@ MINISTRAL3 = replace(
     MISTRAL,
     name="ministral3",
     architecture="Ministral3ForCausalLM",
-    models="Ministral 3, with contexts of at most 16,384 tokens",
     read=lambda config: windows(config) if "sliding_window" in config.raw else {},
     defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
 )
@@ -142,10 +129,11 @@ PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     gguf=("phi3",),
-    models="Phi-3, Phi-4, Phi-4-mini",
     forward=forward,
-    weights=WEIGHTS
-    | {Buffer.W_QKV: of_layer("self_attn.qkv_proj " * 3, "attn_qkv " * 3), Buffer.W_GATE_UP: _ONE_GATE_UP},
+    weights={
+        Buffer.W_QKV: of_layer("self_attn.qkv_proj " * 3, "attn_qkv " * 3),
+        Buffer.W_GATE_UP: _ONE_GATE_UP,
+    },
     adjacent=(),
     only={"full_attn_mod": (1,), "interpolate_factor": (1,)},  # in the files of Phi-4-mini; no program reads them
     read=_phi3,
@@ -168,9 +156,7 @@ QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     gguf=("qwen2",),
-    models="Qwen2, Qwen2.5",
     forward=forward,
-    weights=WEIGHTS,
     adjacent=(),
     fixed={"qkv_bias": True},
     read=_qwen2,
@@ -183,10 +169,8 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     inside=("Qwen3VLForConditionalGeneration",),
     gguf=("qwen3",),
-    models="Qwen3, and the text part of Qwen3-VL 2B to 32B (`Qwen3VLForConditionalGeneration`)",
     forward=forward,
     head_norms=True,
-    weights=WEIGHTS,
     adjacent=(),
     fields=ATTENTION_BIAS,
     read=_qwen2,
@@ -198,10 +182,9 @@ SEED_OSS = Family(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
     gguf=("seed_oss",),
-    models="Seed-OSS-36B",
     forward=forward,
     # GGUF files name the norm before the MLP after its place in the layer, which is behind attention.
-    weights=WEIGHTS | {Buffer.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm")},
+    weights={Buffer.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm")},
     adjacent=(),
     fields=BIASES | {"qkv_bias": ("attention_bias", True), "o_bias": ("attention_out_bias", False)},
     defaults={"max_position_embeddings": 524288, "head_dim": 128},
@@ -224,9 +207,7 @@ SMOLLM3 = Family(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
     gguf=("smollm3",),
-    models="SmolLM3-3B",
     forward=forward,
-    weights=WEIGHTS,
     fields=BIASES,
     only={"use_sliding_window": (False,)},
     read=_smollm3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...isa import Buffer, Forward, Phase
 from ..config import Keys, ModelConfig
-from .family import Family, Weight, of_layer
+from .family import Family
 from .verbs import add_matmul, attention, gated_matmul, gather, last_norm, logits, norm, qkv, rope, sample
 
 B = Buffer
@@ -42,26 +42,6 @@ def next_rope(c: ModelConfig) -> list[Phase]:
     return [rope("next_rope", frequencies=B.INV_FREQ, output=B.ROPE, ahead=1)] if differs else []
 
 
-_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", "attn_q attn_k attn_v"
-_O = "self_attn.o_proj", "attn_output"
-_GATE_UP = "mlp.gate_proj mlp.up_proj", "ffn_gate ffn_up"
-_DOWN = "mlp.down_proj", "ffn_down"
-WEIGHTS: dict[Buffer, Weight] = {
-    B.EMBED: Weight(("model.embed_tokens.weight",), ("token_embd.weight",)),
-    B.ATTN_NORM: of_layer("input_layernorm", "attn_norm"),
-    B.W_QKV: of_layer(*_QKV),
-    B.B_QKV: of_layer(*_QKV, ".bias"),
-    B.QK_NORM: of_layer("self_attn.q_norm self_attn.k_norm", "attn_q_norm attn_k_norm"),
-    B.W_O: of_layer(*_O),
-    B.B_O: of_layer(*_O, ".bias"),
-    B.MLP_NORM: of_layer("post_attention_layernorm", "ffn_norm"),
-    B.W_GATE_UP: of_layer(*_GATE_UP),
-    B.B_GATE_UP: of_layer(*_GATE_UP, ".bias"),
-    B.W_DOWN: of_layer(*_DOWN),
-    B.B_DOWN: of_layer(*_DOWN, ".bias"),
-    B.FINAL_NORM: Weight(("model.norm.weight",), ("output_norm.weight",)),
-    B.LM_HEAD: Weight(("lm_head.weight",), ("output.weight",)),
-}
 # Fields of ModelConfig for the biases of attention and of the MLP, as many families name their keys.
 ATTENTION_BIAS = {"qkv_bias": ("attention_bias", False), "o_bias": ("attention_bias", False)}
 BIASES = ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)}
@@ -77,9 +57,7 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     gguf=("llama",),
-    models="Llama 1 to 3.3, SmolLM2, Falcon3, and all others whose config.json says `LlamaForCausalLM`",
     forward=forward,
-    weights=WEIGHTS,
     fields=BIASES,
     read=_window,
     keys="sliding_window",

@@ -10,7 +10,7 @@ from ...isa import Buffer, Forward
 from ..config import Keys, ModelConfig
 from .family import Family, of_layer
 from .like_llama import GELU, GEMMA, GLM, scaled_embeddings
-from .llama import AFTER, ATTENTION_BIAS, BEFORE, WEIGHTS, next_rope
+from .llama import AFTER, ATTENTION_BIAS, BEFORE, next_rope
 from .verbs import add_norm, attention, gated_matmul, heads_norm, matmul, norm, qkv, raw_qkv, rounded
 from .windows import every_nth, layers_of, read_gguf_windows, windows_with_rope
 
@@ -63,7 +63,6 @@ GLM4 = replace(
     name="glm4",
     architecture="Glm4ForCausalLM",
     gguf=("glm4",),
-    models="GLM-4-9B-0414, GLM-4-32B-0414",
     forward=forward,
     weights={
         **GLM.weights,
@@ -102,11 +101,9 @@ GEMMA3 = replace(
     architecture="Gemma3ForCausalLM",
     inside=("Gemma3ForConditionalGeneration",),
     gguf=("gemma3",),
-    models="Gemma 3 270M and 1B, and the text part of 4B to 27B (`Gemma3ForConditionalGeneration`)",
     forward=forward,
     head_norms=True,
-    weights=WEIGHTS
-    | {
+    weights={
         B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
         B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm"),
         B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
@@ -134,10 +131,8 @@ OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
     gguf=("olmo2",),
-    models="OLMo-2-1B to 32B",
     forward=forward_olmo,
-    weights=WEIGHTS
-    | {
+    weights={
         B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
         B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
     },
@@ -154,7 +149,6 @@ OLMO3 = replace(
     OLMO2,
     name="olmo3",
     architecture="Olmo3ForCausalLM",
-    models="Olmo-3-7B and 32B",
     read=_olmo3,
     keys="layer_types sliding_window",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
