@@ -44,16 +44,13 @@ def _section(kind: type) -> type:
     return msgspec.defstruct(kind.__name__, known, kw_only=True, forbid_unknown_fields=True)
 
 
-_FILE = msgspec.defstruct(
-    "File",
-    [
-        *((name, _section(kind), *([None] if name in _OPTIONAL else [])) for name, kind in _SECTIONS.items()),
-        ("curve", list[_section(Curve)], []),  # type: ignore[misc]
-        ("source", Any, None),
-    ],
-    kw_only=True,
-    forbid_unknown_fields=True,
-)
+_CURVES: Any = list[_section(Curve)]  # type: ignore[misc]
+_KEYS: list[Any] = [
+    *((name, _section(kind), *([None] if name in _OPTIONAL else [])) for name, kind in _SECTIONS.items()),
+    ("curve", _CURVES, []),
+    ("source", Any, None),
+]
+_FILE = msgspec.defstruct("File", _KEYS, kw_only=True, forbid_unknown_fields=True)
 
 
 def names() -> tuple[str, ...]:
