@@ -32,7 +32,7 @@ from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.scheduler import Options
-from megakernel.scheduler.tune.predict import predicted_seconds
+from megakernel.scheduler.tune.fastest import predicted_seconds
 
 
 def cheaper(machine: Machine) -> dict[str, Machine]:

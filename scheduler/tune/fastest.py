@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import ceil_div
+from megakernel.isa import Dims, StepTable, ceil_div
+from megakernel.machine import Machine
 from megakernel.program import Program
+from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Spec, compile_program
 from megakernel.scheduler.describe import lowering
 from megakernel.scheduler.options import CHOICES, Options
 from megakernel.scheduler.search import Change, products, search
+from megakernel.scheduler.simulate.run import extrapolated_seconds
 from megakernel.scheduler.tasks import Stages
-from megakernel.scheduler.tune.predict import predicted_seconds
 from megakernel.targets import TARGETS
 
 # The simulated program computes logits for at most this many rows, as in an engine, where most rows belong to prompts
@@ -35,6 +38,7 @@ _REPLICATED_ROWS = 1024
 # blocks, a single panel of all row blocks is tried too. Ranks exchange a whole panel at once, and with a single panel
 # they use all links.
 _ONE_PANEL = 16
+_CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
 
 
 class Prediction(NamedTuple):
@@ -128,3 +132,24 @@ class Fastest:
         if not self.spec.options.panel and 1 < blocks <= _ONE_PANEL:
             choices.append([{"panel": 0}, {"panel": blocks}])
         return [changes for changes in choices if len(changes) > 1]
+
+
+def predicted_seconds(program: Program, machine: Machine, most_s: float = math.inf) -> float:
+    """Return the predicted seconds of a typical step of `program`, or infinity if the simulation finds early that they
+    are at least `most_s`."""
+    return extrapolated_seconds(program, machine, usual_step(program.dims), most_s)
+
+
+@lru_cache(maxsize=4)
+def usual_step(dims: Dims) -> StepTable:
+    """Return the inputs (step table) of a typical step. All rows of the program are divided evenly among as many
+    sequences as the program has room for, and the last row of each sequence gets logits."""
+    count = min(dims.bucket.tokens, dims.bucket.max_seqs)
+    pages = range(dims.bucket.pages_per_seq)
+    chunks = []
+    for n in range(count):
+        rows = min(dims.bucket.tokens // count + (n < dims.bucket.tokens % count), dims.bucket.max_context)
+        start = max(min(_CONTEXT, dims.bucket.max_context) - rows, 0)
+        sampled = [SampleRow(rows - 1, prompt_length=start + rows)] if n < dims.bucket.logit_rows else []
+        chunks.append(Chunk(n, start, [0] * rows, pages, sampled))
+    return build_step(dims, chunks)

@@ -29,7 +29,7 @@ from megakernel.scheduler.simulate import Stall, simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work
 from megakernel.scheduler.simulate.work import in_turn_s, make_work
-from megakernel.scheduler.tune.predict import predicted_seconds, usual_step
+from megakernel.scheduler.tune.fastest import predicted_seconds, usual_step
 from megakernel.trace import IntervalKind, Intervals
 
 SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
