@@ -49,4 +49,4 @@ def test_phases_overlap():
         prefill, _ = llm.trace_steps(list(range(3, 303)))
         summary = summarise(resolve(prefill[0].program, prefill[0].output.trace))
         if llm.threads > 1:
-            assert summary.overlap.phases > 0.01
+            assert summary.overlap.phases > 0
