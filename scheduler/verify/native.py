@@ -51,16 +51,10 @@ class OrderStep:
     touches: Int32s
 
     def native(self) -> Any:
-        begin, size = self.touches.ctypes.data, self.touches.strides[0]
-        return _STEP(
-            *self.declares.shape,
-            self.ranks,
-            self.segment.ctypes.data,
-            self.declares.ctypes.data,
-            self.layered.ctypes.data,
-            self.touches.shape[1],
-            *(begin + i * size for i in range(8)),
-        )
+        phases, buffers = self.declares.shape
+        facts = [array.ctypes.data for array in (self.segment, self.declares, self.layered)]
+        columns = [column.ctypes.data for column in self.touches]
+        return _STEP(phases, buffers, self.ranks, *facts, self.touches.shape[1], *columns)
 
 
 @functools.cache
