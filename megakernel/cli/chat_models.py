@@ -19,7 +19,7 @@ from ..errors import MegakernelError
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, SamplingParams
-    from megakernel.serving.engine.tokens import Token
+    from megakernel.serving.text.codec import Token
 
 Messages = list[dict[str, str]]
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from .options import AddVerb, add_model_run, add_setting, open_llm, token_ids
 
 if TYPE_CHECKING:
     from megakernel.serving import RequestOutput, SamplingParams
-    from megakernel.serving.engine.tokens import Token
+    from megakernel.serving.text.codec import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
 

@@ -40,10 +40,9 @@ from megakernel.serving.engine.request import (
     Turns,
     extended,
 )
-from megakernel.serving.engine.sampling import FINISH, SamplingParams
+from megakernel.serving.engine.sampling import FINISH, SamplingParams, Score, TokenIds, Tokens
 from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.engine.tokens import Score, TokenIds, Tokens
 
 _BLOCK = 64  # size of the blocks of logits in `top_logprobs`
 _NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)

@@ -88,7 +88,7 @@ class Live:
         work = step_work(forward, dims.split, rows, step.contexts, step.logit_rows, tied=self._tied)
         reached = achieved(work, self.ceilings, wall_s)
         bound = reached.fraction * wall_s
-        sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.tokens), len(rows))
+        sums = Totals(1, wall_s, bound, work.flops, work.bytes, sum(rows), len(step.reader), len(rows))
         with self._lock:
             self._steps.append((sums, reached.limit))
             self._totals += sums

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from megakernel.isa import Dims, to_f32
 from megakernel.runtime.steps import FLOATS, Ints, Lineup, SampleRow, Sampling, SequencePages
 from megakernel.serving.engine.grammars import Constraint
-from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.engine.tokens import TokenIds
+from megakernel.serving.engine.sampling import SamplingParams, TokenIds
 
 Objects = NDArray[np.object_]
 VERIFIED_ROWS = 128  # maximum logit rows of a step that verifies proposals, limited by room for logit biases

@@ -1,5 +1,5 @@
-"""The sampling parameters of a request, with vLLM's names. They include the format that the text must match. All are
-checked when an object is created."""
+"""What a request asks of the engine, and what it gets: sampling parameters, and the tokens of each step. Parameters
+have vLLM's names, include the format that the text must match, and are checked when an object is created."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from megakernel.errors import MegakernelError
 
+TokenIds = NDArray[np.int32]
 # Reasons why a token ends its choice (completion); elsewhere, a reason is stored as an index into this tuple.
 FINISH = (None, "stop", "length")
 POOLINGS = ("last", "mean")  # how the hidden states of a prompt's tokens become its embedding
@@ -225,3 +230,34 @@ class SamplingParams:
 
 def _error(name: str, value: object, must: str) -> MegakernelError:
     return MegakernelError(f"sampling parameter {name}={value!r} {must}")
+
+
+class Score(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of a prompt's tokens, from the second on, each with those of the most likely ids in `tops`.
+    They are sent together with the first token of `choice`."""
+
+    choice: int
+    logprobs: list[float]
+    tops: list[dict[int, float]]
+
+
+class Tokens(msgspec.Struct, tag=True, array_like=True):
+    """The tokens that one step generated: one array per attribute, with one element per token, in the order of the
+    step's rows. A choice is one completion of a prompt, identified by a number."""
+
+    at: float  # when the step ended, in seconds of `perf_counter`
+    choice: NDArray[np.int64]  # numbers of the choices
+    token_id: NDArray[np.int32]  # token ids
+    logprob: NDArray[np.float32]  # log-probabilities of the tokens
+    finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
+    top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
+    # Log-probabilities of prompts, if requested, sent with the first generated token.
+    scores: list[Score]
+    # Choice -> number of its prompt's tokens found in the prefix cache, if not 0; sent with the first token.
+    cached: dict[int, int]
+    # Choice -> when it was first admitted, in seconds of `perf_counter`; sent with its first token.
+    admitted: dict[int, float]
+    pooled: dict[int, NDArray[np.float32]]  # choice -> last or mean hidden state of its prompt, if requested
+
+    def __len__(self) -> int:
+        return len(self.choice)

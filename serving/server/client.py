@@ -7,24 +7,32 @@ import asyncio
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.engine.tokens import Token, TokenIds, Tokens
+from megakernel.serving.engine.sampling import SamplingParams, TokenIds, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
-from megakernel.serving.text.codec import Transcript
+from megakernel.serving.text.codec import Token, Transcript, single_tokens
 
 if TYPE_CHECKING:  # not imported at run time, so that `AsyncLLM` works without the packages for metrics
     from megakernel.serving.server.metrics import Metrics
 
 FinishReason = Literal["stop", "length"]
 _AT_ONCE = 64  # maximum number of messages to read before other tasks of the event loop have their turn
+
+
+def unpack(kind: Any, data: Any) -> Any:
+    """Return the array that has the bytes `data`. `kind` is its type, such as NDArray[np.int32]."""
+    return np.frombuffer(data, get_args(get_args(kind)[1])[0])
+
+
+_decode = msgspec.msgpack.Decoder(messages.ToFrontend, dec_hook=unpack).decode
 
 
 class EngineDead(MegakernelError):
@@ -304,7 +312,7 @@ class EngineClient:
             return
         for _ in range(_AT_ONCE):
             try:
-                message = messages.decode_to_frontend(self._requests.recv(zmq.NOBLOCK))
+                message = _decode(self._requests.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
             match message:
@@ -340,7 +348,7 @@ class EngineClient:
         for number, state in tokens.pooled.items():
             if answers := choices.get(number):
                 answers.pooled[(number - answers.first) // answers.n] = state
-        for token in tokens:
+        for token in single_tokens(tokens):
             answers = choices.get(token.choice)
             if answers is None:
                 continue  # the choice was stopped, but the engine did not know that yet

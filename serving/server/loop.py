@@ -20,13 +20,14 @@ from typing import TypeVar
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.live import Live
 from megakernel.serving.engine.request import Request
-from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.engine.sampling import SamplingParams, Tokens
 from megakernel.serving.engine.scheduler import ClientQueue
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
@@ -364,7 +365,7 @@ class EngineLoop:
         self.row.put(progress_at=monotonic())
         self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it
         for reader in np.unique(step.reader).tolist():
-            tokens = step.tokens.where(step.reader == reader)
+            tokens = _some(step.tokens, step.reader == reader)
             self._socket.send_multipart([self._readers[reader], messages.encode(tokens)])
         for sequence in step.sequence[step.tokens.finish > 0]:
             self._ended(self._job_of[sequence.request], 1)
@@ -391,3 +392,23 @@ class EngineLoop:
         stats = dict(vars(self.engine.stats))
         self.row.put(**vars(stats.pop("counts")), **(stats | {"open": self._open, "waiting": self._waiting()}))
         self.row.count_cpu()
+
+
+def _some(tokens: Tokens, mine: NDArray[np.bool_]) -> Tokens:
+    """Return the tokens of one reader, those for which `mine` is True. A prompt's choices all have the same reader."""
+    if mine.all():
+        return tokens
+    choice = tokens.choice[mine]
+    held = set(choice.tolist()) if tokens.admitted else set()
+    return Tokens(
+        tokens.at,
+        choice,
+        tokens.token_id[mine],
+        tokens.logprob[mine],
+        tokens.finish[mine],
+        {int(np.count_nonzero(mine[:i])): top for i, top in tokens.top.items() if mine[i]},
+        [score for score in tokens.scores if score.choice in held],
+        {number: cached for number, cached in tokens.cached.items() if number in held},
+        {number: at for number, at in tokens.admitted.items() if number in held},
+        {number: state for number, state in tokens.pooled.items() if number in held},
+    )

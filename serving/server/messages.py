@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.engine.tokens import Tokens, pack, unpack
+from megakernel.serving.engine.sampling import SamplingParams, Tokens
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True):
@@ -134,6 +134,5 @@ class Description(msgspec.Struct, frozen=True):
         return Path(self.folder) / "board"
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=pack).encode
+encode = msgspec.msgpack.Encoder(enc_hook=np.ndarray.tobytes).encode  # arrays travel as their bytes
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend, dec_hook=unpack).decode

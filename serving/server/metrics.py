@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.engine.scheduler import Counts
-from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)

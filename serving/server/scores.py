@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Token
 
 
 class PromptDetails(BaseModel):

@@ -20,9 +20,8 @@ from fastapi.responses import Response
 
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
+from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams, TokenIds
 from megakernel.serving.engine.scheduler import ClientQueue
-from megakernel.serving.engine.tokens import TokenIds
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted

@@ -34,10 +34,11 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.tokens import Token, TokenIds
+from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
 from megakernel.serving.server.scores import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
+from megakernel.serving.text.codec import Token
 from megakernel.serving.text.tool_calls import Piece, Reader
 
 log = logging.getLogger(__name__)

@@ -3,19 +3,42 @@ results convert the ids to text outside the engine's thread, so a slow reader ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+import msgspec
+
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream, Tokenizer, UnknownTokenizer
-from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
-from megakernel.serving.engine.tokens import Token
+from megakernel.serving.engine.sampling import FINISH, SamplingParams, StructuredOutputsParams, Tokens
 from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.tool_calls import CallReader, Functions, Reader
 from megakernel.serving.text.tool_formats import CallsGrammar, ToolFormat, tool_format, with_tools
+
+_NO_TOP: dict[int, float] = {}
+
+
+class Token(msgspec.Struct, gc=False):
+    """One generated token. `choice` is the number of its choice (completion), and `at` the time at which its step
+    ended. If requested, `top_logprobs` has the log-probabilities of the most likely ids and of this token's id."""
+
+    choice: int
+    token_id: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    finish_reason: str | None
+    at: float
+
+
+def single_tokens(tokens: Tokens) -> Iterator[Token]:
+    """Yield the tokens of a step."""
+    columns = (tokens.choice, tokens.token_id, tokens.logprob, tokens.finish)
+    top, at = tokens.top, tokens.at
+    for i, (choice, token, logprob, finish) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        yield Token(choice, token, logprob, top.get(i, _NO_TOP), FINISH[finish], at)
 
 
 class Transcript:

@@ -37,8 +37,7 @@ from megakernel.serving.engine.request import VERIFIED_ROWS, Request
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation, StepTimes
-from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Codec, Conversation, Transcript
+from megakernel.serving.text.codec import Codec, Conversation, Token, Transcript, single_tokens
 from megakernel.serving.text.engine_args import EngineArgs
 from megakernel.serving.text.vllm import Question, RequestOutput, as_conversations, as_prompts
 
@@ -191,7 +190,8 @@ class LLM:
                         on_step(step)
                     if step.failed:
                         raise MegakernelError(f"generation cannot continue: {step.failed[0].stuck}")
-                    advance(step, sum(self._take(token, *choices[token.choice], on_token) for token in step.tokens))
+                    told = (self._take(token, *choices[token.choice], on_token) for token in single_tokens(step.tokens))
+                    advance(step, sum(told))
         except BaseException:
             for request in requests:
                 self.engine.abort(request)

@@ -23,7 +23,7 @@ from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.text.codec import Transcript
+from megakernel.serving.text.codec import Transcript, single_tokens
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
@@ -259,7 +259,7 @@ def transcribe(engine: Engine, request: Request) -> Transcript:
     transcript = Transcript(request.params, Letters())
     shown = ""
     for step in engine.run():
-        for token in step.tokens:
+        for token in single_tokens(step.tokens):
             shown += transcript.add(token)
             if transcript.finish_reason and not token.finish_reason:
                 engine.stop(request, 0)

@@ -20,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from megakernel.serving.engine.tokens import Token
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, OF_REASONING
@@ -42,7 +41,7 @@ from megakernel.serving.server.requests import (
 from megakernel.serving.server.scores import ChatLogprobs, PromptLogprobs, Usage, chat_logprobs, scores
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import AnyReason, Asked, Said, Writer, event
-from megakernel.serving.text.codec import Conversation
+from megakernel.serving.text.codec import Conversation, Token
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request

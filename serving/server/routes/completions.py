@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field, model_validator
 
 from megakernel.model.tokenizer import TextStream, Tokenizer
-from megakernel.serving.engine.tokens import TokenIds
+from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
 from megakernel.serving.server.scores import (

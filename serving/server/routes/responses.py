@@ -9,7 +9,6 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
-from megakernel.serving.engine.tokens import Token
 from megakernel.serving.server import requests
 from megakernel.serving.server.client import Delta, FinishReason
 from megakernel.serving.server.errors import APIError
@@ -30,7 +29,7 @@ from megakernel.serving.server.routes.chat import (
 from megakernel.serving.server.scores import PromptDetails, TokenLogprob, chat_logprobs, scores
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
-from megakernel.serving.text.codec import Conversation
+from megakernel.serving.text.codec import Conversation, Token
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request

@@ -16,14 +16,13 @@ from megakernel.scheduler import passes
 from megakernel.serving.engine.engine import Engine, top_logprobs
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes, weight_bytes
 from megakernel.serving.engine.programs import bucket
-from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Transcript
+from megakernel.serving.text.codec import Token, Transcript, single_tokens
 
 
 def finish(engine: Engine) -> dict[int, list[Token]]:
     found: dict[int, list[Token]] = {}
     for step in engine.run():
-        for token in step.tokens:
+        for token in single_tokens(step.tokens):
             found.setdefault(token.choice, []).append(token)
     return found
 
@@ -174,7 +173,7 @@ def test_tokens_after_a_stop_string_are_dropped() -> None:
     params = SamplingParams(stop="B", max_tokens=5)
     engine.add([1], params)
     late = Transcript(params, Letters())  # does not report the stop string to the engine
-    shown = "".join(late.add(token) for step in engine.run() for token in step.tokens)
+    shown = "".join(late.add(token) for step in engine.run() for token in single_tokens(step.tokens))
     assert (shown, late.text, late.token_ids, late.finish_reason) == ("A", "A", [1, 2], "stop")
 
 

@@ -18,6 +18,7 @@ from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.request import ROOT, Request, page_hash
 from megakernel.serving.engine.scheduler import PagePool
 from megakernel.serving.text import llm as llm_module
+from megakernel.serving.text.codec import single_tokens
 
 PAGE = 16
 
@@ -161,7 +162,7 @@ def test_the_oldest_is_never_preempted() -> None:
     engine, backend = fake_engine(None, max_seqs=8, pages=8, step_tokens=64)
     params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
     requests = [engine.add([i] * 16, params) for i in range(6)]
-    order = [token.choice for step in engine.run() for token in step.tokens if token.finish_reason]
+    order = [token.choice for step in engine.run() for token in single_tokens(step.tokens) if token.finish_reason]
     assert order[0] == 0 and engine.stats.preemptions > 2
     assert_generated_alone(*requests)
     assert_at_rest(engine, backend)

@@ -16,7 +16,7 @@ from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.speculation import Draft, Lookup, Speculation, StepTimes
-from megakernel.serving.engine.tokens import Token
+from megakernel.serving.text.codec import Token, single_tokens
 
 # -- the end of a choice
 
@@ -45,7 +45,7 @@ def test_nothing_comes_after_the_end(
     engine, guesses = guessing(list(reply), max_context=32)
     request = engine.add([1], SamplingParams(**given))
     guesses.tell(request.choices[0], [1, *reply])
-    tokens = [token for step in engine.run() for token in step.tokens]
+    tokens = [token for step in engine.run() for token in single_tokens(step.tokens)]
     assert [t.token_id for t in tokens] == list(made) == output_ids(request.choices[0])
     assert [t.finish_reason for t in tokens] == [None] * (len(tokens) - 1) + [reason]
     assert engine.stats.pages_used == 0 and (len(made) < 3 or engine.stats.counts.tokens_per_step > 1.5)

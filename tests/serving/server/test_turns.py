@@ -142,7 +142,7 @@ def test_the_engine_admits_clients_in_turn() -> None:
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     requests = [engine.add([1], params, client="greedy") for _ in range(10)]
     other = engine.add([1], params, client="other")
-    order = [token.choice for step in engine.run() for token in step.tokens]
+    order = [choice for step in engine.run() for choice in step.tokens.choice.tolist()]
     assert order.index(other.first) <= 1
     assert [i for i in order if i != other.first] == [request.first for request in requests]
 

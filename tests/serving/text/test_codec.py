@@ -18,8 +18,7 @@ from tokenizer_support import ggml, loaded, spm_keys
 from tokenizers import decoders, models, normalizers, processors
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.engine.tokens import Token
-from megakernel.serving.text.codec import Codec, Conversation, Transcript
+from megakernel.serving.text.codec import Codec, Conversation, Token, Transcript
 
 WORDS = ("▁The", "▁capital", "▁is", "▁Paris", "▁", *"TheCapitlsoPr")
 KEYS = spm_keys(*WORDS)
