@@ -4,7 +4,7 @@
 
 A kernel that computes one operation spends nothing on instructions of a program, on pages that several operations
 share, or on counters. The script simulates a step as it is, and again with a machine on which parts of this work take
-no time. The cycles come from the table [issue] of the machine file, so from compiled machine code (machine_code.py).
+no time. The cycles come from the table [paths] of the machine file, so from compiled machine code (machine_code.py).
 
 A hand-over means that an instruction waits for a counter that others signal. The wait could avoid the counter in global
 memory if the others run on the same SM. So the script counts the waits for which this is true.
@@ -37,17 +37,13 @@ from megakernel.scheduler.tune.fastest import predicted_seconds
 
 def cheaper(machine: Machine) -> dict[str, Machine]:
     """Return copies of a machine on which parts of the interpreter's work take no time."""
-    assert machine.issue and machine.paths
-    pages = ("pass_page", "weight_page", "input_page", "tile_page")
-    no_hand_off = {"paths": {**machine.paths, "hand_off": CodePath(0.0, 0.0)}}
-    no_pages = {"issue": replace(machine.issue, **dict.fromkeys(pages, 0.0))}
+    paths, pages = machine.paths or {}, ("pass_page", "weight_page", "input_page", "tile_page")
+    free_pages, free_hand_off = (dict.fromkeys(names, CodePath(0.0, 0.0)) for names in (pages, ["hand_off"]))
     return {
         "controller": replace(machine, dispatch_s=0.0),
-        "pages": replace(machine, **no_pages),
-        "hand-overs": replace(machine, **no_hand_off),
-        "all": replace(
-            machine, dispatch_s=0.0, issue=replace(machine.issue, **dict.fromkeys(pages, 0.0)), **no_hand_off
-        ),
+        "pages": replace(machine, paths=paths | free_pages),
+        "hand-overs": replace(machine, paths=paths | free_hand_off),
+        "all": replace(machine, dispatch_s=0.0, paths=paths | free_pages | free_hand_off),
     }
 
 

@@ -5,7 +5,7 @@ programs. Different warps of an SM have different roles: they load data, compute
 
 For each hot path, the script adds up a warp's instructions and their stall counts, in cycles, along the shortest way.
 The sum is a lower bound: waits for memory and barriers come on top. The roles of an SM work at the same time, so the
-slowest role limits its rate. The simulator reads these figures from the table [issue] of the machine files, and tests
+slowest role limits its rate. The simulator reads these figures from the table [paths] of the machine files, and tests
 compare that table with the figures of this script.
 """
 
@@ -30,7 +30,8 @@ from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units, cost
 from megakernel.isa.operations.matmul import weight_bytes
-from megakernel.machine import Issue, Machine
+from megakernel.machine import Machine
+from megakernel.machine import Path as Seconds
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime.cuda import compile as cuda
@@ -297,18 +298,17 @@ def cycles(name: str, floor: Floor) -> int:
     return max(floor.stalls, together * floor.instructions)
 
 
-def issue_of(codes: dict[Units, Code]) -> Issue:
+def cycles_of(codes: dict[Units, Code]) -> dict[str, float]:
     """Return the cycles of all hot paths, as the machine files should list them.
 
     They are read from two cubins, one with dot products and one for tensor cores. If the cubins differ, the larger
-    number of cycles and the smaller number of logits in flight count.
+    number of cycles counts.
     """
-    paths = {units: Paths(code, units) for units, code in codes.items()}
     found: dict[str, float] = {}
-    for one in paths.values():
-        for name, floor in one.all().items():
+    for units, code in codes.items():
+        for name, floor in Paths(code, units).all().items():
             found[name] = max(cycles(name, floor), found.get(name, 0))
-    return Issue(**found, sample_entries=min(one.sample_entries() for one in paths.values()))
+    return found
 
 
 def paths_of(codes: dict[Units, Code]) -> dict[str, Once]:
@@ -375,8 +375,8 @@ class Load:
         return {"weight loader": self.weight_loader, "input loader": self.input_loader, "consumers": self.consumers}
 
 
-def load(program: Program, machine: Machine, issue: Issue) -> Load:
-    """Return how long a step of `program` occupies each part of `machine`. The times in `issue` must be in seconds.
+def load(program: Program, machine: Machine, paths: dict[str, Seconds]) -> Load:
+    """Return how long a step of `program` occupies each part of `machine`, if `paths` have these times.
 
     Each weight is read from memory once, at the achievable rate. The matrix units run at the datasheet's rate.
     """
@@ -385,7 +385,7 @@ def load(program: Program, machine: Machine, issue: Issue) -> Load:
         for phase, dims, _, columns in program.by_phase(segment):
             if not phase.is_matmul:
                 continue
-            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, issue)
+            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, paths)
             parts = (roles.weight_loader, roles.input_loader, roles.consumers)
             total += runs * np.array([part.sum() for part in parts])
             whole = columns["row"] == columns["row"].min()
@@ -396,15 +396,16 @@ def load(program: Program, machine: Machine, issue: Issue) -> Load:
     return Load(*(total / workers).tolist(), memory, flops / program.ranks / machine.matrix_flops)
 
 
-def report(issue: Issue) -> None:
+def report(found_cycles: dict[str, float]) -> None:
     for case in CASES:
         machine = machines.load(case.machine)
-        hardware = machines.hardware(case.machine)
+        clock = machines.hardware(case.machine).clock_hz
+        paths = {name: Seconds(n / clock, n / clock) for name, n in found_cycles.items()}
         options = Options(o="replicated", queue="body") if case.tp > 1 else Options(queue="attention")
         program = compiled(
             load_config(case.model), machine, case.tokens, context=128, seqs=case.tokens, tp=case.tp, options=options
         )
-        found = load(program, machine, issue.at(hardware.clock_hz))
+        found = load(program, machine, paths)
         dots = program.dims.worker.units == Units.DOTS
         bound = found.memory if dots else found.matrix
         print(
@@ -431,7 +432,7 @@ def main() -> None:
     codes = compile_codes()
     for units, code in codes.items():
         print_paths(units.name.lower(), Paths(code, units))
-    report(issue_of(codes))
+    report(cycles_of(codes))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def measured() -> dict[str, float]:
 
 
 def predicted(machine: Machine, today: bool) -> dict[str, float]:
-    costs, idle = costs_of(machine), 3 * machine.l2_trip_s
+    costs, idle = costs_of(machine), 3 * (machine.paths or {})["l2_trip"].warm
     found = {"hand-off, idle": idle}
     found["hand-off, under load"] = idle + PROBE_SMS * PROBE_BYTES / costs.memory_bytes_per_s
     for name, case in cases(machine).items():

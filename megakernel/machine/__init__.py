@@ -2,7 +2,7 @@
 
 from .device import CPU, MACHINES, Machine, host, host_hardware, load
 from .files import HOST, hardware
-from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Issue, Level, Path
+from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Level, Path
 from .host import cpu_count, processor
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Chip",
     "Core",
     "Hardware",
-    "Issue",
     "Level",
     "Machine",
     "Path",

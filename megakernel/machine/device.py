@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import MegakernelError
 from .files import HOST, hardware, names
-from .hardware import Core, Hardware, Issue, Path, Rates
+from .hardware import Core, Hardware, Path, Rates
 
 CPU = "cpu"  # the value of `target` for machines whose workers are CPU cores
 
@@ -36,9 +36,7 @@ class Machine:
     signal_s: float  # time from an instruction's signal until a worker that waits for it continues
     remote_signal_s: float  # time from a signal until a worker that waits on another device of the node continues
     dispatch_s: float  # time to fetch and decode one instruction
-    issue: Issue | None = None  # least issue times in seconds; None if unknown, or included in the rates above
-    paths: dict[str, Path] | None = None  # what an instruction takes beside its pages, in seconds; None as for `issue`
-    l2_trip_s: float = 0.0  # time of an access to the L2 cache, if it is idle
+    paths: dict[str, Path] | None = None  # of the machine code; None if unknown, or included in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
 
     def with_workers(self, workers: int) -> Machine:
@@ -84,9 +82,7 @@ def _machine(hardware: Hardware) -> Machine:
         signal_s=hardware.costs.signal_s,
         remote_signal_s=hardware.costs.node_hop_s,
         dispatch_s=hardware.costs.dispatch_s,
-        issue=hardware.issue and hardware.issue.at(hardware.clock_hz),
-        paths=hardware.paths.at(hardware.clock_hz) if hardware.paths else None,
-        l2_trip_s=hardware.paths.l2_trip / hardware.clock_hz if hardware.paths else 0.0,
+        paths=hardware.path_seconds(),
         core=hardware.core,
     )
 

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import MegakernelError, file_errors, regular
-from .hardware import Chip, Core, Costs, Curve, Fabric, Hardware, Issue, Link, Node, Paths, Rates, Tiles
+from .hardware import Chip, Core, Costs, Curve, Hardware, Link, Node, Rates, Tiles
 from .host import cpu_count, table
 
 HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
 _SECTIONS: dict[str, type] = {
     "flops_per_s" if kind is Rates else kind.__name__.lower(): kind
-    for kind in (Chip, Rates, Link, Node, Fabric, Costs, Tiles, Issue, Paths, Core)
+    for kind in (Chip, Rates, Link, Node, Costs, Tiles, Core)
 }
-_OPTIONAL = {"fabric", "costs", "tiles", "issue", "paths", "core"}
+_OPTIONAL = {"costs", "tiles", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
 # The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are at most 2^16, because a trace
@@ -44,9 +44,14 @@ def _section(kind: type) -> type:
     return msgspec.defstruct(kind.__name__, known, kw_only=True, forbid_unknown_fields=True)
 
 
+# The paths through the machine code are data: the base of all GPUs says which there are.
+_NAMES = tomllib.loads((KNOWN_FOLDER / "_gpu.toml").read_text())["paths"]
+_PATH = Annotated[tuple[_Number, ...], msgspec.Meta(min_length=1, max_length=3)]
+_PATHS: Any = msgspec.defstruct("Paths", [(name, _PATH) for name in _NAMES], forbid_unknown_fields=True)
 _CURVES: Any = list[_section(Curve)]  # type: ignore[misc]
 _KEYS: list[Any] = [
     *((name, _section(kind), *([None] if name in _OPTIONAL else [])) for name, kind in _SECTIONS.items()),
+    ("paths", _PATHS, None),
     ("curve", _CURVES, []),
     ("source", Any, None),
 ]
@@ -150,7 +155,8 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
         rows = f"machine file {where}: the row counts of core"
         _check_curve(core.matmul_rows, core.matmul_flops_per_s, rows)
         _check_curve(core.attention_rows, core.attention_flops_per_s, rows)
-    return Hardware(name=name, curves=curves, **built)
+    paths = file.paths and msgspec.structs.asdict(file.paths)
+    return Hardware(name=name, curves=curves, paths=paths, **built)
 
 
 def _check_curve(points: tuple[float, ...], values: tuple[float, ...], what: str) -> None:

@@ -6,7 +6,7 @@ dense matrices and count a multiply-add as two. The numbers, with a source for e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, exp, log
 from typing import NamedTuple
@@ -78,18 +78,13 @@ class Node:
     nic_bytes_per_s_per_gpu: float  # rate at which each GPU sends to other nodes
     switches: int = 0
     switch_ports: int = 0
+    # Of the network between nodes, a fat tree: how many nodes (a unit) share leaf switches. These have as many links to
+    # spine switches as to nodes. 0: the network is not described.
+    nodes_per_unit: int = 0
 
     @property
     def egress_bytes_per_s(self) -> float:
         return self.gpus * self.nic_bytes_per_s_per_gpu
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """The network between nodes, a fat tree. The nodes of a unit share leaf switches, which have as many links to spine
-    switches as to nodes."""
-
-    nodes_per_unit: int
 
 
 @dataclass(frozen=True)
@@ -103,78 +98,12 @@ class Costs:
     scale_out_hop_s: float  # time of a message between nodes
 
 
-@dataclass(frozen=True)
-class Issue:
-    """The minimum time, in cycles, that the warps of an SM need to issue their instructions. The machine code shows it.
-
-    Loader warps fill pages of shared memory. Consumer warps compute on these pages, either with matrix units or, for
-    few rows, with dot products on CUDA cores. If warps of a kind share a warp scheduler, their cycles add up.
-    """
-
-    pass_page: float  # cycles of a loader warp to skip a page that the other loader fills
-    weight_page: float  # cycles of a loader warp to fill a page of weights, for dot products
-    input_page: float  # cycles of a loader warp to fill a page of inputs, for dot products
-    tile_page: float  # cycles of a loader warp to fill a page, for matrix units
-    dot_pair: float  # cycles of consumer warps to multiply two weight pages by one row, as dot products
-    dot_pairs: float  # cycles of consumer warps to multiply two weight pages by two rows, as dot products
-    dot_row: float  # the further cycles of consumer warps for each row after the second
-    dot_unit: float  # cycles of consumer warps to finish a unit of output columns, as dot products
-    k_step: float  # cycles of consumer warps for 64 elements of the inner dimension of a tile, with matrix units
-
-    sample_step: float  # cycles to process a group of logits of a row while the next group is loaded
-    sample_entries: float  # number of logits in such a group, not cycles
-
-    def at(self, clock_hz: float) -> Issue:
-        """Return the issue times in seconds instead of cycles, at a clock of `clock_hz`."""
-        cycles = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_entries"}
-        return replace(self, **{name: value / clock_hz for name, value in cycles.items()})
-
-
 class Path(NamedTuple):
-    """The time of a path through the machine code: the first time in an instruction, and when its code and the tables
-    that it reads are in the SM's caches."""
+    """The seconds of a path through the machine code: the first time in an instruction, and when its code and the
+    tables that it reads are in the SM's caches."""
 
     cold: float
     warm: float
-
-
-@dataclass(frozen=True)
-class Paths:
-    """What consumer warps do once per instruction, beside the work on pages. The machine code shows it.
-
-    A path lists its cycles, the lines of the instruction cache that hold it, and the accesses to the L2 cache that
-    depend on one another (if there are any). The cycles include the waits for shared memory and for arithmetic.
-    """
-
-    code_line: float  # cycles to fetch a line of the instruction cache, since other instructions have displaced it
-    l2_trip: float  # cycles of an access to the L2 cache, if it is idle
-    # From the end of an instruction's arithmetic to an instruction that waits for its result, through four warps.
-    hand_off: tuple[float, ...]
-    input: tuple[float, ...]  # of a loader warp, to fill the first page of inputs of dot products
-    prepare: tuple[float, ...]  # before the inputs are there, if the matmul normalises them
-    start: tuple[float, ...]  # from the inputs' arrival to the first page, for dot products
-    start_normed: tuple[float, ...]  # the same, if the matmul normalises the inputs
-    dots: tuple[float, ...]  # a pair of pages
-    end_heads: tuple[float, ...]  # from the last page of dot products to the end, if the results are Q, K and V
-    end_residual: tuple[float, ...]  # the same, if they are added to the residual
-    end_gated: tuple[float, ...]
-    end_logits: tuple[float, ...]
-    end_partial: tuple[float, ...]
-    tile_start: tuple[float, ...]  # from the inputs' arrival to the first page, with matrix units
-    tile_end: tuple[float, ...]  # from the last page of a tile to the end, with matrix units
-    attention_start: tuple[float, ...]
-    attention_end: tuple[float, ...]
-    other: tuple[float, ...]  # a whole instruction without pages: of these, the norm takes longest
-
-    def at(self, clock_hz: float) -> dict[str, Path]:
-        """Return the time of each path in seconds, at a clock of `clock_hz`."""
-        found = {}
-        for name, value in vars(self).items():
-            if isinstance(value, tuple):
-                cycles, lines, trips = (*value, 0.0)[:3]
-                cold = cycles + lines * self.code_line + trips * self.l2_trip
-                found[name] = Path(cold / clock_hz, cycles / clock_hz)
-        return found
 
 
 @dataclass(frozen=True)
@@ -251,11 +180,9 @@ class Hardware:
     rates: Rates
     link: Link
     node: Node
-    fabric: Fabric | None = None
     costs: Costs | None = None  # None: the machine is described only for comparisons
     tiles: Tiles | None = None
-    issue: Issue | None = None
-    paths: Paths | None = None
+    paths: dict[str, tuple[float, ...]] | None = None  # of the machine code: known/_gpu.toml says what a path has
     core: Core | None = None  # the measured rates of a CPU core, if there are any
     curves: tuple[Curve, ...] = ()
 
@@ -268,6 +195,16 @@ class Hardware:
     def l2_bytes_per_s(self) -> float:
         """The bytes/s that all SMs together load from the L2 cache."""
         return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
+
+    def path_seconds(self) -> dict[str, Path] | None:
+        """Return how long each path of the machine code takes, or None if the machine file has no paths."""
+        if self.paths is None:
+            return None
+        line, trip, found = self.paths["code_line"][0], self.paths["l2_trip"][0], {}
+        for name, path in self.paths.items():
+            cycles, lines, trips = (*path, 0.0, 0.0)[:3]
+            found[name] = Path((cycles + lines * line + trips * trip) / self.clock_hz, cycles / self.clock_hz)
+        return found
 
     @property
     def switch_bytes_per_s(self) -> float:
@@ -302,12 +239,12 @@ class Hardware:
             return tuple(out)
         if gpus % self.node.gpus:
             raise MegakernelError(f"{gpus} GPUs do not fill whole {self.name} nodes of {self.node.gpus} GPUs")
-        if self.fabric is None:
+        if not self.node.nodes_per_unit:
             raise MegakernelError(
                 f"the network between nodes of {self.name} is not described: use at most {self.node.gpus} GPUs"
             )
         nodes = gpus // self.node.gpus
-        unit = self.fabric.nodes_per_unit
+        unit = self.node.nodes_per_unit
         out.append(Level("leaf", min(nodes, unit), self.node.gpus, self.node.egress_bytes_per_s))
         if nodes > unit:
             out.append(Level("spine", ceil(nodes / unit), self.node.gpus * unit, self.node.egress_bytes_per_s * unit))

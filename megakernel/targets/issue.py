@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..isa import Column, Dims, Operation, Phase, Units, ceil_div
-from ..machine import Issue
+from ..machine import Path
 from .pages import CHUNK, DOT_PIECE, K_STEP, PIECES, matmul_pages
 
 Floats = NDArray[np.float64]
+SAMPLE_GROUP = 8192  # logits of a row that the warps which sample process at once
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The time that each kind of warp needs for each instruction, in the Issue's unit. They work in parallel."""
+    """The seconds that each kind of warp needs for each instruction. They work in parallel."""
 
     weight_loader: Floats
     input_loader: Floats
@@ -30,38 +31,38 @@ class Roles:
         return np.maximum(self.weight_loader, self.input_loader)
 
 
-def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, issue: Issue) -> Roles:
+def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, paths: dict[str, Path]) -> Roles:
     """Return the issue times of matmul instructions whose tiles have `rows` x `cols` outputs."""
-    pages = matmul_pages(phase, rows, cols, dims)
+    pages, one = matmul_pages(phase, rows, cols, dims), {name: path.warm for name, path in paths.items()}
     columns = phase.matrices(dims.split) * cols.astype(np.int64)
     consumers: NDArray[np.floating]
     if dims.worker.units == Units.DOTS:
-        weight_page, input_page = issue.weight_page, issue.input_page
+        weight_page, input_page = one["weight_page"], one["input_page"]
         units = ceil_div(columns, 2 * PIECES)
-        pair = np.where(rows > 1, issue.dot_pairs + (rows - 2) * issue.dot_row, issue.dot_pair)
-        consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + issue.dot_unit)
+        pair = np.where(rows > 1, one["dot_pairs"] + (rows - 2) * one["dot_row"], one["dot_pair"])
+        consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + one["dot_unit"])
     else:
-        weight_page = input_page = issue.tile_page
-        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP) * issue.k_step
+        weight_page = input_page = one["tile_page"]
+        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP) * one["k_step"]
     return Roles(
-        pages.weights * weight_page + pages.inputs * issue.pass_page,
-        pages.inputs * input_page + pages.weights * issue.pass_page,
+        pages.weights * weight_page + pages.inputs * one["pass_page"],
+        pages.inputs * input_page + pages.weights * one["pass_page"],
         np.asarray(consumers, np.float64),
     )
 
 
-def sample_steps(dims: Dims, issue: Issue) -> int:
+def sample_steps(dims: Dims) -> int:
     """The number of groups of a row's logits. `sample` loads a group while it processes the previous one."""
-    return ceil_div(dims.model.vocab, int(issue.sample_entries))
+    return ceil_div(dims.model.vocab, SAMPLE_GROUP)
 
 
-def issued(phase: Phase, columns: dict[str, Column], dims: Dims, issue: Issue) -> Roles | None:
+def issued(phase: Phase, columns: dict[str, Column], dims: Dims, paths: dict[str, Path]) -> Roles | None:
     """Return the issue times of matmul or sample instructions. None for other operations, and for CPUs."""
     if not dims.worker.ring_pages:
         return None
     if phase.is_matmul:
-        return matmul_issue(phase, columns["rows"], columns["cols"], dims, issue)
+        return matmul_issue(phase, columns["rows"], columns["cols"], dims, paths)
     if phase.operation is Operation.SAMPLE:
         rows = columns["rows"].astype(np.float64)
-        return Roles(0 * rows, 0 * rows, rows * (sample_steps(dims, issue) * issue.sample_step))
+        return Roles(0 * rows, 0 * rows, rows * (sample_steps(dims) * paths["sample_step"].warm))
     return None

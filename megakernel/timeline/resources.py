@@ -126,9 +126,9 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 
 def issue_seconds(resolved: Resolved) -> Floats:
     """Return the seconds that two loaders and consumers take to issue each record's machine code, [records, 3]."""
-    found, issue = np.zeros((len(resolved.records), 3)), resolved.machine.issue
+    found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
     for phase, dims, rows, columns in by_phase(resolved.program):
-        roles = issued(phase, columns, dims, issue) if issue else None
+        roles = issued(phase, columns, dims, paths) if paths else None
         if roles is not None:
             found[rows] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)
     return found

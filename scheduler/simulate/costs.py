@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.machine import CPU, HOST, Core, Issue, Machine, Path
+from megakernel.machine import CPU, HOST, Core, Machine, Path
 from megakernel.targets.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
 from megakernel.targets.pages import QUERY_TILE, STEP_PAGES
 
@@ -54,8 +54,8 @@ class TaskCosts:
     claim_in_flight: int  # like in_flight, but while the worker takes its next instruction from a queue
     roles: bool  # whether loads, arithmetic and stores run in separate warps, and so at the same time
     synchronised: bool = True  # whether instructions wait for one another
-    issue: Issue | None = None  # seconds in which warps issue instructions; None if the rates include them
-    paths: dict[str, Path] | None = None  # what an instruction takes beside its pages; None if the rates include it
+    paths: dict[str, Path] | None = None  # of the machine code; None if the rates include it
+    fixed: bool = True  # whether consumers take the paths before an instruction's first page and after its last
 
     def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds that `flops` FLOPs of matmul tiles with `rows` rows take on one worker."""
@@ -92,10 +92,10 @@ class TaskCosts:
             )
         elif what == "compute":
             fast = ((1.0, _UNLIMITED),)
-            free = replace(self, matmul_flops=fast, attention_flops=fast, vector_flops=_UNLIMITED, paths=None)
+            free = replace(self, matmul_flops=fast, attention_flops=fast, vector_flops=_UNLIMITED, fixed=False)
         cheap = {"copies": _LOADING, "compute": _COMPUTING}.get(what, ())
-        issue = self.issue and replace(self.issue, **dict.fromkeys(cheap, 0.0))
-        return replace(free, synchronised=False, issue=issue)
+        paths = self.paths and {**self.paths, **dict.fromkeys(cheap, Path(0.0, 0.0))}
+        return replace(free, synchronised=False, paths=paths)
 
 
 _UNLIMITED = 1e30
@@ -133,7 +133,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
             " load_bytes_per_clock, or a base that has them"
         )
     matrix = machine.matrix_flops / machine.workers * _MATRIX_FRACTION
-    handoff = _HAND_OFF_TRIPS * machine.l2_trip_s + (machine.paths["hand_off"].cold if machine.paths else 0.0)
+    trip_s, code_s = (machine.paths["l2_trip"].warm, machine.paths["hand_off"].cold) if machine.paths else (0.0, 0.0)
     return TaskCosts(
         matmul_flops=((1.0, matrix),),
         attention_flops=((1.0, matrix),),
@@ -142,11 +142,11 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         memory_bytes_per_s=machine.memory_bytes_per_s * _MEMORY_FRACTION,
         egress_bytes_per_s=machine.link_bytes_per_s * _LINK_FRACTION,
         latency_s=_LATENCY_S,
-        store_s=_STORE_TRIPS * machine.l2_trip_s,
+        store_s=_STORE_TRIPS * trip_s,
         dispatch_s=machine.dispatch_s,
         claim_s=_CLAIM_S,
-        signal_s=handoff,
-        remote_signal_s=machine.remote_signal_s + (machine.paths["hand_off"].cold if machine.paths else 0.0),
+        signal_s=_HAND_OFF_TRIPS * trip_s + code_s,
+        remote_signal_s=machine.remote_signal_s + code_s,
         launch_s=machine.launch_s,
         window_bytes=float(machine.ring_pages * PAGE_BYTES),
         ring_bytes=float(machine.ring_pages * PAGE_BYTES),
@@ -154,7 +154,6 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         in_flight=SLOTS,
         claim_in_flight=CLAIM_SLOTS,
         roles=True,
-        issue=machine.issue,
         paths=machine.paths,
         **_same(machine),
     )

@@ -254,13 +254,13 @@ def _plain(
         # Each of these weights counts as loaded by one instruction only, so it needs no cache entry. None is loaded
         # ahead, because the warps that compute load all data themselves.
         matrix_s = work.matrix_flops / costs.vector_flops  # of routers and experts, which are dot products
-        if costs.issue and phase.operation is Operation.SAMPLE:
+        if costs.paths and phase.operation is Operation.SAMPLE:
             # Each warp loads the next group of logits while it processes the last, so the slower of the two counts.
-            steps = sample_steps(dims, costs.issue)
-            matrix_s = rows * (costs.latency_s + steps * max(costs.issue.sample_step, costs.latency_s))
+            slowest_s = max(costs.paths["sample_step"].warm, costs.latency_s)
+            matrix_s = rows * (costs.latency_s + sample_steps(dims) * slowest_s)
     else:
         tasks.set(task, ring_bytes=weights)
-    if costs.paths:
+    if costs.paths and costs.fixed:
         start_s, end_s = fixed_s(phase, dims, costs.paths, costs.latency_s)
         tasks.set(task, start_s=start_s, end_s=end_s)
     # The times add up, because a matmul that normalises its inputs does so before its matrix work.
@@ -311,8 +311,8 @@ def _paged(
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     loaders_s = consumers_s = np.zeros(len(task))
-    if costs.issue:
-        roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.issue)
+    if costs.paths:
+        roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, costs.paths)
         loaders_s, consumers_s = roles.loaders, roles.consumers
         tasks.set(task, ask_s=loaders_s)
     if dims.worker.units == Units.DOTS:
@@ -326,7 +326,7 @@ def _paged(
         # A lap begins when all its inputs are loaded again. The last of these pages takes the place of an input page of
         # the lap before, so it is asked for only when that lap has been computed, and no other load is in progress.
         laps = taken.inputs / np.maximum(held, 1)
-        asking_s = held * costs.issue.input_page if costs.issue else 0.0
+        asking_s = held * costs.paths["input_page"].warm if costs.paths else 0.0
         again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
@@ -426,7 +426,7 @@ def _attention(
             ring += share * layers * attention_pages(view.item_rows[item], view.item_kv_heads[item], blocks, dims)
     for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
-    if costs.paths:
+    if costs.paths and costs.fixed:
         start_s, end_s = fixed_s(phase, dims, costs.paths, costs.latency_s)
         tasks.set(task, start_s=start_s, end_s=end_s)
     tasks.set(

@@ -47,9 +47,8 @@ def test_links_and_switches_agree(name: str, links: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("name", "leaves"), FACTS["leaf_switches"].items())
 def test_leaves_have_a_port_for_each_cable(name: str, leaves: int) -> None:
     found = hardware(name)
-    assert found.fabric
     down = leaves * SWITCH_PORTS // 2 * 50e9  # a port carries 50 GB/s
-    assert down == pytest.approx(found.fabric.nodes_per_unit * found.node.egress_bytes_per_s)
+    assert down == pytest.approx(found.node.nodes_per_unit * found.node.egress_bytes_per_s)
 
 
 @pytest.mark.parametrize(("name", "flops"), [("v100", 256), ("a100", 512), ("h100", 1024), ("b200", 2048)])
@@ -126,6 +125,8 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         ('base = "mine.toml"', "refers back to this file"),
         ('base = "h100"\nclock = 3', "unknown field `clock`"),
         ('base = "h100"\nchip = 3', "Expected `object`, got `int` - at `$.chip`"),
+        ('base = "h100"\n[paths]\ndot_piar = [3]', "unknown field `dot_piar` - at `$.paths`"),
+        ('base = "h100"\n[paths]\ndot_pair = []', "of length >= 1 - at `$.paths.dot_pair`"),
         ('base = "h100"\n[chip]\nsmss = 3', "unknown field `smss` - at `$.chip`"),
         ('base = "h100"\n[chip]\nsms = 1.5', "Expected `int`, got `float` - at `$.chip.sms`"),
         ('base = "h100"\n[chip]\nsms = true', "Expected `int`, got `bool`"),

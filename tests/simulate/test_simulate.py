@@ -21,6 +21,7 @@ from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Operation, Split, slot_work
+from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.roofline import step_work
@@ -30,6 +31,7 @@ from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work
 from megakernel.scheduler.simulate.work import in_turn_s, make_work
 from megakernel.scheduler.tune.fastest import predicted_seconds, usual_step
+from megakernel.targets.issue import SAMPLE_GROUP
 from megakernel.trace import IntervalKind, Intervals
 
 SERVERS = Path(__file__).parents[2] / "benchmarks" / "machines"
@@ -78,23 +80,24 @@ def test_a_loader_asks_for_one_load_after_the_other() -> None:
 
 
 def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
-    """A step takes longer if the loader or the consumers issue instructions slowly. If every role issues fast, the step
-    takes as long as in a simulation without issue rates."""
+    """A step takes longer if the loader or the consumers issue instructions slowly."""
     machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
     program = compile_program(
         Spec(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
     )
     table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
-    assert costs.issue is not None
+    assert costs.paths is not None
+    fast = dict.fromkeys(costs.paths, CodePath(0.0, 0.0))
 
-    def step(**issue: float) -> float:
-        fast = replace(costs.issue, **dict.fromkeys(vars(costs.issue), 0.0) | {"sample_entries": 1e9} | issue)
-        return simulate(program, machine, table, costs=replace(costs, issue=fast)).step_s
+    def step(**seconds: float) -> float:
+        slow = fast | {name: CodePath(value, value) for name, value in seconds.items()}
+        return simulate(program, machine, table, costs=replace(costs, paths=slow)).step_s
 
-    unbound = simulate(program, machine, table, costs=replace(costs, issue=None)).step_s
-    assert step() == pytest.approx(unbound, rel=0.01)
+    unbound = step()
+    assert unbound < simulate(program, machine, table, costs=costs).step_s
     assert min(step(weight_page=2e-6), step(dot_pair=4e-6), step(dot_unit=8e-6)) > 1.2 * unbound
-    assert step(sample_entries=1024.0) == pytest.approx(step() + 126 * costs.latency_s, rel=0.01)
+    groups = math.ceil(128256 / SAMPLE_GROUP)
+    assert step(sample_step=9e-6) == pytest.approx(unbound + groups * (9e-6 - costs.latency_s), rel=0.01)
 
 
 def test_what_the_cache_holds_is_not_read_again() -> None:
@@ -156,14 +159,14 @@ def test_inputs_of_a_matmul_are_loaded_again_in_each_lap() -> None:
     program = compile_program(Spec(config, machine, Dtype.BF16, 1, 1, 1, 128))
     costs = costs_of(machine)
     work = make_work(program, decode_step(program.dims, 1, 128), costs)
-    assert costs.issue is not None
+    assert costs.paths is not None
     phases = program.forward.by_number
     names = [phases[n].name if n in phases else "" for n in work.records["phase"].tolist()]
     down = work.tasks[work.records["first_task"][names.index("down_proj")]]
     laps = math.ceil(28 * 2 / 10)
-    idle = (laps - 1) * (2 * costs.issue.input_page + costs.latency_s)
+    idle = (laps - 1) * (2 * costs.paths["input_page"].warm + costs.latency_s)
     assert down["tail_s"] > idle and down["compute_s"] == pytest.approx(
-        28 * costs.issue.dot_pair + 2 * costs.issue.dot_unit + idle
+        28 * costs.paths["dot_pair"].warm + 2 * costs.paths["dot_unit"].warm + idle
     )
 
 
@@ -466,8 +469,8 @@ def test_costs_of_machines() -> None:
     flops = np.array([2.0 * 64 * 256 * 512, 2.0 * 256 * 512])
     h100_itself = machines.MACHINES["h100"]
     assert h100_itself.paths
-    code_s = h100_itself.paths["hand_off"].cold
-    for taken, accesses in ((h100.signal_s, 3 * h100_itself.l2_trip_s), (h100.remote_signal_s, 2.45e-6)):
+    code_s, trip_s = h100_itself.paths["hand_off"].cold, h100_itself.paths["l2_trip"].warm
+    for taken, accesses in ((h100.signal_s, 3 * trip_s), (h100.remote_signal_s, 2.45e-6)):
         assert taken == pytest.approx(accesses + code_s)
     # A matmul of one row takes as long as a matmul of 64 rows.
     assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0

@@ -309,12 +309,12 @@ def busiest_role(case: Case) -> float:
     according to the machine file. The seconds of a role are the mean over the workers of a rank. The result is the
     maximum over all ranks and roles."""
     machine = machines.MACHINES.get(case.program.machine)
-    if machine is None or machine.issue is None:
+    if machine is None or machine.paths is None:
         return 0.0
     each: dict[tuple[int, int], Any] = {}
     for segment in range(3):
         for phase, dims, rows, columns in case.program.by_phase(segment):
-            roles = issued(phase, columns, dims, machine.issue)
+            roles = issued(phase, columns, dims, machine.paths)
             for n, row in enumerate(rows.tolist()):
                 each[segment, row] = roles and (roles.weight_loader[n], roles.input_loader[n], roles.consumers[n])
     total: Counter[tuple[int, int]] = Counter()
