@@ -90,16 +90,16 @@ class ThreadTurns:
 
 class Tools:
     """The functions that the model may call, in the OpenAI API's form, and which of them the answer may or must call.
-    `mode` is none, auto or required; `only` names the allowed functions, None allows all. `several` calls may come, or
-    one. The constructor raises an HTTP error 400 if these contradict each other."""
+    `mode` is none, auto, required, or `named` for a call of the only function. `only` names the allowed functions; None
+    allows all. `parallel` is false if at most one call may come. The constructor raises an HTTP error 400 if these
+    contradict each other."""
 
     def __init__(
         self,
         given: list[dict[str, Any]],
         mode: str | None = None,
         only: Collection[str] | None = None,
-        *,
-        several: bool = True,
+        parallel: bool | None = None,
     ) -> None:
         functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in given}
         if len(functions) < len(given):
@@ -110,7 +110,8 @@ class Tools:
             raise APIError(400, f"tool_choice names {other[0]!r:.80}, which is none of the tools", param="tool_choice")
         self.told = given
         self.used = bool(given) and mode != "none"
-        self._required, self._several = mode == "required", several
+        self._required = mode in ("required", "named")
+        self._several = mode != "named" and parallel is not False
         self._functions = {name: functions[name] for name in functions if only is None or name in only}
 
     def form(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:

@@ -17,7 +17,7 @@ from megakernel.serving.server.client import Delta
 from megakernel.serving.server.fields import IGNORED, OF_MESSAGES
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
-from megakernel.serving.server.routes.chat import FunctionName, Mode, chosen, conversation, plain_call
+from megakernel.serving.server.routes.chat import FunctionName, Mode, conversation, plain_call
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
@@ -171,7 +171,7 @@ class CountRequest(requests.Body):
         choice = self.tool_choice or MessagesToolChoice(type="auto")
         told = [tool.told() for tool in self.tools or ()]
         only = None if choice.name is None else [choice.name]
-        return chosen(told, _CHOICES.get(choice.type, "named"), only, not choice.disable_parallel_tool_use)
+        return Tools(told, _CHOICES.get(choice.type, "named"), only, not choice.disable_parallel_tool_use)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return what a chat template reads. The answer continues the last turn if the assistant wrote it."""

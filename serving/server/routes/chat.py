@@ -349,11 +349,11 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     choice, told = body.tool_choice, [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     if isinstance(choice, AllowedChoice):
         allowed = choice.allowed_tools
-        tools = chosen(told, allowed.mode, [tool.function.name for tool in allowed.tools], body.parallel_tool_calls)
+        tools = Tools(told, allowed.mode, [tool.function.name for tool in allowed.tools], body.parallel_tool_calls)
     elif isinstance(choice, Tool):
-        tools = chosen(told, "named", [choice.function.name])
+        tools = Tools(told, "named", [choice.function.name])
     else:
-        tools = chosen(told, choice, None, body.parallel_tool_calls)
+        tools = Tools(told, choice, None, body.parallel_tool_calls)
     return await service.converse(
         body,
         replace(body.conversation(), tools=tools.told),
@@ -463,13 +463,3 @@ class _ChatWriter(Writer):
         if not self._body.logprobs:
             return None
         return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)
-
-
-def chosen(
-    told: list[dict[str, Any]], mode: str | None, only: list[str] | None = None, parallel: bool | None = None
-) -> Tools:
-    """Return the tools of a request. `only` names those that may be called; with the mode `named`, one of them must,
-    once."""
-    if mode == "named":
-        return Tools(told, "required", only, several=False)
-    return Tools(told, mode, only, several=parallel is not False)

@@ -21,7 +21,6 @@ from megakernel.serving.server.routes.chat import (
     FunctionName,
     Mode,
     Reasoning,
-    chosen,
     conversation,
     plain_call,
     reasoning_values,
@@ -192,10 +191,10 @@ class ResponsesRequest(requests.Sampled):
             for tool in self.tools or ()
         ]
         if isinstance(choice, AllowedChoice):
-            return chosen(told, choice.mode, [tool.name for tool in choice.tools], self.parallel_tool_calls)
+            return Tools(told, choice.mode, [tool.name for tool in choice.tools], self.parallel_tool_calls)
         if isinstance(choice, ResponseTool):
-            return chosen(told, "named", [choice.name])
-        return chosen(told, choice, None, self.parallel_tool_calls)
+            return Tools(told, "named", [choice.name])
+        return Tools(told, choice, None, self.parallel_tool_calls)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return the input items as the conversation that a chat template reads. A function call is added to the
