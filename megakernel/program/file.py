@@ -32,12 +32,16 @@ _KINDS: dict[type, Any] = {int: _Int32, float: Annotated[float, msgspec.Meta(ge=
 _HEADER = msgspec.defstruct(
     "Header",
     [
-        ("dims", msgspec.defstruct("Sizes", [(name, _KINDS[kind]) for name, kind in DIM_FIELDS])),
+        (
+            "dims",
+            msgspec.defstruct("Sizes", [(name, _KINDS[kind]) for name, kind in DIM_FIELDS], forbid_unknown_fields=True),
+        ),
         ("forward", Forward),
         ("machine", Annotated[str, msgspec.Meta(max_length=MOST_NAME)]),
         *((name, _Int32) for name in ("ranks", "workers", "counters")),
         ("arrays", list[tuple[str, _Length]]),
     ],
+    forbid_unknown_fields=True,
 )
 
 
