@@ -49,7 +49,7 @@ def test_instructions_of_a_multiply_add(loops: list[HotLoop]) -> None:
     """A matmul loop has only a few instructions per multiply-add. The limit is highest for quantised weights, because a
     block of one row uses each converted weight only once."""
     for loop in loops:
-        most = 3.4 if plain(loop) else 8
+        most = 3.5 if plain(loop) else 8
         if plain(loop) and loop.rows >= 4:
             most = 2.5
         assert loop.instructions <= most * loop.multiply_adds, loop
