@@ -294,7 +294,7 @@ def engine(it: Decode) -> Json:
     from megakernel import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True)
-    tpot = [it.llm.generate([prompt(it.llm.config.vocab, PROMPT)], params)[0].tpot_s for _ in range(3)]
+    tpot = [it.llm.generate([prompt(it.llm.config.vocab, PROMPT)], params)[0].outputs[0].tpot_s for _ in range(3)]
     return {"tpot_s": statistics.median(t for t in tpot if t is not None)}
 
 

@@ -41,9 +41,10 @@ def run(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[dict[str, Any
     """Continue a prompt. Return a dictionary of its speed and counts of speculation, and the generated text."""
     before = llm.engine.stats.counts
     result = llm.generate([ids], params)[0]
-    assert result.tpot_s is not None
+    [answer] = result.outputs
+    assert answer.tpot_s is not None
     counts = llm.engine.stats.counts - before
-    return {"tokens_per_s": 1 / result.tpot_s, "ttft_s": result.ttft_s, **counts.figures()}, result
+    return {"tokens_per_s": 1 / answer.tpot_s, "ttft_s": answer.ttft_s, **counts.figures()}, result
 
 
 def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: int) -> dict[str, Any]:

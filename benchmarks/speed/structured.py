@@ -71,7 +71,8 @@ def run(llm: LLM, kind: str, tokens: int) -> dict[str, Any]:
     begin = next(at for at, (_, made) in enumerate(times) if made)
     made = sum(count for _, count in times[begin + 1 :])
     found = {"tokens": made, "steps": len(times), "tokens_per_s": made / (times[-1][0] - times[begin][0])}
-    free = [result.tpot_s for result, one in zip(results, kinds, strict=True) if one == "free" and result.tpot_s]
+    tpot = [result.outputs[0].tpot_s for result, one in zip(results, kinds, strict=True) if one == "free"]
+    free = [seconds for seconds in tpot if seconds]
     found["launches_s"] = sum(launches[begin + 1 :])
     return found | {"host_us_per_token": engine_s / made * 1e6} | ({"free_tpot_s": mean(free)} if free else {})
 

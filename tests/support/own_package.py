@@ -27,7 +27,7 @@ def link_package(tree: Path, folder: Path) -> Path:
 
 def build_native(tree: Path, package: Path, *flags: str) -> None:
     """Compile the native library from the sources of `tree`, and put it in `package` in place of any other."""
-    files = [p for folder in ("cpu", "simulate", "verify") for p in (tree / "csrc" / folder).glob("*.cpp")]
+    files = sorted((tree / "csrc").rglob("*.cpp"))
 
     def make(target: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
