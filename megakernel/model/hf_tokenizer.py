@@ -161,7 +161,7 @@ def _sentencepiece(path: Path, config: dict[str, Any], special: dict[str, str], 
         "unknown": original.unk_id(),
         "padding": original.pad_id(),
     }
-    facts = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
+    facts: dict[str, Any] = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
     facts |= {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
     facts |= {"add_bos_token": config.get("add_bos_token") is not False}
     made = _ggml(path, facts, special=special, options=options, **more)
