@@ -18,6 +18,7 @@ with tempfile.TemporaryDirectory() as folder:
     )  # fmt: skip
     Path(folder, "config.json").write_text(json.dumps(CONFIG))
     tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
     ids = tokenizer.encode("Grant of Copyright License")
-    assert tokenizer is not None and tokenizer.decode(ids) == "Grant of Copyright License"
+    assert tokenizer.decode(ids) == "Grant of Copyright License"
     print(len(ids), repr(tokenizer.decode(ids)))
