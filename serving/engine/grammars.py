@@ -61,8 +61,8 @@ class Constraint(ABC):
         """Whether the constraint stays idle if `token` is the only new one."""
         return False
 
-    def unlimited(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` may follow the output before the constraint limits the token after them."""
+    def unlimited(self, output: Ids, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` may follow `output` before the constraint limits the token after them."""
         return 0
 
     @abstractmethod
@@ -196,13 +196,16 @@ class Calls(Constraint):
             self._call, self._text = None, _CUT
         return []
 
-    def unlimited(self, tokens: Sequence[int]) -> int:
-        text, texts = self._text, self._vocabulary.tokens
-        for at, token in enumerate(tokens if self._call is None else ()):
+    def unlimited(self, output: Ids, tokens: Sequence[int]) -> int:
+        if self._call or not self._grammar:
+            return 0 if self._call else len(tokens)
+        texts = self._vocabulary.tokens
+        text = self._text + b"".join(texts[token] for token in output[self._read :].tolist())
+        for at, token in enumerate(tokens):
             text += texts[token]
             if self._vocabulary.ends[token] and self._trigger.search(text):
                 return at
-        return len(tokens) if self._call is None else 0
+        return len(tokens)
 
     def _find(self, output: Ids) -> bool:
         """Read new tokens of the output up to the beginning of a call. Returns whether there is one."""

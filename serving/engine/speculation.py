@@ -311,7 +311,8 @@ class Speculation:
             most = min(self._depth, sequence.length_limit - draft.read - 1)
             tokens = draft.proposer.propose(most) if most > 0 else []
             if sequence.constraint is not None:
-                tokens = tokens[: sequence.constraint.unlimited(tokens)]
+                output = batch.slots.known_tokens(sequence.slot)[len(sequence.request.prompt_ids) :]
+                tokens = tokens[: sequence.constraint.unlimited(output, tokens)]
             if tokens:
                 offers.append(_Offer(chunk, draft, tokens))
         return offers
