@@ -146,7 +146,7 @@ class _Schema:
                     out[key] = pattern
             elif key in ("enum", "const") and not _exact(value):
                 self.left.add(key)
-                if all(isinstance(one, int) for one in (value if key == "enum" else [value])):
+                if all(type(one) is int for one in (value if key == "enum" else [value])):
                     out["type"] = schema.get("type", "integer")
             elif key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND)):
                 self.left.add(key)

@@ -80,6 +80,7 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({"const": 2**53}, [str(2**53)], [str(2**53 + 1)], []),
     ({"const": 18446744073709551615}, ["18446744073709551615"], ['"x"'], ["const"]),
     ({"enum": [1, 1234567890123456789]}, ["1", "1234567890123456789"], ["1.5"], ["enum"]),
+    ({"enum": [True, 2**60]}, ["true", str(2**60)], ["x"], ["enum"]),
     ({"const": {"a": [-(2**63)]}}, ['{"a": [-9223372036854775808]}'], ["{a}"], ["const"]),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5"], ["x"], ["maximum", "minimum"]),
     ({"type": "integer", "minimum": 2**53 + 1, "maximum": 5}, ["3"], ["6"], ["minimum"]),
