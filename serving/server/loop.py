@@ -74,7 +74,7 @@ class EngineLoop:
         self.engine = engine
         self.row = row
         self.on_step: list[Callable[[Step, float], None]] = []
-        self.live: Live | None = None  # a record of the steps, which may want a traced one
+        self.live: Live | None = None  # records the steps, and asks for a trace of some
         self.on_death: Callable[[], None] = lambda: None
         self.views: dict[str, Callable[[], bytes | None]] = {}  # `Look.what` -> the function that makes the answer
         self._max_waiting = max_waiting

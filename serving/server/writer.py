@@ -135,7 +135,7 @@ class Item:
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
     name: str = ""
-    id: str = field(default_factory=lambda: new_id())
+    id: str = field(default_factory=new_id)
 
 
 class Said:

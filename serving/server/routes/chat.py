@@ -150,7 +150,7 @@ class Message(Strict):
         return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
-_CHOICES = 'must be "none", "auto", "required" or an object with type "function" or "allowed_tools"'
+TOOL_CHOICE = one_message('must be "none", "auto", "required" or an object with type "function" or "allowed_tools"')
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -220,7 +220,7 @@ class ChatRequest(Templated, Choices):
     top_logprobs: TopCount | None = None
     echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
-    tool_choice: Annotated[Mode | Tool | AllowedChoice | None, one_message(_CHOICES)] = None
+    tool_choice: Annotated[Mode | Tool | AllowedChoice | None, TOOL_CHOICE] = None
     parallel_tool_calls: Flag | None = None
 
     @model_validator(mode="after")

@@ -26,12 +26,14 @@ from megakernel.serving.server.scores import (
 from megakernel.serving.server.service import Service
 from megakernel.serving.server.writer import AnyReason, Asked, Said, Writer, event
 
+_DEFAULT_TOKENS = 16
+
 
 class CompletionRequest(Choices):
     where = "/v1/completions"
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description="default: 16"), READ] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description=f"default: {_DEFAULT_TOKENS}"), READ] | None = None
     echo: Flag | None = None
     logprobs: TopCount | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), READ] | None = None
@@ -92,9 +94,6 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offset
             best.setdefault(token_text(tokenizer, other), max(value, LOWEST))
         out.top_logprobs.append(None if logprob is None else best)
     return out
-
-
-_DEFAULT_TOKENS = 16
 
 
 async def complete(service: Service, body: CompletionRequest) -> Response:

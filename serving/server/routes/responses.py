@@ -17,6 +17,7 @@ from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes.chat import (
     CALLABLE,
+    TOOL_CHOICE,
     Arguments,
     FunctionName,
     Mode,
@@ -146,7 +147,6 @@ Addition = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 ]
-_TOLD = requests.one_message('must be "none", "auto", "required" or an object with type "function" or "allowed_tools"')
 
 
 class ResponsesRequest(requests.Sampled):
@@ -163,7 +163,7 @@ class ResponsesRequest(requests.Sampled):
     include: list[Addition] | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
-    tool_choice: Annotated[Mode | ResponseTool | AllowedChoice | None, _TOLD] = None
+    tool_choice: Annotated[Mode | ResponseTool | AllowedChoice | None, TOOL_CHOICE] = None
     parallel_tool_calls: requests.Flag | None = None
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
