@@ -114,8 +114,8 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     default = family.defaults.get
     known = _READ | _IGNORED | family.config_keys
     known |= {key for key in raw if key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")}
-    if raw.get("layer_types") == ["full_attention"] * len(raw.get("layer_types") or ()):  # what most families have
-        known.add("layer_types")
+    if isinstance(kinds := raw.get("layer_types"), list) and all(kind == "full_attention" for kind in kinds):
+        known.add("layer_types")  # what most families have
     for key in sorted(set(raw) - known):
         if value := raw[key]:
             if isinstance(value, dict) and "quant_method" in value:

@@ -280,6 +280,7 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
             {"quantization_config": {"a": "b" * 99, "quant_method": "fp8"}},
         ),
         ("layer_types", {"layer_types": [FULL, WINDOW]}),
+        ("layer_types", {"layer_types": 2}),
         ("use_qk_norm", {**MOE, "use_qk_norm": False}),
         ("use_sliding_window", {"use_sliding_window": True}),
         ("max_context", {"sliding_window": -1}),
