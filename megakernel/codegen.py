@@ -6,7 +6,7 @@ docs/instructions.md    the reference table
 docs/settings.md        flags and environment variables
 
 The pages of docs/ are committed; `--check` exits with 1 if one of them differs from the tables. setup.py writes the
-headers before it builds, so this module needs NumPy alone.
+headers before it builds, so this module imports only packages that pyproject.toml lists for the build.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t
 _WORDS = "words operand_word wait_word waits signal_word signals counter_mask rank_shift rank_mask all_ranks owner"
 _COMMON = (
     (record, _WORDS),
-    (dims, "shard_unit kv_unit kv_scale most_experts all_tokens"),
+    (dims, "shard_unit kv_unit kv_scale kv_block most_experts all_tokens"),
     (experts, "gate_slope gate_limit"),
     *((phases, "max_phases"), (record, "next indexed")),
     (cpu, "most_head_dim"),

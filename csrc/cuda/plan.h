@@ -334,8 +334,6 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
 }
 
-constexpr int kKvBlock = 128;  // tokens per KV block, and per page of the KV cache
-
 // KV blocks [begin, end).
 struct KvBlocks {
   int32_t begin, end;
