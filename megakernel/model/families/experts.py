@@ -1,5 +1,5 @@
-"""Families whose MLP is a mixture of experts, of which a router chooses some for each token: Mixtral, Qwen3-MoE and
-gpt-oss."""
+"""Families whose MLP is a mixture of experts, of which a router chooses some for each token: Mixtral,
+Granite 3 with experts, Qwen3-MoE and gpt-oss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama and families with its phases: a step from token ids to sampled tokens, top to bottom, and names of weights."""
+"""Llama: a step from token ids to sampled tokens, top to bottom, and the parts of it that other families share."""
 
 from __future__ import annotations
 
