@@ -369,6 +369,7 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("heads", {"num_key_value_heads": 3}),
         ("head size 100 .*load 8 elements", {"head_dim": 100}),
         ("hidden_size", {"hidden_size": 66}),
+        ("hidden is -64", {**GEMMA, "hidden_size": -64}),
         ("num_attention_heads", {"num_attention_heads": 0}),
         ("layers", {"num_hidden_layers": 0}),
         ("layers", {"num_hidden_layers": 10**8}),

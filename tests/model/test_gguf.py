@@ -318,6 +318,7 @@ def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
         ("mistral3.attention.temperature_scale", {"mistral3__attention__temperature_scale": 0.1}),
         ("qwen2.attention.sliding_window", {"qwen2__attention__sliding_window": "wide"}),
         ("logit_scale", {"llama__logit_scale": 2.0}),
+        ("head_dim is 0", {"gemma3__attention__key_length": 0}),
         ("vocab_size", {"llama__vocab_size": "many"}),
         (r"feed_forward_length is \[512, 256\]", {"llama__feed_forward_length": [512, 256]}),
         ("the file is a LoRA adapter: merge it", {"llama__rope__freq_base": 1e4, "general__type": "adapter"}),

@@ -17,8 +17,8 @@ GELU = "gelu_pytorch_tanh"
 
 
 def scaled_embeddings(hidden: int) -> dict[str, Any]:
-    """Gemma multiplies embeddings by the root of their size."""
-    return {"embedding_multiplier": math.sqrt(hidden)}
+    """Gemma multiplies embeddings by the root of their size. `check_config` later refuses a size below 1."""
+    return {"embedding_multiplier": math.sqrt(max(hidden, 1))}
 
 
 # gate and up in one tensor

@@ -91,7 +91,7 @@ def _gguf_gemma3(config: Keys) -> dict[str, Any]:
     """Read the windows and their RoPE base. llama.cpp assumes most of the other numbers."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     # The 27B model, with 62 layers, divides scores by the root of another size than that of its heads.
-    size = hidden / max(heads, 1) if layers == 62 else config.count("attention.key_length", 256)
+    size = max(1, hidden / max(heads, 1) if layers == 62 else config.count("attention.key_length", 256))
     return scaled_embeddings(hidden) | read_gguf_windows(config, 6, 1e4) | {"attention_multiplier": size**-0.5}
 
 
