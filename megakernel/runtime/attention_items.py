@@ -112,8 +112,7 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """Return the attention items of one rank, as a dict of step-table columns, and the first item of each slot."""
-    gpu_rows = pages.pass_rows(dims)
-    query_rows = gpu_rows if target_of(dims).pages else QUERY_TILE
+    query_rows = pages.pass_rows(dims) if target_of(dims).pages else QUERY_TILE
     for tile_rows in (query_rows, dims.bucket.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
