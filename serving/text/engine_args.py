@@ -102,7 +102,7 @@ class EngineArgs:
             if name in _FORMER:
                 raise MegakernelError(f"{name} is now called {_FORMER[name]}, as in vLLM")
             if name in defaults:
-                if value != defaults[name] and own.setdefault(name, value) != value:
+                if value not in (None, defaults[name]) and own.setdefault(name, value) != value:
                     raise MegakernelError(f"{name} is given twice, as {own[name]!r} and as {value!r}: leave one out")
             elif name not in _HARMLESS and value is not None:
                 remedy = "give SamplingParams a seed" if name == "seed" else f"it takes {', '.join(defaults)}"

@@ -167,8 +167,8 @@ def test_arguments_in_vllms_names(model: str) -> None:
         assert (dims.split.tp, dims.bucket.max_context, dims.bucket.max_seqs) == (2, 96, 3) and made.dtype.name == "F32"
         assert [made.generate([7] * 40)[0].num_cached_tokens for _ in range(2)] == [0, 0]
     # max_num_seqs exceeds the default of max_num_batched_tokens. This is no error: the latter becomes 700 instead.
-    with LLM(model, dtype="half", max_num_seqs=700, max_model_len=64) as made:
-        assert made.dtype.name == "BF16"
+    with LLM(model, dtype="half", max_num_seqs=700, max_model_len=64, enable_prefix_caching=None) as made:
+        assert made.dtype.name == "BF16" and made.args.enable_prefix_caching  # None: the default, as in vLLM
     for wrong, message in (
         ({"quantization": "awq"}, "quantization='awq'"),
         ({"seed": 1}, "give SamplingParams a seed"),
