@@ -14,8 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 from rich.text import Text
 
-from ..program import Program
-
 # A text may contain a user's own words, so no part of it is interpreted as markup. If output goes to a file or a pipe,
 # lines may have up to _WIDE characters.
 _WIDE = 160
@@ -115,8 +113,3 @@ def lowering_text(lowering: dict[str, str]) -> str:
     these names to its choice. The first two say how ranks share the O projection and the residual; `norm` says where
     norms are computed."""
     return ", ".join(f"{'O' if name == 'o' else name} {how}" for name, how in lowering.items())
-
-
-def workers_text(program: Program) -> str:
-    """A text with the number of workers (SMs or CPU cores) per rank."""
-    return f"{program.workers} workers"

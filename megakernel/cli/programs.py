@@ -128,7 +128,7 @@ def run_compile(args: argparse.Namespace) -> int:
         ranks = f" on each of {program.ranks} ranks" if program.ranks > 1 else ""
         output.rows(
             ("program", f"{args.output or 'not written (-o FILE)'}, {bytes_text(facts['bytes'])}"),
-            ("machine", f"{machine.name}, {output.workers_text(program)}{ranks}"),
+            ("machine", f"{machine.name}, {program.workers} workers{ranks}"),
             ("lowering", output.lowering_text(facts["lowering"])),
             ("bucket", f"{program.dims.bucket.tokens} tokens, {program.dims.bucket.logit_rows} logit rows"),
             ("instructions", f"{program.instructions:,}"),

@@ -114,8 +114,7 @@ def run(args: argparse.Namespace) -> int:
     output.rows(
         (
             "machine",
-            f"{machine.name}, {output.workers_text(program)}"
-            + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
+            f"{machine.name}, {program.workers} workers" + (f", {program.ranks} ranks" if program.ranks > 1 else ""),
         ),
         ("step", f"{tokens} tokens of {sequences} sequences, {each}{context} KV tokens afterwards"),
         ("predicted", f"{done.step_s * 1e3:.3f} ms, the launch included, {done.tokens_per_s:,.0f} tokens/s"),
