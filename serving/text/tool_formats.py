@@ -44,7 +44,7 @@ class ToolFormat:
     @property
     def trigger(self) -> str:
         """A regular expression for the text with which a model begins calls of its own accord. The text of the first
-        group, if there is one, belongs to what `begun_grammar` describes."""
+        group, if there is one, belongs to what `CallsGrammar.begun` describes."""
         if self.final:
             return r"<\|(?:start|channel)\|>[^<]{0,64}?to=functions\."
         mark = re.escape(self.begin.strip())
