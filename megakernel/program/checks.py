@@ -69,7 +69,7 @@ _SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # sound programs
 def violation(program: Program, *, whole: bool = True) -> str | None:
     """Describe a program's first violation, or return None. A program without one is not checked again. With `whole`,
     each rank must have all attention instructions of a step, as compiled programs do; benchmarks execute others."""
-    if _SOUND.get(program, False) >= whole and program in _SOUND:
+    if _SOUND.get(program, -1) >= whole:
         return None
     found = next((found for stage in Checks(program).stages(whole=whole) for found in stage), None)
     if found is None:

@@ -70,7 +70,8 @@ def simulate(
     """
     check(program)
     target_of(program.dims).check(program)
-    work, costs = _prepared(program, machine, table, costs or costs_of(machine))
+    costs = costs or costs_of(machine)
+    work = _prepared(program, machine, table, costs)
     most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
     result, intervals = run(work, costs, at, most)
@@ -99,7 +100,8 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
     Raises MegakernelError as `simulate` does.
     """
-    work, costs = _prepared(program, machine, table, costs_of(machine))
+    costs = costs_of(machine)
+    work = _prepared(program, machine, table, costs)
     layers = min(work.layers, _SIMULATED_LAYERS)
     result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, most_s, work.layers - layers)
     if result.step_s < inf:
@@ -107,8 +109,8 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
     return float(result.step_s)
 
 
-def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
-    """Return the simulator's input, and the costs of one worker of the program, which may be two SMs."""
+def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> Work:
+    """Return the simulator's input. Raises MegakernelError if the machine or the costs do not fit the program."""
     if program.workers != machine.workers:
         raise MegakernelError(
             f"the program needs {program.workers} workers per rank, but {machine.name} has {machine.workers}:"
@@ -116,7 +118,7 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
         )
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
         raise MegakernelError(f"a worker can have 1 to {_MOST_IN_FLIGHT} instructions in flight, not {costs.in_flight}")
-    return make_work(program, table, costs), costs
+    return make_work(program, table, costs)
 
 
 def _launched(work: Work) -> int:

@@ -55,8 +55,6 @@ from megakernel.targets.pages import (
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
 Column = NDArray[np.integer[Any]]
-# The operations, other than matmuls and attention, that compute.
-_BODIES = {o for o in Operation if o not in (Operation.JOIN, Operation.DRAIN)}
 _LISTS = (*SEGMENTS, "queues")
 
 
@@ -348,7 +346,7 @@ def in_turn_s(one: Floats, other: Floats, steps: Floats) -> Floats:
     steps of the work fit between them.
 
     Each step takes one stage a random time (exponentially distributed, as for memory that others use too). So a stage
-    is sometimes idle because the other is late: this is the throughput of a closed queue M/M/1.
+    is sometimes idle because the other is late: the throughput is that of a closed queue of two such stages.
     """
     slow, fast = np.maximum(one, other), np.minimum(one, other)
     part = np.clip(fast / np.maximum(slow, 1e-30), 0.0, 1 - 1e-9)
@@ -372,7 +370,7 @@ def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) 
     if phase.operation is Operation.ATTENTION:
         return paths["attention_start"].cold, paths["attention_end"].cold
     if not phase.is_matmul:
-        return 0.0, paths["other"].cold if phase.operation in _BODIES else 0.0
+        return 0.0, paths["other"].cold
     if dims.worker.units == Units.TENSOR:
         return paths["tile_start"].cold, paths["tile_end"].cold
     if phase.norm is not None:
