@@ -28,7 +28,7 @@ from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options, Spec
 from megakernel.scheduler.simulate import simulate
-from megakernel.scheduler.simulate.costs import costs_of
+from megakernel.scheduler.simulate.costs import HAND_OFF_TRIPS, costs_of
 from megakernel.scheduler.tune import Fastest
 
 MEASURED = Path(__file__).parents[1] / "results" / "gpu-h100.json"
@@ -97,7 +97,7 @@ def measured() -> dict[str, float]:
 
 
 def predicted(machine: Machine, today: bool) -> dict[str, float]:
-    costs, idle = costs_of(machine), 3 * (machine.paths or {})["l2_trip"].warm
+    costs, idle = costs_of(machine), HAND_OFF_TRIPS * (machine.paths or {})["l2_trip"].warm
     found = {"hand-off, idle": idle}
     found["hand-off, under load"] = idle + PROBE_SMS * PROBE_BYTES / costs.memory_bytes_per_s
     for name, case in cases(machine).items():

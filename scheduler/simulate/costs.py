@@ -1,8 +1,7 @@
 """The costs that the simulator uses: the rates that machines reach in practice, latencies, and sizes of on-chip memory.
 Those of GPUs come from microbenchmarks, machine code and published tables, whose sources are named here and in the
-machine files. Those of CPUs were measured by
-`megakernel doctor --calibrate`. None was fitted to the time of a model's step. docs/simulator.md compares predictions
-with measurements."""
+machine files. Those of CPUs were measured by `megakernel doctor --calibrate`. None was fitted to the time of a model's
+step. docs/simulator.md compares predictions with measurements."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ _LINK_FRACTION = 370 / 450
 _LATENCY_S = 0.5e-6
 # A hand-off takes this many accesses to the L2 cache, one after the other: a fence, half an access until the signal is
 # there, and a poll, before which half of the last poll passes on average. The stores before the fence take another one.
-_HAND_OFF_TRIPS, _STORE_TRIPS = 3, 1
+HAND_OFF_TRIPS, _STORE_TRIPS = 3, 1
 # An atomic operation on the far die takes 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
 
@@ -145,7 +144,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         store_s=_STORE_TRIPS * trip_s,
         dispatch_s=machine.dispatch_s,
         claim_s=_CLAIM_S,
-        signal_s=_HAND_OFF_TRIPS * trip_s + code_s,
+        signal_s=HAND_OFF_TRIPS * trip_s + code_s,
         remote_signal_s=machine.remote_signal_s + code_s,
         launch_s=machine.launch_s,
         window_bytes=float(machine.ring_pages * PAGE_BYTES),
