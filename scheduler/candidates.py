@@ -1,6 +1,6 @@
 """Chooses how ranks share the work of a step and where norms are computed, for options that are left open, and cuts the
-step into tile tasks. The cost model predicts how long a layer takes, which is faster than
-a simulation. `tune` may have decided the same options before, by simulation."""
+step into tile tasks. The cost model predicts how long a layer takes, which is faster than a simulation. `tune` may have
+decided the same options before, by simulation."""
 
 from __future__ import annotations
 

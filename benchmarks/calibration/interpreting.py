@@ -1,4 +1,4 @@
-"""Predicts which part of a step the interpreter's own work takes, and how many hand-overs stay on one SM.
+"""Predicts which part of a step the interpreter's own work takes, and how many hand-offs stay on one SM.
 
     python benchmarks/calibration/interpreting.py -o benchmarks/results/interpreting.json
 
@@ -6,7 +6,7 @@ A kernel that computes one operation spends nothing on instructions of a program
 share, or on counters. The script simulates a step as it is, and again with a machine on which parts of this work take
 no time. The cycles come from the table [paths] of the machine file, so from compiled machine code (machine_code.py).
 
-A hand-over means that an instruction waits for a counter that others signal. The wait could avoid the counter in global
+A hand-off means that an instruction waits for a counter that others signal. The wait could avoid the counter in global
 memory if the others run on the same SM. So the script counts the waits for which this is true.
 """
 
@@ -42,7 +42,7 @@ def cheaper(machine: Machine) -> dict[str, Machine]:
     return {
         "controller": replace(machine, dispatch_s=0.0),
         "pages": replace(machine, paths=paths | free_pages),
-        "hand-overs": replace(machine, paths=paths | free_hand_off),
+        "hand-offs": replace(machine, paths=paths | free_hand_off),
         "all": replace(machine, dispatch_s=0.0, paths=paths | free_pages | free_hand_off),
     }
 
