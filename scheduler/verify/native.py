@@ -20,6 +20,7 @@ READ, WRITE, HOST = range(3)  # mk::verify::Kind
 TWICE, MISSING, UNORDERED, NOT_ONWARD, OVERTAKES = range(5)  # mk::verify::What
 _GRAPH, _STEP, _FOUND = (structure("verify/verify.h", name) for name in ("Graph", "Step", "Found"))
 FOUND = np.dtype(_FOUND)
+_COLUMNS = ("phase", "place", "kind", "event", "row", "row_end", "col", "col_end")  # of OrderStep.touches
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class EventGraph:
     target: Int32s
 
     def native(self) -> Any:
-        source, target = self.source.ctypes.data, self.target.ctypes.data
-        return _GRAPH(self.rows, len(self.first) - 1, self.first.ctypes.data, len(self.source), source, target)
+        arrays = {name: getattr(self, name).ctypes.data for name in ("first", "source", "target")}
+        return _GRAPH(rows=self.rows, runs=len(self.first) - 1, edges=len(self.source), **arrays)
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class OrderStep:
 
     def native(self) -> Any:
         phases, buffers = self.declares.shape
-        facts = [array.ctypes.data for array in (self.segment, self.declares, self.layered)]
-        columns = [column.ctypes.data for column in self.touches]
-        return _STEP(phases, buffers, self.ranks, *facts, self.touches.shape[1], *columns)
+        arrays = {name: getattr(self, name).ctypes.data for name in ("segment", "declares", "layered")}
+        arrays |= {name: column.ctypes.data for name, column in zip(_COLUMNS, self.touches, strict=True)}
+        return _STEP(phases=phases, buffers=buffers, ranks=self.ranks, touches=self.touches.shape[1], **arrays)
 
 
 @functools.cache
