@@ -119,5 +119,5 @@ class Trace:
                     raise ValueError(f"the FLOPs or bytes of an attention slot are not from 0 to {_MOST_WORK:g}")
             intervals = np.frombuffer(data, DTYPE, offset=start)
         except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
-            raise MegakernelError(f"trace file {path} is damaged: {e}") from e
+            raise MegakernelError(f"trace file {path} is damaged: {str(e)[:200]}") from e
         return Trace(header, intervals, attention)

@@ -145,7 +145,7 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
     try:
         file: Any = msgspec.convert(table, _FILE)
     except msgspec.ValidationError as e:
-        raise MegakernelError(f"machine file {where}: {e}") from e
+        raise MegakernelError(f"machine file {where}: {str(e)[:200]}") from e
     sections = ((kind, getattr(file, section)) for section, kind in _SECTIONS.items())
     built: dict[str, Any] = {k.__name__.lower(): k(**msgspec.structs.asdict(s)) for k, s in sections if s is not None}
     curves = tuple(Curve(**msgspec.structs.asdict(curve)) for curve in file.curve)

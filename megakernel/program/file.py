@@ -66,7 +66,7 @@ def program_from_bytes(data: bytes, name: str) -> Program:
     try:
         program = _decode(data)
     except (ValueError, RecursionError, msgspec.MsgspecError) as e:
-        raise MegakernelError(f"program {name} is damaged: {e}: compile it again") from e
+        raise MegakernelError(f"program {name} is damaged: {str(e)[:200]}: compile it again") from e
     check(program, f"program {name}")
     return program
 
