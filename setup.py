@@ -72,7 +72,7 @@ class BuildNative(build_ext):
         if not self.force and not newer_group([*ext.sources, *ext.depends, __file__], str(target)):
             return
         sources = [Path(source).resolve() for source in ext.sources]
-        together = objects / "interpreter.cpp"
+        together = objects / "cpu.cpp"
         small = [path for path in sources if path.parent.name == "cpu" and path != KERNELS]
         together.write_text("".join(f'#include "{path}"\n' for path in small))
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout

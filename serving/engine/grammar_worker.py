@@ -103,8 +103,8 @@ class _Schema:
 
     Models invent properties where they may. So the rewritten schema permits only the properties that the schema names,
     unless it has `additionalProperties`. If schemas are combined, for example by `allOf`, all their properties are
-    permitted. Unknown formats are ignored. `left` collects the keywords that the grammar does not, or not fully,
-    enforce."""
+    permitted. `left` collects the keywords that the grammar does not, or not fully, enforce, such as unknown
+    formats."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root

@@ -100,7 +100,7 @@ class EngineArgs:
         for name, value in given.items():
             name = _SHORT.get(name, name)
             if name in _FORMER:
-                raise MegakernelError(f"{name} is now called {_FORMER[name]}, as in vLLM")
+                raise MegakernelError(f"{name} is now called {_FORMER[name]}")
             if name in defaults:
                 if value not in (None, defaults[name]) and own.setdefault(name, value) != value:
                     raise MegakernelError(f"{name} is given twice, as {own[name]!r} and as {value!r}: leave one out")
