@@ -69,7 +69,9 @@ def test_the_paths_of_an_instruction_are_as_long_as_declared(codes: dict[Units, 
     declared = machines.hardware("h100").paths
     assert declared is not None and declared["l2_trip"] == (machine_code.FAR,)
     for name, found in machine_code.paths_of(codes).items():
-        assert found == pytest.approx((*declared[name], 0.0)[:3], rel=0.1, abs=0.06), name
+        cycles, *others = (*declared[name], 0.0)[:3]
+        assert found.cycles == pytest.approx(cycles, rel=0.1), name
+        assert found[1:] == pytest.approx(others, rel=0.2, abs=0.25), name  # nvcc and the NVRTCs differ more in these
     groups = [machine_code.Paths(code, units).sample_entries() for units, code in codes.items()]
     assert min(groups) == SAMPLE_GROUP
 
