@@ -17,7 +17,6 @@ _GPU_AND_PEERS = ("megakernel.runtime.cuda", "megakernel.serving.bench.peers")
 # Maps each package that not every user has, or that loads slowly, to the only modules that may import it.
 HEAVY = {
     **dict.fromkeys(("torch", "transformers", "cupy", "cuda"), _GPU_AND_PEERS),
-    "matplotlib": ("megakernel.roofline.plot",),
     "ray": ("megakernel.serving.replicas.cluster",),
     "aiohttp": ("megakernel.serving.replicas.server_process",),
 }

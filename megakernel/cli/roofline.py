@@ -1,22 +1,19 @@
-"""`megakernel roofline`: the least time that the hardware allows for each operation of a step, and a roofline plot."""
+"""`megakernel roofline`: the least time that the hardware allows for each operation of a step."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from .. import machine as machines
-from ..errors import MegakernelError, file_errors, regular
+from ..errors import MegakernelError
 from ..isa import OperationFamily
 from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
-from ..roofline.plot import Mark, Point, write_plot
 from ..roofline.program_step import rate_of
 from ..units import bytes_text, milliseconds
 from . import output, roofline_ask
-from .options import STORED, AddVerb, add_count, add_setting, file_to_write, paper_model
+from .options import STORED, AddVerb, add_count, add_setting, paper_model
 from .this_machine import hardware_of
 
 _CONTEXT = 128
@@ -26,22 +23,13 @@ def register(add: AddVerb) -> None:
     parser = add(
         "roofline",
         "show a step's least time on a machine and what limits it",
-        "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024 --plot roof.svg",
+        "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024",
     )
     shared = ("enable_expert_parallel", "o_lowering", "residual", "norm")
     for name in ("model", "machine", "tensor_parallel_size", *shared, "dtype", *STORED):
         add_setting(parser, name)
     add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
     add_setting(parser, "max_model_len", default=_CONTEXT, what="KV tokens of each sequence")
-    parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="write the roofline plot as .svg or .html")
-    parser.add_argument(
-        "--achieved",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="add a measured point to the figure, from a file with the output of `bench latency --json`",
-    )
     parser.set_defaults(run=run)
     roofline_ask.register(parser)
 
@@ -52,10 +40,6 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler.describe import lowering
     from megakernel.serving.engine.memory import weight_bytes
 
-    if args.achieved and not args.plot:
-        raise MegakernelError("--achieved needs --plot")
-    if args.plot and args.plot.suffix not in (".svg", ".html"):
-        raise MegakernelError(f"cannot plot to {args.plot}: its name must end in .svg or .html")
     hardware = hardware_of(args.machine)
     if args.tensor_parallel_size > hardware.node.gpus:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
@@ -97,11 +81,6 @@ def run(args: argparse.Namespace) -> int:
             for c in step.instructions
         ],
     }
-    if args.plot:
-        title = f"{args.model}, {_rows(args.tokens)} with a context of {context}, tp {args.tensor_parallel_size}"
-        points = [*_points(step), *(point for path in args.achieved for point in _achieved(path))]
-        write_plot(args.plot, hardware, points, title, rate)
-        output.stderr.print(f"wrote {args.plot}")
     if args.json:
         output.emit(facts)
     else:
@@ -114,40 +93,6 @@ def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
     weights is FLOPs / (2 x rows)."""
     matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
     return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
-
-
-def _points(step: StepRoofline) -> list[Point]:
-    """Return points of the roofline plot: the highest FLOP rate that the hardware allows for the whole step, and for
-    each phase (operation) that both reads memory and multiplies."""
-    out = []
-    for c in step.instructions:
-        if c.matrix_flops and c.memory_bytes:
-            seconds = max(c.math_s, c.vector_s, c.memory_s, c.comms_s)
-            figures = c.matrix_flops / c.memory_bytes, c.matrix_flops / seconds
-            out.append(Point(c.instruction, *figures, family=c.family))
-    return [*out, Point("whole step", step.flops_per_byte, step.flops / step.step_s, Mark.STEP)]
-
-
-def _achieved(path: Path) -> list[Point]:
-    """Return points for the decode and prefill rates that a benchmark measured. `path` is the benchmark's JSON file."""
-    try:
-        with file_errors(f"read {path}"):
-            measured = json.loads(regular(path).read_text())
-    except (ValueError, RecursionError) as e:
-        raise MegakernelError(f"{path} is not JSON: {str(e)[:200]}") from e
-    out = []
-    decode = measured if isinstance(measured, dict) else {}
-    for name, figures in (("", decode), (" prefill", decode.get("prefill"))):
-        if not isinstance(figures, dict) or not {"gflops", "read_GBps"} <= set(figures):
-            continue
-        try:
-            flops, read = float(figures["gflops"]), float(figures["read_GBps"])
-        except (TypeError, ValueError) as e:
-            raise MegakernelError(f"{path}: gflops and read_GBps must be numbers") from e
-        out.append(Point(path.stem + name, flops / read if read > 0 else 0.0, flops * 1e9, Mark.ACHIEVED))
-    if not out:
-        raise MegakernelError(f"{path} lacks gflops and read_GBps: use the output of `megakernel bench latency --json`")
-    return out
 
 
 def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:

@@ -1,24 +1,17 @@
-"""Tests `megakernel roofline`: its steps and plots, as text and as JSON."""
+"""Tests `megakernel roofline`: its steps, as text and as JSON."""
 
-import json
 import re
-import sys
-from itertools import pairwise
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from commands import fails, run, run_json
 from sizes import least_dims
 
 from megakernel.cli import output
-from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, OperationFamily
+from megakernel.isa import Dtype
 from megakernel.machine import hardware
 from megakernel.model import load_config
 from megakernel.model.families import forward
 from megakernel.roofline import Ceilings, step_work
-from megakernel.roofline.plot import Mark, Point, write_plot
 from megakernel.scheduler import passes
 from megakernel.serving.bench import ceilings
 
@@ -137,79 +130,8 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
     [
         (["--machine", "v100", "--tp", "16"], "v100 has 8 devices in a node: lower --tp"),
         (["--machine", "h100", "--context", "200000"], "context 200000 exceeds the model's limit of 131072"),
-        (["--machine", "h100", "--achieved", "a.json"], "--achieved needs --plot"),
-        (["--machine", "h100", "--plot", "a.png"], "must end in .svg or .html"),
         (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     assert message in fails(capsys, "roofline", "--model", MODEL_1B, *flags)
-
-
-# -- the figure
-
-
-POINTS = [
-    Point("a & b", 1.0, 3e12, family=OperationFamily.MATMUL),
-    Point("c", 1.02, 3.05e12, family=OperationFamily.MATMUL),
-    Point("far", 500.0, 9e14, family=OperationFamily.ATTENTION),
-    Point("all", 1.0, 3e12, Mark.STEP),
-    Point("seen", 400.0, 2e14, Mark.ACHIEVED),
-]
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_the_figure_names_roofs_and_points(tmp_path: Path) -> None:
-    write_plot(tmp_path / "a.svg", H100, POINTS, "a < b")
-    texts = {"".join(t.itertext()) for t in ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")}
-    assert {"a < b", "a & b, c: 3 TFLOP/s", "far: 900 TFLOP/s", "seen: 200 TFLOP/s"} <= texts
-    assert {"matmul", "attention", "step", "achieved", "fp8 matrix, 2 PFLOP/s"} <= texts
-
-
-def test_points_that_lie_on_each_other_share_a_label_and_labels_keep_their_distance(tmp_path: Path) -> None:
-    crowd = [Point(f"label {i // 2}.{i % 2}", 10 * 1.3 ** (i // 2), 2e13 * 1.1 ** (i // 2)) for i in range(24)]
-    write_plot(tmp_path / "a.svg", H100, crowd, "crowd")
-    labels = [t for t in ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text") if (t.text or "").startswith("label")]
-    heights = sorted(float(re.findall(r"[\d.]+", t.attrib["transform"])[-1]) for t in labels)
-    assert len(labels) == 12 and all("0, label" in (t.text or "") for t in labels)
-    assert all(b - a > 12 for a, b in pairwise(heights))
-
-
-def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MegakernelError, match="'none' cannot be drawn on a logarithmic scale"):
-        write_plot(tmp_path / "a.svg", H100, [Point("none", 0.0, 1.0)], "x")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MegakernelError, match=r"pip install 'megakernel\[plot\]'"):
-        write_plot(tmp_path / "a.svg", H100, POINTS, "x")
-
-
-def test_the_verb_writes_figures_with_measured_points(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    measured = tmp_path / "mine.json"
-    measured.write_text(json.dumps({"gflops": 500.0, "read_GBps": 480.0, "prefill": {"gflops": 2e5, "read_GBps": 90}}))
-    flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--achieved", str(measured), "--json"]
-    for name in ("a.svg", "a.html"):
-        status, _, err = run(capsys, *flags, "--plot", str(tmp_path / name))
-        assert status == 0 and "wrote" in err
-        text = (tmp_path / name).read_text()
-        assert "mine prefill: 200 TFLOP/s" in text and "whole step" in text
-    ElementTree.parse(tmp_path / "a.svg")
-    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "cannot read"),
-        ("{", "is not JSON"),
-        ("[]", "lacks gflops"),
-        ('{"gflops": 1}', "lacks"),
-        ('{"gflops": "x", "read_GBps": 1}', "must be numbers"),
-    ],
-)
-def test_bad_measurements(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str) -> None:
-    file = tmp_path / "bad.json"
-    if text is not None:
-        file.write_text(text)
-    flags = ["--machine", "h100", "--plot", str(tmp_path / "a.svg"), "--achieved", str(file)]
-    assert message in fails(capsys, "roofline", "--model", MODEL_1B, *flags)
-    assert not (tmp_path / "a.svg").exists()

@@ -3,7 +3,6 @@ best. Busy machines and damaged files are tested too."""
 
 import json
 import os
-import re
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.machine import Core, busy
 from megakernel.machine.hardware import Hardware
-from megakernel.roofline import Ceilings, Measured, kept, plot
+from megakernel.roofline import Ceilings, Measured, kept
 from megakernel.roofline.program_step import rate_of
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.serving.bench import calibration, ceilings
@@ -278,17 +277,3 @@ def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys:
 def test_large_rates_have_the_largest_prefix_that_fits() -> None:
     values = {7e14: "700 TF", 1e15: "1 PF", 999e6: "999 MF", 2e9: "2 GF"}
     assert {value: scaled(value, "F") for value in values} == values
-
-
-@pytest.mark.parametrize(
-    ("roof", "labels"),
-    [
-        ("int8", {"8-bit integers, 300 GOP/s", "bf16 matrix, fp32, 100 GFLOP/s"}),
-        ("fp32", {"8-bit integers, 300 GOP/s", "fp32, 100 GFLOP/s"}),
-    ],
-)
-def test_equal_rates_share_a_label(tmp_path: Path, roof: str, labels: set[str]) -> None:
-    host = machine.host_hardware(1e11, 3e11, 2e10)
-    plot.write_plot(tmp_path / "a.svg", host, [plot.Point("x", 2.0, 4e10, plot.Mark.STEP)], "title", roof)
-    texts = re.findall(r">([^<>]+, [0-9]+ G[A-Z]+/s)<", (tmp_path / "a.svg").read_text())
-    assert set(texts) == labels and len(texts) == len(labels)
