@@ -142,7 +142,6 @@ def run(args: argparse.Namespace) -> int:
         host = EngineHost(
             llm,
             source=given["model"],
-            name=name,
             frontends=given["api_server_count"],
             max_waiting=given["max_queued_requests"],
             ceilings=measured_ceilings(llm),
@@ -287,7 +286,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
             f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.bucket.max_context} sequences of"
             f" {dims.bucket.max_context:,}, {dims.bucket.max_seqs} at once",
         ),
-        *([] if path_only else [("live", f"{address}/ shows the steps against the roofline")]),
+        *([] if path_only else [("chat", f"{address}/chat")]),
     )
     output.stdout.print(
         f"curl {base}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True
