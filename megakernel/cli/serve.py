@@ -142,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         host = EngineHost(
             llm,
             source=given["model"],
+            name=name,
             frontends=given["api_server_count"],
             max_waiting=given["max_queued_requests"],
             ceilings=measured_ceilings(llm),
@@ -217,10 +218,10 @@ def _template(given: str) -> str:
     from ..model.chat_template import ChatTemplate
 
     if "{" in given or "\n" in given:
-        return ChatTemplate(given, "--chat-template").source
+        return ChatTemplate(given, "--chat-template").checked().source
     try:
         with file_errors(f"read the chat template {given}"):
-            return ChatTemplate(Path(given).read_text(encoding="utf-8-sig"), given).source
+            return ChatTemplate(Path(given).read_text(encoding="utf-8-sig"), given).checked().source
     except UnicodeDecodeError as e:
         raise MegakernelError(f"the chat template {given} is not UTF-8") from e
 
@@ -286,7 +287,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
             f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.bucket.max_context} sequences of"
             f" {dims.bucket.max_context:,}, {dims.bucket.max_seqs} at once",
         ),
-        *([] if path_only else [("chat", f"{address}/chat")]),
+        *([] if path_only else [("live", f"{address}/ shows the steps against the roofline")]),
     )
     output.stdout.print(
         f"curl {base}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True

@@ -27,27 +27,37 @@ class ChatTemplate:
     loops or huge numbers. Compiling a template is dangerous too, because Jinja evaluates constants while it compiles.
     So the server's process only checks the template's syntax.
 
-    `takes_tools` says whether the template reads the variable `tools`.
+    `takes_tools` says whether the template reads the variable `tools`. A template with a wrong syntax fails when it is
+    used, because the model may work without it. `damage` says why there is no source to read.
     """
 
-    def __init__(self, source: str, origin: str) -> None:
-        self.source, self._origin = source, origin
+    def __init__(self, source: str, origin: str, damage: str = "") -> None:
+        self.source, self._origin, self._damage = source, origin, damage
+        self.takes_tools = bool(damage)
         limits = (MOST_TEMPLATE_SECONDS, MOST_TEMPLATE_BYTES, MOST_PROMPT_CHARACTERS)
         self._process = LimitedProcess(_WORKER, source, *limits)
         if len(source) > MOST_TEMPLATE_CHARACTERS:
-            raise self._error("broken", f"its text has {len(source)} characters, more than {MOST_TEMPLATE_CHARACTERS}")
+            self._damage = f"its text has {len(source)} characters, more than {MOST_TEMPLATE_CHARACTERS}"
+            return
         try:
             names = environment().parse(source).find_all(jinja2.nodes.Name)
             self.takes_tools = any(node.name == "tools" for node in names)
         except (jinja2.TemplateError, RecursionError) as e:
-            raise self._error("broken", str(e)) from e
+            self._damage, self.takes_tools = str(e), True
+
+    def checked(self) -> ChatTemplate:
+        """Return this template. Raises MegakernelError if its syntax is wrong."""
+        if self._damage:
+            raise self._error("broken", self._damage)
+        return self
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """Return the text of the prompt, up to where the assistant's answer begins. `values` are template variables,
         which replace the default ones."""
-        values = {"messages": list(messages), "add_generation_prompt": True, "tools": None, **values}
+        no: dict[str, Any] = {"tools": None, "documents": None}
+        values = {"messages": list(messages), "add_generation_prompt": True, **no, **values}
         try:
-            kind, text = self._process.ask(values)
+            kind, text = self.checked()._process.ask(values)
         except Ended as e:
             raise self._error("failed", str(e)) from e
         if kind != "text":

@@ -21,13 +21,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders the text between `{% generation %}` and `{% endgeneration %}` (marks for training) as usual."""
+    """Renders the text between `{% generation %}` and `{% endgeneration %}` (marks for training) as usual. Variables
+    that it sets end with it."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 def _raise_exception(message: str) -> NoReturn:
