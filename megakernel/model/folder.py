@@ -8,8 +8,14 @@ from pathlib import Path
 from ..errors import MegakernelError, file_errors, regular
 from .hf_config import read_json
 
-# A folder with safetensors weights has one of these files.
+# A folder with safetensors weights has one of these files. The second one names the others (see `shards`).
 INDICES = ("model.safetensors", "model.safetensors.index.json")
+# All other files of a model folder that are ever read. The hub's copies of them are downloaded.
+SMALL = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    "tekken.json", "tokenizer.model", "vocab.json", "merges.txt", "1_Pooling/config.json", "*_Dense/config.json",
+)  # fmt: skip
 # Matches the name of one of several files that together contain a GGUF model.
 GGUF_PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
 
@@ -38,6 +44,29 @@ _FILES = {
     **dict.fromkeys((".bin", ".pth", ".pt", ".ckpt"), f"has {_PICKLE}, and give their folder"),
     **dict.fromkeys((".h5", ".msgpack", ".onnx", ".nemo", ".ggml"), f"has {_FOREIGN}"),
 }
+
+
+def small(folder: Path, name: str) -> Path | None:
+    """Return the path of a file of the folder, whose name must be one of `SMALL`, or None if it does not exist."""
+    path = folder / SMALL[SMALL.index(name)]
+    return path if path.exists() else None
+
+
+def shards(index: Path) -> dict[str, str]:
+    """Return the name of the file, in the folder of `index`, that has each tensor. Raises MegakernelError."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise MegakernelError(f"{index} has no weight_map from tensors to files")
+    for shard in sorted(set(placed.values())):
+        if Path(shard).name != shard:
+            raise MegakernelError(f"{index} names {shard}, which is not a file beside it")
+    return placed
+
+
+def complete(folder: Path) -> bool:
+    """Whether the folder has all files of a model's weights."""
+    single, index = (folder / name for name in INDICES)
+    return single.exists() or (index.exists() and all((folder / s).exists() for s in {*shards(index).values()}))
 
 
 def has_weights(folder: Path) -> bool:

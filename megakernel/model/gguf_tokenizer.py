@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,16 +17,25 @@ from .limits import MOST_SPLIT_CHARACTERS
 from .pre_tokenizers import BEGUN, COMPOSED, SPLITS, WHOLE_PIECES
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors
 
+_log = logging.getLogger(__name__)
+
 # The types of tokens, with the numbers that GGML gives them.
 NORMAL, _UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-# The tokens that end a turn in published models. They are listed here because a file often names the id of only one.
+# The texts of tokens that end an answer, as in llama.cpp. They are listed here because a file often names the id of
+# only one. In old files, these tokens have the type of ordinary ones.
 _ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
     "<|calls|>", "<|flush|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "</s>",
-    "<EOT>", "_<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
 # These texts do not end a turn in a vocabulary that also has all tokens of one of the sets.
 _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
+# These end an answer too, unless the file names other tokens for their purpose in the completion of code.
+_CODE_ENDS = {
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
 # The names of special tokens in chat templates, and in GGUF's metadata keys.
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator"}
 NAMED_TOKENS |= {"pad_token": "padding", "cls_token": "cls", "mask_token": "mask"}
@@ -78,15 +88,23 @@ def ggml_tokenizer(
     named = {name: next(iter(keys.ids(f"{key}_token_id")), defaults.get(name)) for name, key in NAMED_TOKENS.items()}
     for name in ("bos_token", "eos_token"):
         if (number := named[name]) is not None and number >= len(tokens):
-            raise MegakernelError(f"{source}: {name}_id is {number}, outside of the vocabulary of {len(tokens)} tokens")
+            _log.warning(
+                "%s: %s_id is %s, outside of the vocabulary of %s tokens; it is ignored",
+                source,
+                name,
+                number,
+                len(tokens),
+            )
     own = {name: tokens[i] for name, i in named.items() if i is not None and 0 <= i < len(tokens)} | dict(special or {})
 
     if model == "llama":
         backend = _sentencepiece(keys, tokens, types, own.get("unk_token"))
     else:
         backend = _merging(keys, tokens, pre)
-    ends = {token for token in _ENDS & ids.keys() if types[ids[token]] != NORMAL or "|" in token or "｜" in token}
-    ends -= {text for text, sets in _NO_ENDS.items() if any(others <= ids.keys() for others in sets)}
+    ends = _ENDS - {text for text, sets in _NO_ENDS.items() if any(others <= ids.keys() for others in sets)}
+    for key, texts in _CODE_ENDS.items():
+        ends |= {tokens[i] for i in keys.ids(f"{key}_token_id") if 0 <= i < len(tokens)} or set(texts.split())
+    ends &= ids.keys()
     hidden = [t for t, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, CONTROL) or t in ends]
     shown = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and t not in ends]
     if model == "llama" and metadata.get("general.architecture") == "phi3":
@@ -145,6 +163,11 @@ def _merging(keys: Keys, tokens: list[str], pre: Any) -> Backend:
         raise MegakernelError(f"{keys.source}: {keys.prefix}merges is missing or is not a list of texts")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in dict.fromkeys(merges))]
     backend = _bpe(keys, tokens, pairs, ignore_merges=pre in WHOLE_PIECES)
+    return split_bytes(backend, pre)
+
+
+def split_bytes(backend: Backend, pre: str) -> Backend:
+    """Let a byte-level tokenizer split texts by the rule `pre`."""
     if pre in COMPOSED:
         backend.normalizer = normalizers.NFC()
     steps = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in SPLITS[pre]]
@@ -166,8 +189,12 @@ def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unk: str | N
     backend = _bpe(keys, tokens, pairs, byte_fallback=True, unk_token=unk, fuse_unk=True)
     # In the vocabulary, "▁" stands for a space and "<0x0A>" for a byte.
     prefix = keys.get("add_space_prefix") is None or keys.flag("add_space_prefix")
-    prepend, strip = ([normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+    where = keys.get("prefix") or ("always" if prefix else "never")  # before which parts of a text a space is put
+    strip = [] if where == "never" else [decoders.Strip(" ", 1, 0)]
+    prepend = [normalizers.Prepend("▁")] if where == "always" else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    if where == "first":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 

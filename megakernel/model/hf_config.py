@@ -280,6 +280,10 @@ _SAMPLING |= {"max_new_tokens": "max_tokens"}
 
 
 def read_sampling(folder: Path) -> dict[str, Any]:
-    """Return the parameters in generation_config.json, as SamplingParams names them. Raises MegakernelError."""
+    """Return the parameters in generation_config.json, as SamplingParams names them. If `do_sample` is false there, the
+    temperature is 0, because transformers chooses the likeliest token then. Raises MegakernelError."""
     path = folder / "generation_config.json"
-    return Keys(read_json(path), str(path)).sampling(_SAMPLING)
+    keys = Keys(read_json(path), str(path))
+    unused = ("temperature", "top_k", "top_p", "min_p") if keys.get("do_sample") is False else ()
+    found = {name: value for name, value in keys.sampling(_SAMPLING).items() if name not in unused}
+    return found | ({"temperature": 0.0} if unused else {})

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
+from tokenizers.models import BPE
 
 from ..errors import MegakernelError, file_errors, regular
 from .chat_template import ChatTemplate
-from .gguf_tokenizer import CONTROL, NAMED_TOKENS, NORMAL, USER_DEFINED, ggml_tokenizer, merges_of
+from .config import short
+from .folder import small
+from .gguf_tokenizer import CONTROL, NAMED_TOKENS, NORMAL, USER_DEFINED, ggml_tokenizer, merges_of, split_bytes
 from .hf_config import read_json
 from .limits import MOST_VOCABULARY
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors, byte_alphabet
 
 _OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
+# The splitting rules of tokenizer classes that are read from vocab.json and merges.txt.
+_SPLITS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 # Test texts, which other kinds of tokenizers, or other rules for white space and similar characters, split differently.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
@@ -30,34 +35,62 @@ _SAMPLES = (
 
 
 def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the folder's `tokenizer.json`, or else its `tekken.json` or `tokenizer.model`. Return None if it has none of
-    them.
+    """Open the folder's `tokenizer.json`, or else its `tekken.json`, its `tokenizer.model`, or its `vocab.json` and
+    `merges.txt`. Return None if it has none of them.
 
     `eos_ids` are the end-of-text ids in the model's configuration. Raises UnknownTokenizer for a kind of tokenizer that
     is not supported, and MegakernelError for a damaged file.
     """
-    config = _optional(folder / "tokenizer_config.json")
+    config = _optional(folder, "tokenizer_config.json")
     special, listed = _special(folder, config)
     more: dict[str, Any] = {"eos_ids": eos_ids, "templates": _templates(folder, config), "listed": listed}
-    if (path := folder / "tokenizer.json").exists():
-        backend = _backend(path)
-        with backend_errors(f"cannot use the tokens that other files add to {path}"):
-            backend.add_tokens(_added(backend, folder, config, special, listed))
-        return Tokenizer(backend, special=special, **more)
-    if (path := folder / "tekken.json").exists():
+    if path := small(folder, "tokenizer.json"):
+        backend = _backend(path, config)
+    elif path := small(folder, "tekken.json"):
         return _ggml(path, _tekken(path), special=special, **more)
-    if (path := folder / "tokenizer.model").exists():
+    elif path := small(folder, "tokenizer.model"):
         return _sentencepiece(path, config, special=special, **more)
-    return None
+    elif (path := small(folder, "vocab.json")) and small(folder, "merges.txt"):
+        backend = _byte_level(path, config)
+        special = {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"} | special
+    else:
+        return None
+    with backend_errors(f"cannot use the tokens that other files add to {path}"):
+        backend.add_tokens(_added(backend, folder, config, special, listed))
+    return Tokenizer(backend, special=special, **more)
 
 
-def _backend(path: Path) -> tokenizers.Tokenizer:
+def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Build a tokenizer from `vocab.json`, at `path`, and `merges.txt`. Its class says how it splits texts."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if kind not in _SPLITS:
+        known = " and ".join(_SPLITS)
+        raise UnknownTokenizer(
+            f"{path}: the tokenizer class {short(kind)} is not supported without tokenizer.json, only {known}"
+        )
+    vocabulary, merges = read_json(path), regular(path.with_name("merges.txt"))
+    _check_ids({"model": {"vocab": vocabulary}}, path)
+    with file_errors(f"read {merges}"), backend_errors(f"cannot read {path} and {merges}"):
+        pairs = [
+            (a, b) for line in merges.read_text(encoding="utf-8").splitlines() for a, _, b in [line.partition(" ")]
+        ]
+        model = BPE(vocabulary, [pair for pair in pairs if all(pair) and pair[0] != "#version:"])
+        backend = split_bytes(tokenizers.Tokenizer(model), _SPLITS[kind])
+    if kind == "GPT2Tokenizer":  # its rule sees the space that it puts before a text
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(config.get("add_prefix_space") is True)
+    return backend
+
+
+def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     _check_ids(read_json(path), path)
     # It is valid JSON, so it may be of a kind that only a later version of the package knows.
     with backend_errors(f"cannot read {path}", UnknownTokenizer):
         backend = tokenizers.Tokenizer.from_file(str(path))
     backend.no_truncation()
     backend.no_padding()
+    first = backend.pre_tokenizer
+    if str(config.get("tokenizer_class")).startswith("GPT2Tokenizer") and isinstance(first, pre_tokenizers.ByteLevel):
+        first.add_prefix_space |= config.get("add_prefix_space") is True
     return backend
 
 
@@ -77,7 +110,7 @@ def _added(
     if (numbered := config.get("added_tokens_decoder")) is not None:
         declared = [numbered[number] for number in sorted(numbered, key=int)]
     else:
-        numbers = _optional(folder / "added_tokens.json")
+        numbers = _optional(folder, "added_tokens.json")
         texts = sorted(numbers.keys() - own.keys(), key=numbers.__getitem__)
         declared = [{"content": text, "special": text in more} for text in texts]
     found = {
@@ -163,11 +196,15 @@ def _sentencepiece(path: Path, config: dict[str, Any], special: dict[str, str], 
     }
     facts: dict[str, Any] = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
     facts |= {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
-    facts |= {"add_bos_token": config.get("add_bos_token") is not False}
-    made = _ggml(path, facts, special=special, options=options, **more)
-    if made and any(made.encode(text, add_special=False) != original.encode(text) for text in _SAMPLES):
+    facts |= {
+        "add_bos_token": config.get("add_bos_token") is not False,
+        "add_eos_token": config.get("add_eos_token") is True,
+    }
+    plain = _ggml(path, facts, special=special, options=options, **more)
+    if plain and any(plain.encode(text, add_special=False) != original.encode(text) for text in _SAMPLES):
         raise UnknownTokenizer(f"{path} splits text by rules that are not supported: {remedy}")
-    return made
+    prefix = "never" if config.get("add_prefix_space") is False else "first" if config.get("legacy") is False else None
+    return _ggml(path, facts | {"prefix": prefix}, special=special, options=options, **more) if prefix else plain
 
 
 def _ggml(path: Path, facts: dict[str, Any], **more: Any) -> Tokenizer | None:
@@ -181,7 +218,7 @@ def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict
     If both files have a name, `special_tokens_map.json` counts, as in transformers. But if the configuration has the
     key `added_tokens_decoder`, the configuration counts.
     """
-    mapped = _optional(folder / "special_tokens_map.json")
+    mapped = _optional(folder, "special_tokens_map.json")
     config = {name: value for name, value in config.items() if value is not None}
     both = {**mapped, **config} if "added_tokens_decoder" in config else {**config, **mapped}
     extra = both.get("extra_special_tokens")
@@ -201,12 +238,14 @@ def _token_text(value: Any) -> str | None:
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
     """Return the chat templates `default` and `tool_use`. Template files take precedence over the configuration."""
-    default, tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
-    found = {name: _template(file) for name, file in (("default", default), ("tool_use", tools)) if file.exists()}
+    names = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    found = {name: _template(path) for name, file in names.items() if (path := small(folder, file))}
     if "default" in found:
         return found
-    # Older processors of images have the template of their language model in a file of its own.
-    given = config.get("chat_template") or _optional(folder / "chat_template.json").get("chat_template")
+    try:  # older processors of images have the template of their language model in a file of its own
+        given = config.get("chat_template") or _optional(folder, "chat_template.json").get("chat_template")
+    except MegakernelError as e:
+        return found | {"default": ChatTemplate("", str(folder), str(e))}
     listed = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
     one = {"default": given} if isinstance(given, str) else given if isinstance(given, dict) else {}
     sources = one | {str(t.get("name")): t.get("template") for t in listed}
@@ -219,8 +258,8 @@ def _template(file: Path) -> ChatTemplate:
     try:
         return ChatTemplate(regular(file).read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as e:
-        raise MegakernelError(f"cannot read {file}: {e}") from e
+        return ChatTemplate("", str(file), f"it cannot be read: {e}")
 
 
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+def _optional(folder: Path, name: str) -> dict[str, Any]:
+    return read_json(path) if (path := small(folder, name)) else {}

@@ -17,14 +17,8 @@ from huggingface_hub.errors import (
 )
 
 from ..errors import MegakernelError
+from .folder import INDICES, SMALL, complete, shards
 
-_CONFIG = [
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json", "tokenizer.model",
-    "added_tokens.json",
-]  # fmt: skip
-_CONFIG += ["1_Pooling/config.json", "*_Dense/config.json"]  # of embedding models
-_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _SPEC = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -42,15 +36,23 @@ def fetch(spec: str, *, weights: bool) -> Path:
     """
     repo, _, named = spec.partition("@")
     revision = named or None
-    patterns = _CONFIG + _WEIGHTS if weights else _CONFIG
     endpoint = os.environ.get("HF_ENDPOINT")
     if constants.HF_HUB_OFFLINE:
-        return _from_cache(repo, revision, patterns, weights, "HF_HUB_OFFLINE is set")
+        return _from_cache(repo, revision, weights, "HF_HUB_OFFLINE is set")
+
+    def download(*names: str) -> Path:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[*names], endpoint=endpoint))
+
     try:
         info = HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
-        if weights:
-            _check_weights(repo, {file.rfilename: file.size or 0 for file in info.siblings or []})
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, endpoint=endpoint))
+        if not weights:
+            return download(*SMALL)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        wanted = {name for name in INDICES[:1] if name in sizes}
+        if not wanted and INDICES[1] in sizes:
+            wanted = {INDICES[1], *shards(download(INDICES[1]) / INDICES[1]).values()} & sizes.keys()
+        _check_weights(repo, {name: sizes[name] for name in wanted})
+        return download(*SMALL, *wanted)
     except MegakernelError:
         raise
     except GatedRepoError as e:
@@ -65,13 +67,12 @@ def fetch(spec: str, *, weights: bool) -> Path:
     except Exception as e:
         # All exceptions are caught, because their type depends on the HTTP library that the client's version uses.
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        return _from_cache(repo, revision, patterns, weights, f"the hub failed ({reason})")
+        return _from_cache(repo, revision, weights, f"the hub failed ({reason})")
 
 
 def _check_weights(repo: str, sizes: dict[str, int]) -> None:
-    """Raise MegakernelError if the repository has no safetensors, or the disk no room for those not in the cache."""
-    wanted = [name for name in sizes if re.fullmatch(r"model(-[^/]*)?\.safetensors", name)]
-    if not wanted:
+    """Raise MegakernelError if there are no files of weights, or if the disk has no room for those not in the cache."""
+    if not sizes:
         raise MegakernelError(
             f"{repo} has no model.safetensors: only safetensors are read from the hub; to run a GGUF file of it, "
             "download the file and give its path"
@@ -79,7 +80,7 @@ def _check_weights(repo: str, sizes: dict[str, int]) -> None:
     cache = Path(constants.HF_HUB_CACHE)
     here = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     have = sum(file.stat().st_size for file in here.glob("*")) if here.exists() else 0
-    need = sum(sizes[name] for name in wanted) - have
+    need = sum(sizes.values()) - have
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if need > free:
@@ -89,7 +90,7 @@ def _check_weights(repo: str, sizes: dict[str, int]) -> None:
         )
 
 
-def _from_cache(repo: str, revision: str | None, patterns: list[str], weights: bool, why: str) -> Path:
+def _from_cache(repo: str, revision: str | None, weights: bool, why: str) -> Path:
     cache = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "refs"
     held = [str(ref.relative_to(cache)) for ref in sorted(cache.rglob("*")) if ref.is_file()]
     other = f"give {repo}@{held[0]}, which it holds, " if held and (revision or "main") not in held else ""
@@ -99,9 +100,9 @@ def _from_cache(repo: str, revision: str | None, patterns: list[str], weights: b
         "or give a local folder"
     )
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=[*SMALL], local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError) as e:
         raise MegakernelError(remedy) from e
-    if not (folder / "config.json").exists() or (weights and not any(folder.glob("model*.safetensors"))):
+    if not (folder / "config.json").exists() or (weights and not complete(folder)):
         raise MegakernelError(remedy)
     return folder

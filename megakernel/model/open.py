@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .folder import has_weights, model_file
+from .folder import has_weights, model_file, small
 from .hf_config import read_hf_config, read_json, read_sampling
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
@@ -92,8 +92,8 @@ def load_pooling(spec: str) -> str:
         return {0: "last", 1: "mean", 3: "last"}.get(number, f"GGUF's pooling type {number}")
     if any(path.glob("*_Dense")):
         return "a dense layer"
-    file = path / "1_Pooling" / "config.json"
-    declared = read_json(file) if file.exists() else {"pooling_mode": "lasttoken"}
+    file = small(path, "1_Pooling/config.json")
+    declared = read_json(file) if file else {"pooling_mode": "lasttoken"}
     modes = [name for name, value in declared.items() if name.startswith("pooling_mode_") and value is True]
     mode = str(declared.get("pooling_mode") or " and ".join(modes) or "none")
     return _POOLINGS.get(mode.removeprefix("pooling_mode_"), mode)
@@ -110,7 +110,7 @@ def load_sampling(spec: str) -> dict[str, Any]:
         from .gguf_checkpoint import gguf_sampling
 
         return gguf_sampling(_gguf(path)[0])
-    return read_sampling(path) if (path / "generation_config.json").exists() else {}
+    return read_sampling(path) if small(path, "generation_config.json") else {}
 
 
 def _open(path: Path, name: str) -> Checkpoint:

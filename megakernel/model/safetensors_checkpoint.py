@@ -20,8 +20,8 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
-from .folder import INDICES
-from .hf_config import read_hf_config, read_json
+from .folder import INDICES, shards
+from .hf_config import read_hf_config
 from .split_experts import split_experts
 
 _FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
@@ -80,12 +80,8 @@ class SafetensorsFiles:
         return tensor.data[start:end].view(_DTYPES[tensor.dtype])
 
     def _open_shards(self, folder: Path, index: Path) -> None:
-        placed = read_json(index).get("weight_map")
-        if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
-            raise MegakernelError(f"{index} has no weight_map from tensors to files")
+        placed = shards(index)
         for shard in sorted(set(placed.values())):
-            if Path(shard).name != shard:
-                raise MegakernelError(f"{index} names {shard}, which is not a file beside it")
             self._open(folder / shard)
         for name, shard in placed.items():
             if name not in self._tensors:

@@ -59,9 +59,10 @@ class Gone(_Record):
 
 
 class Look(_Record):
-    """A query for the page of a traced step. The answer has the same `number`."""
+    """A query for ROOFLINE (statistics of steps) or TIMELINE (a traced step). The answer has the same `number`."""
 
     number: int
+    what: str
 
 
 class Done(_Record):
@@ -73,6 +74,7 @@ class Close(_Record):
 
 
 ToEngine = Hello | Submit | Stop | Abort | Look | Gone | Done | Close
+ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 # -- messages to a frontend
 
@@ -99,7 +101,7 @@ class Dead(_Record):
 
 
 class Seen(_Record):
-    """The answer to a `Look`. `content` is None if no step has been traced."""
+    """The answer to a `Look`. `content` is None if there is nothing to show."""
 
     number: int
     content: bytes | None

@@ -425,6 +425,10 @@ def test_generation_config_adds_ends(tmp_path: Path) -> None:
     [
         ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "bos_token_id": 1}, {"temperature": 0.6, "top_p": 0.9}),
         (
+            {"temperature": 0.6, "top_k": 9, "do_sample": False, "max_new_tokens": 7},
+            {"temperature": 0.0, "max_tokens": 7},
+        ),
+        (
             {"top_k": 20, "min_p": 0, "repetition_penalty": 1, "max_new_tokens": 99},
             {"top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 99},
         ),

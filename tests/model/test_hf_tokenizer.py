@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from tokenizer_support import BYTES, TEKKEN, byte_backend, hf_folder, loaded, pieces
 from tokenizers import decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
@@ -104,6 +104,55 @@ def test_templates_see_what_they_see_in_transformers(
     tokenizer, messages = loaded(tmp_path), [{"role": "user", "content": "x"}]
     assert tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(messages)["input_ids"]
     assert (257 + 1 in tokenizer.eos_ids) == ("eos_token" in mapped)
+
+
+SCOPES = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }} {{ documents is none }}"
+
+
+def test_the_environment_of_templates_is_that_of_transformers(tmp_path: Path) -> None:
+    hf_folder(tmp_path, byte_backend(), chat_template=SCOPES)
+    messages = [{"role": "user", "content": "x"}]
+    expected = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).apply_chat_template(messages)["input_ids"]
+    assert loaded(tmp_path).apply_chat_template(messages) == expected
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
+def test_a_damaged_template_fails_when_it_is_used(tmp_path: Path, file: str) -> None:
+    folder = hf_folder(tmp_path, byte_backend(), **({"chat_template": "{% for %}"} if "config" in file else {}))
+    if "config" not in file:
+        (folder / file).write_bytes(b"{% for %}\xff")
+    tokenizer = loaded(folder)
+    assert tokenizer.encode("ab") == [256]
+    for tools in ({}, {"tools": ASKED}):
+        with pytest.raises(MegakernelError, match=r"the chat template of .* is broken"):
+            tokenizer.apply_chat_template([], tools)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "alone"),
+    [
+        ("GPT2Tokenizer", {}, True),
+        ("GPT2TokenizerFast", {"add_prefix_space": True, "pad_token": "<pad>"}, True),
+        ("Qwen2Tokenizer", {"pad_token": "<pad>"}, True),
+        ("GPT2Tokenizer", {"add_prefix_space": True}, False),
+        ("GPT2TokenizerFast", {"add_prefix_space": False}, False),
+    ],
+)
+def test_a_byte_level_vocabulary_as_in_transformers(
+    tmp_path: Path, name: str, more: dict[str, Any], alone: bool
+) -> None:
+    backend = byte_backend(())
+    hf_folder(tmp_path, None if alone else backend, tokenizer_class=name, **more)
+    if alone:
+        model = json.loads(backend.to_str())["model"]
+        (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{' '.join(m)}\n" for m in model["merges"]))
+    text = "ab<|endoftext|> e\u0301 12 ab" if alone else "ab 12 ab"
+    assert loaded(tmp_path).encode(text) == AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"]
+    if alone:
+        hf_folder(tmp_path, None)
+        with pytest.raises(UnknownTokenizer, match=r"class \"None\" is not supported without tokenizer\.json"):
+            load_tokenizer(str(tmp_path))
 
 
 def test_a_template_may_be_in_a_file_of_an_older_processor(tmp_path: Path) -> None:
@@ -348,6 +397,18 @@ def test_a_sentencepiece_model_alone(tmp_path: Path) -> None:
     assert tokenizer.encode("<think> \n<|end|>\n <think>", add_special=False) == [501, 502, 501]
     assert tokenizer.encode("<think><pad><new>", add_special=False) == [501, 503, 504]
     assert tokenizer.decode([501, 503, 504]) == "<think>"
+    owner_ids = owner.encode("the end")
+    keys: dict[str, Any] = {"add_eos_token": True, "add_bos_token": False, "bos_token": "<s>"}
+    for changes, ids in (
+        ({}, [*owner_ids, 2]),
+        ({"legacy": False}, [*owner_ids, 2]),
+        ({"add_prefix_space": False}, [*loaded(folder).encode("a the end", add_special=False)[1:], 2]),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps(keys | changes))
+        tokenizer = loaded(folder)
+        assert tokenizer.encode("the end" if "add_prefix_space" not in changes else " the end") == ids, changes
+        parts = tokenizer.encode("<s>the end", add_special=False)[1:]
+        assert (parts == owner_ids) == (not changes), changes
     library.SentencePieceTrainer.train(**common, model_type="unigram")
     with pytest.raises(UnknownTokenizer, match="splits text by rules that are not supported"):
         load_tokenizer(str(folder))

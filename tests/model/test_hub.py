@@ -19,6 +19,7 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer
 from megakernel.model import load_config, open_checkpoint
+from megakernel.model.folder import SMALL, small
 from megakernel.model.hub import fetch, is_hub_spec
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -37,7 +38,7 @@ class Hub:
         if self.refusal:
             return Answer(self.refusal[0], headers={"X-Error-Code": self.refusal[1]})
         if path.startswith(f"/org/name/resolve/{SHA}/"):
-            name = path.rpartition("/")[2]
+            name = path.removeprefix(f"/org/name/resolve/{SHA}/")
             etag = hashlib.sha256(self.files[name]).hexdigest()
             if request.command == "GET":
                 self.served.append(name)
@@ -72,6 +73,17 @@ def test_config_then_weights(hub: Hub) -> None:
     checkpoint = open_checkpoint("org/name@main")
     assert loaded(checkpoint, Buffer.FINAL_NORM).shape == (48,)
     assert "model.safetensors" in hub.served and "pytorch_model.bin" not in hub.served
+
+
+def test_the_index_names_the_shards_and_every_file_that_a_folder_may_have_arrives(hub: Hub) -> None:
+    hub.files["weights.1.safetensors"] = hub.files.pop("model.safetensors")
+    index = {"weight_map": dict.fromkeys(tiny_llama().state_dict(), "weights.1.safetensors")}
+    hub.files |= {"model.safetensors.index.json": json.dumps(index).encode(), "model-unused.safetensors": b"x"}
+    hub.files |= {name: name.encode() for each in SMALL if (name := each.replace("*", "2")) not in hub.files}
+    assert loaded(open_checkpoint("org/name"), Buffer.FINAL_NORM).shape == (48,)
+    assert set(hub.served) == hub.files.keys() - {"model-unused.safetensors", "pytorch_model.bin"}
+    with pytest.raises(ValueError, match="not in"):
+        small(Path(), "new.json")
 
 
 def test_cache_serves_when_the_hub_does_not(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_smollm_equals_the_rule_written_out(smol: Tokenizer, smollm2: Path) -> N
 
 
 def test_special_tokens(smol: Tokenizer) -> None:
-    assert smol.eos_ids == (2, 0) and smol.vocab_size == 49152
+    assert smol.eos_ids == (2, 0, 4) and smol.vocab_size == 49152  # llama.cpp ends answers at <reponame>, too
     ids = smol.encode("a<|im_end|>\n<|im_start|>")
     assert ids[1] == 2 and ids[-1] == 1
     assert smol.decode(ids) == "a\n"
