@@ -36,7 +36,6 @@ from .isa import (
     Operation,
     Result,
     Rows,
-    Space,
     Units,
     dims,
     phases,
@@ -338,11 +337,8 @@ def reference() -> str:
         "",
         "A disassembly, a timeline and the errors of `verify` name the operations and buffers that this page lists.",
         "Inputs that differ between steps, such as positions and KV pages, are in the step table, whose fields are in",
-        "`megakernel/isa/step.py`. This page is generated from `megakernel/isa` by `python -m megakernel.codegen`.",
-        "",
-        "A phase is an operation with its weights and parameters, such as a layer's QKV projection",
-        "(`megakernel/isa/phases.py`). `megakernel/model/families` lists the phases of each model. An instruction",
-        "computes a part of a phase's result.",
+        "`megakernel/isa/step.py`. `megakernel/isa/buffers.py` has shapes and types; the [glossary](glossary.md)",
+        "explains terms. This page is generated from `megakernel/isa` by `python -m megakernel.codegen`.",
         "",
         *_columns("number | operation | operands | meaning (`inputs`, `output`: the phase's buffers; r: a row)"),
     ]
@@ -352,12 +348,8 @@ def reference() -> str:
         out.append(f"| {operation.value} | {operation.name.lower()} | {operands} | {meaning} |")
     out += ["", "## Results of a matmul", "", *_columns("result | where row r of t = product + bias is stored")]
     out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
-    out += ["", "## Buffers", "", *_columns("name | kind | type (compute: f32 or bf16) | one per layer | contents")]
-    for b, buffer in BUFFERS.items():
-        dtype = "compute" if buffer.dtype is None else buffer.dtype.name.lower()
-        layered = "yes" if buffer.layered else "no"
-        space = Space(buffer.space).value
-        out.append(f"| `{b.name}` | {space} | {dtype} | {layered} | {buffer.what} |")
+    out += ["", "## Buffers", "", *_columns("name | kind | contents")]
+    out += [f"| `{b.name}` | {buffer.space.value} | {buffer.what} |" for b, buffer in BUFFERS.items()]
     return "\n".join(out) + "\n"
 
 

@@ -2,9 +2,8 @@
 
     python benchmarks/pictures/record_cpu.py FOLDER
 
-decode.html and prefill.html show a decode and a prefill step. speculation.html shows a step of speculative decoding:
-the model repeats a passage of the prompt, and the step verifies proposed tokens. Nothing else should run on the machine
-meanwhile.
+decode.html shows a decode step, and speculation.html a step of speculative decoding: the model repeats a passage of the
+prompt, and the step verifies proposed tokens. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the pages and the recorded step are written")
     folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    traced = ["timeline", "--model", MODEL, "--backend", "cpu"]
-    megakernel([*traced, "--phase", "prefill", "--prompt-tokens", "512", "-o", str(folder / "prefill.html")])
-    megakernel([*traced, "--phase", "decode", "-o", str(folder / "decode.html")])
+    megakernel(["timeline", "--model", MODEL, "--backend", "cpu", "-o", str(folder / "decode.html")])
     step = verifying_step()
     files = [folder / "speculation.program", folder / "speculation.trace"]
     step.program.save(files[0])

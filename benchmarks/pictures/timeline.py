@@ -68,19 +68,11 @@ def node(page: Browser, step_s: float) -> None:
     )
     around(page, wait, step_s / 12)
     page.run("timeline.showRow(arguments[0])", wait)
-    take(page, "rank")
     page.keys("]]]]")
     page.run("timeline.toggle('worker ' + timeline.describe(timeline.selected()).lane)")
     around(page, wait, step_s / 40)
     page.run("timeline.showRow(arguments[0])", wait)
     take(page, "roles")
-
-
-def prefill(page: Browser, step_s: float) -> None:
-    wait = first(page, f"d.kind === 'counter wait' && d.releaser >= 0 && d.begin_s > {step_s / 3}")
-    around(page, wait, step_s / 14)
-    page.keys("y")
-    take(page, "cpu")
 
 
 def worst(page: Browser, name: str) -> None:
@@ -107,8 +99,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.html"
 
-        def shoot(shots: Callable[[Browser, float], None], path: Path = path, dark: bool = False) -> None:
-            with browser(1500, 900, dark=dark) as page:
+        def shoot(shots: Callable[[Browser, float], None], path: Path = path) -> None:
+            with browser(1500, 900) as page:
                 page.open_timeline(path)
                 shots(page, float(page.run("return timeline.visibleRange()[1]")))
 
@@ -118,7 +110,6 @@ def main() -> None:
         write_html(path, *both, comparison=compare(first, second))
         shoot(lambda page, _: take(page, "compare"))
         if arguments.cpu:
-            shoot(prefill, arguments.cpu / "prefill.html", dark=True)
             shoot(lambda page, _: worst(page, "decode"), arguments.cpu / "decode.html")
             shoot(lambda page, _: worst(page, "speculation"), arguments.cpu / "speculation.html")
 

@@ -35,12 +35,10 @@ def missing() -> str | None:
 class Browser:
     """One WebDriver session. Its methods raise RuntimeError with the driver's message if a command fails."""
 
-    def __init__(self, port: int, width: int, height: int, profile: str, dark: bool) -> None:
+    def __init__(self, port: int, width: int, height: int, profile: str) -> None:
         self._base = f"http://127.0.0.1:{port}"
         binary = next(path for name in _CHROMIUM if (path := shutil.which(name)))
         flags = [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-        if dark:
-            flags.append("--force-dark-mode")
         chrome = {"binary": binary, "args": flags}
         wanted = {"browserName": "chrome", "goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
@@ -130,7 +128,7 @@ class Browser:
 
 
 @contextmanager
-def browser(width: int = 1600, height: int = 900, *, dark: bool = False) -> Iterator[Browser]:
+def browser(width: int = 1600, height: int = 900) -> Iterator[Browser]:
     """Start chromedriver and a browser with an empty profile, yield the browser, and stop both afterwards."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -140,7 +138,7 @@ def browser(width: int = 1600, height: int = 900, *, dark: bool = False) -> Iter
         driver = subprocess.Popen(["chromedriver", f"--port={port}"], **quiet)  # type: ignore[call-overload]
         try:
             _wait_for(port, driver)
-            session = Browser(port, width, height, profile, dark)
+            session = Browser(port, width, height, profile)
             try:
                 yield session
             finally:

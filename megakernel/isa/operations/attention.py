@@ -217,12 +217,10 @@ def _merge(partials: list[F32]) -> F32:
 
 ATTENTION = OperationSpec(
     "runs the work items in list `slot` of the step table. An item computes softmax(Q K^T / sqrt(head_dim)) V for some"
-    " rows and KV heads of a sequence over some blocks of its KV tokens; with a sliding window, only over each row's "
-    "last `window` tokens. Quantised K is multiplied with queries that are rounded to 8-bit integers. Each block gives "
-    "a maximum score m, a sum l of exponentials and an unnormalised output o, which are merged in ascending order; if "
-    "several items share a row, the last to finish merges. If the phase has weights, each query head has a sink: a "
-    "score that takes part in the sums l and has no value, and is merged last. If every rank has all of W_O, the output"
-    " is stored on each rank that keeps the row's residual",
+    " rows and KV heads of a sequence over some blocks of its KV tokens. Each block gives a maximum score, a sum of "
+    "exponentials and an unnormalised output, which are merged in ascending order; if several items share a row, the "
+    "last to finish merges. If the phase has weights, each query head has a sink: a score that takes part in the sums "
+    "and has no value",
     Cut.SLOTS,
     _accesses,
     cost=lambda p, c, d: work(c),  # it depends on the step table: see item_work

@@ -123,11 +123,9 @@ def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -
 EXPERTS = OperationSpec(
     "multiplies each row r by the matrices of its k experts: t = a weights[e]^T + bias[e] for j < k, where e = "
     "ROUTES[r][j]. If the phase's result is GATED, a = inputs[r] and output[k r + j] = silu(t of the first matrix) * "
-    f"(t of the second) or, with clipped_gates, gate * sigmoid({GATE_SLOPE} gate) * (up + 1), where gate is at most "
-    f"{GATE_LIMIT:g} and up between {-GATE_LIMIT:g} and {GATE_LIMIT:g}; otherwise a = inputs[k r + j] and "
-    "output[k r + j] = t, to which only rank 0 adds the bias if ranks have parts of each expert. An instruction "
-    "computes the pairs (r, j) with j = `place` or, in a step with more pairs than experts, those whose expert is "
-    "number `place` of the rank; it skips pairs with experts of other ranks",
+    "(t of the second), or the clipped gate of gpt-oss; otherwise a = inputs[k r + j] and output[k r + j] = t. An "
+    "instruction computes the pairs (r, j) with j = `place` or, in a step with more pairs than experts, those whose "
+    "expert is number `place` of the rank",
     Cut.PLACES,
     _accesses,
     _cost,

@@ -88,12 +88,10 @@ def _buffers(p: Phase, d: Dims) -> dict[str, Contents]:
 
 
 NORM = OperationSpec(
-    "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once; without weights, "
-    "output[r] = inputs[r], rounded. If only one rank keeps a row's residual, it computes the norm and stores it on "
-    "every rank. Before the LM head, output[i] is the norm of inputs[logit_rows[i]], or zeros for padding. If the "
-    "phase's result is RESIDUAL, the norm is not rounded, but added to output[r] on the same rank. If it is HEADS, "
-    "inputs[r] are q, k and v of all heads; q and k are normalised, each over all heads, and the rank stores its own "
-    "heads as a matmul does",
+    "RMS norm: output[r] = inputs[r] / sqrt(mean(inputs[r]^2) + eps) * weights, rounded once. If only one rank keeps a "
+    "row's residual, it computes the norm and stores it on every rank. Before the LM head, output[i] is the norm of "
+    "inputs[logit_rows[i]]. If the phase's result is RESIDUAL, the norm is added to output[r] instead. If it is HEADS, "
+    "inputs[r] are q, k and v of all heads; q and k are normalised, each over all heads, and stored as by a matmul",
     Cut.RUNS,
     _accesses,
     cost=lambda p, c, d: work(

@@ -46,8 +46,7 @@ def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
 
 ROUTE = OperationSpec(
     "chooses experts: t = inputs[r] weights^T + bias; output[r] = the numbers of the experts with the largest t, best "
-    "first; of equal t, the lower number comes first. ROUTE_WEIGHTS[r] = the softmax of t at these experts; if the "
-    "model says so, it is divided by its sum over them",
+    "first. ROUTE_WEIGHTS[r] = the softmax of t at these experts, divided by its sum if the model says so",
     Cut.RUNS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, p.inner(d.split))),

@@ -125,9 +125,8 @@ def draw(z: F32, ids: NDArray[np.intp], u: float) -> int:
 
 SAMPLE = OperationSpec(
     "chooses a token for the row, unless the step table gives it: applies penalties, bias, mask, temperature, "
-    "min-p, top-k and top-p, then samples with a random number from (seed, choice, position); of equal "
-    "logits, the lower token id ranks first. Writes the token to HISTORY on every rank and to TOKENS_OUT on rank 0, "
-    "and its raw log-softmax to LOGPROBS_OUT on rank 0",
+    "min-p, top-k and top-p, then samples with a random number from (seed, choice, position). Writes the token to "
+    "HISTORY on every rank and to TOKENS_OUT on rank 0, and its raw log-softmax to LOGPROBS_OUT on rank 0",
     Cut.ROWS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, d.model.vocab)),
