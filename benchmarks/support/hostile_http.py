@@ -20,7 +20,7 @@ BODIES: dict[str, list[Any]] = {
     "/tokenize": [{"prompt": "ab", "add_special_tokens": False}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
-PATHS = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/", "/roofline", "/timeline", *BODIES]
+PATHS = ["/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/timeline", *BODIES]
 _PATHS = [
     "*", "//", "/../../etc/passwd", "/v1/models/%00", "/v1/models/" + "%ff" * 99, "/v1/models/" + "x" * 60_000, "/%",
     "http://other.example/health", "/health/", "/health?x=" + "y" * 30_000, "/tokenize#x", "/\u00e9", "?", "/\x1b[2J",

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -153,21 +152,11 @@ async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ce
     if args.machine:
         return machine_ceilings(machine.load(args.machine))
     for server in servers:
-        record = await server.get_json("/roofline")
-        if record and "ceilings" in record:
-            return _checked(record["ceilings"], server.url)
+        found = await server.metrics()
+        read, flops = (found.get(f"megakernel:ceiling_{what}_per_second", 0.0) for what in ("bytes", "flops"))
+        if min(read, flops) > 0:
+            return Ceilings(read, flops, 0, f"{server.url}/metrics", unit="OP/s")
     return None
-
-
-def _checked(given: Any, url: str) -> Ceilings:
-    """Return the maximum hardware rates that a server reports (`given`). Raises MegakernelError if malformed."""
-    try:
-        ceilings = msgspec.convert(given, Ceilings)
-    except msgspec.ValidationError as e:
-        raise MegakernelError(f"{url}/roofline has unusable ceilings: {e}: choose another --machine") from e
-    if min(ceilings.read_bytes_per_s, ceilings.flops) <= 0:
-        raise MegakernelError(f"{url}/roofline has ceilings that are not above 0: choose another --machine")
-    return ceilings
 
 
 def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, ModelConfig, Workload]:

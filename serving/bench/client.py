@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,7 @@ _LINE_LIMIT = 1 << 20  # maximum bytes of a line, of all headers and of a stream
 _MOST_BYTES = 1 << 26  # maximum bytes of an answer
 _CONNECT_S = 30.0
 _READ = 1 << 16
-_CPU = 'megakernel:cpu_seconds_total{process="'
+CPU = 'megakernel:cpu_seconds_total{process="'
 _ERRORS = (OSError, EOFError, ValueError, asyncio.LimitOverrunError, RecursionError, msgspec.DecodeError)
 
 
@@ -76,15 +78,16 @@ class ServerClient:
         """The arguments with which a client process creates its own copy of this `ServerClient`."""
         return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
 
-    async def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds that the server's processes have used so far, by kind of process. The result is empty
-        if the server does not report CPU seconds."""
+    async def metrics(self) -> dict[str, float]:
+        """Return the server's Prometheus metrics by name. Labels are left out, except the process of `CPU`."""
         _, body = await self.get("/metrics")
-        lines = [line for line in body.decode(errors="replace").splitlines() if line.startswith(_CPU)]
-        try:
-            return {line.removeprefix(_CPU).partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
-        except ValueError:
-            raise MegakernelError(f"{self.url}/metrics has CPU seconds that are no numbers: {lines[0][:200]}") from None
+        found: dict[str, float] = {}
+        for line in body.decode(errors="replace").splitlines():
+            name, _, value = line.rpartition(" ")
+            with suppress(ValueError, OverflowError):
+                if math.isfinite(number := float(value)):
+                    found[name if name.startswith(CPU) else name.partition("{")[0]] = number
+        return found
 
     async def discover(self) -> None:
         """Set `model` to the first model that the server lists, unless `model` is set already."""

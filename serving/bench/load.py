@@ -15,11 +15,10 @@ from multiprocessing.sharedctypes import Synchronized
 from time import perf_counter
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.bench.client import ServerClient
+from megakernel.serving.bench.client import CPU, ServerClient
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import Workload
 from megakernel.serving.engine.scheduler import Counts
@@ -28,6 +27,16 @@ _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
 _SPARE_FILES = 64  # file descriptors that a process needs besides its connections
 _LOOK_S = 0.2  # seconds between two progress reports
+# A server's sums over its steps: steps, wall time, least time, then the fields of `Counts`.
+_STEPS = (
+    "megakernel:steps_total",
+    "megakernel:step_seconds_total",
+    "megakernel:step_bound_seconds_total",
+    "vllm:generation_tokens_total",
+    "megakernel:step_sequences_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+)
 OnDone = Callable[[int, int], None]  # called with (answered requests, all requests)
 
 
@@ -56,8 +65,8 @@ async def alternate(
 ) -> list[list[dict[str, Any]]]:
     """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs. If the
     prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The entry
-    `server` of a run's figures holds what the server itself reports at its path `/roofline` about the steps of the run.
-    The entry is None if the server has no such path or counted no steps."""
+    `server` of a run's figures holds what the server itself reports in `/metrics` about the steps of the run. The entry
+    is None if the server does not report steps or counted none."""
     some = workload.again(runs).jobs[: load.warm_up]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     for server in servers:
@@ -68,14 +77,18 @@ async def alternate(
     for number in range(runs * len(servers)):
         which = number % len(servers)
         server = servers[which]
-        record, cpu = await server.get_json("/roofline"), await server.cpu_seconds()
+        before = await server.metrics()
         shifted = partial(_shifted, on_done, number * len(workload.jobs), total) if on_done else None
         outcomes, client_s = await _drive_from(server, workload.again(number // len(servers)), load, shifted)
-        steps = _steps(record, await server.get_json("/roofline"))
-        spent = {kind: seconds - cpu.get(kind, 0.0) for kind, seconds in (await server.cpu_seconds()).items()}
+        after = await server.metrics()
+        spent = {
+            name.removeprefix(CPU).partition('"')[0]: seconds - before.get(name, 0.0)
+            for name, seconds in after.items()
+            if name.startswith(CPU)
+        }
         figure = report(outcomes, load.goodput)
         figure |= cpu_time(spent | {"client": client_s}, figure["output_tokens"], figure["duration_s"], load.processes)
-        figures[which].append(figure | {"server": steps})
+        figures[which].append(figure | {"server": _steps(before, after)})
     return figures
 
 
@@ -83,32 +96,15 @@ def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> Non
     on_done(before + done, total)
 
 
-class _Total(msgspec.Struct):
-    steps: int
-    wall_s: float
-    bound_s: float
-
-
-class _Record(msgspec.Struct):
-    """The fields of a server's answer at `/roofline` about the steps since its start."""
-
-    total: _Total
-    counts: Counts | None = None
-
-
-def _steps(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/roofline`.
-    The result is None if the server ran no steps or if an answer has no figures of steps."""
-    try:
-        first, last = (msgspec.convert(record, _Record) for record in (before, after))
-    except msgspec.ValidationError:
+def _steps(before: dict[str, float], after: dict[str, float]) -> dict[str, Any] | None:
+    """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/metrics`.
+    The result is None if it ran no steps or does not report them."""
+    steps, wall, bound, *counts = (after.get(name, 0.0) - before.get(name, 0.0) for name in _STEPS)
+    if steps <= 0 or wall <= 0:
         return None
-    names = ("steps", "wall_s", "bound_s")
-    steps, wall, bound = (getattr(last.total, name) - getattr(first.total, name) for name in names)
-    if not steps or not wall:
-        return None
-    counts = last.counts - first.counts if last.counts and first.counts else Counts()
-    return {"steps": steps, "step_s": wall / steps, "roofline_fraction": bound / wall, **counts.figures()}
+    return {"steps": int(steps), "step_s": wall / steps, "roofline_fraction": bound / wall} | Counts(
+        *map(int, counts)
+    ).figures()
 
 
 async def describe(server: ServerClient) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from megakernel.roofline import Ceilings, fraction_error
 from megakernel.serving.bench import LoadJob, Workload
 from megakernel.serving.engine.engine import Step
-from megakernel.serving.engine.live import Live
+from megakernel.serving.engine.live import Totals
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.text.llm import LLM
 
@@ -48,14 +48,13 @@ def measure(
 
 def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
     engine = llm.engine
-    live = Live(ceilings, engine.stats, tied=llm.config.tied, max_seqs=engine.dims.bucket.max_seqs, about={})
-
+    totals = Totals(ceilings, llm.config.tied)
     ended = 0.0
 
     def record(step: Step) -> None:
         nonlocal ended
         before, ended = ended, perf_counter()
-        live.add(step, ended - before, engine.stats)
+        totals.add(step, ended - before)
         on_step(step)
 
     prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]
@@ -65,8 +64,6 @@ def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callabl
     results = llm.generate(prompts, params, on_step=record)
     seconds = perf_counter() - began
     inputs, outputs = sum(len(r.prompt_token_ids) for r in results), sum(len(r.token_ids) for r in results)
-    totals = live.totals()
-    figures = totals.rates(ceilings)
     return {
         "completed": len(results),
         "duration_s": seconds,
@@ -77,8 +74,8 @@ def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callabl
         "total_tokens_per_s": (inputs + outputs) / seconds,
         "steps": totals.steps,
         **(engine.stats.counts - before).figures(),
-        "step_s": figures["step_s"],
-        "sequences": figures["sequences"],
+        "step_s": totals.wall_s / totals.steps,
+        "sequences": totals.sequences / totals.steps,
         "roofline_fraction": totals.bound_s / seconds,
         "read_GBps": totals.bytes / seconds / 1e9,
         "gflops": totals.flops / seconds / 1e9,

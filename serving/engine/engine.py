@@ -64,8 +64,6 @@ class Step:
     # The following arrays have one element for each generated token.
     sequence: Objects
     reader: NDArray[np.int64]  # `Request.reader`
-    first: NDArray[np.bool_]  # whether it is the first token of its choice (completion)
-    waited: NDArray[np.float64]  # seconds since the choice's previous token, or since the request was added
 
 
 @dataclass
@@ -89,7 +87,6 @@ class _Results:
         self.heard = heard
         self.first = np.zeros(len(heard), np.bool_)
         self.finish = np.zeros(len(heard), np.uint8)
-        self.waited = np.zeros(len(heard))
 
 
 class Engine:
@@ -329,7 +326,6 @@ class Engine:
             results.heard[row] = sequence.finish_reason is None  # not finished but without a slot: it was preempted
             if results.heard[row] and turns.samples[row]:
                 results.first[row] = sequence.outputs == 0
-                results.waited[row] = now - (sequence.last_token_at or sequence.request.added_at)
                 results.finish[row] = sequence.append(int(tokens[row]), now)
         sampling = alive & turns.samples
         if verified:
@@ -348,7 +344,6 @@ class Engine:
         """Append the sampled tokens of the selected `rows`, at most one per sequence, to their running sequences."""
         slots, at = self._batch.slots, _index(rows)
         slot = turns.slot[turns.chunk[at]]
-        results.waited[at] = now - slots.last_token_at[slot]
         results.first[at] = slots.known[slot] == slots.prompt[slot]
         results.finish[at] = slots.append(slot, tokens[at], now)
 
@@ -450,8 +445,6 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
         tokens=tokens,
         sequence=sequence,
         reader=turns.reader[chunk],
-        first=first,
-        waited=results.waited[at],
     )
 
 

@@ -200,7 +200,7 @@ class Slots:
         self.holds[slot] = sequence.choice == 0 and bool(request.held)
         self.constrained[slot] = sequence.constraint is not None
         self.first_token_at[slot] = sequence.first_token_at
-        self.last_token_at[slot] = sequence.last_token_at or request.added_at
+        self.last_token_at[slot] = sequence.last_token_at
         self.sampling.set(slot, sequence.sample_row(early=False))
         if request.params.min_tokens:
             self.sampling.set(slot + len(self.ticket), sequence.sample_row(early=True))
@@ -214,7 +214,7 @@ class Slots:
         slot = sequence.slot
         sequence.saved = self.known_tokens(slot).copy()
         sequence.first_token_at = float(self.first_token_at[slot])
-        sequence.last_token_at = float(self.last_token_at[slot]) if sequence.first_token_at else 0.0
+        sequence.last_token_at = float(self.last_token_at[slot])
         sequence.slot, self.ticket[slot], self.sequence[slot], self.constrained[slot] = -1, -1, None, False
         self.order = self.order[self.order != slot]
         return self.pages_of(slot)

@@ -22,7 +22,6 @@ from megakernel.errors import MegakernelError
 from megakernel.serving.server.errors import TOO_DEEP, APIError, ErrorResponse, MessagesError, answer_error, shortened
 from megakernel.serving.server.http import Gate
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
-from megakernel.serving.server.messages import ROOFLINE, TIMELINE
 from megakernel.serving.server.requests import DetokenizeRequest, TokenizeText
 from megakernel.serving.server.routes import anthropic, embeddings
 from megakernel.serving.server.routes.chat import ChatRequest, ChatResponse, TokenizeRequest, chat
@@ -202,23 +201,15 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
 
     app.add_route("/openapi.json", openapi, include_in_schema=False)
 
-    live_page, chat_page = _page("live.html"), _page("chat.html", timeline_script())
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        return HTMLResponse(live_page)
+    chat_page = _chat_page()
 
     @app.get(CHAT_PAGE, include_in_schema=False)
     async def chat_with_model() -> HTMLResponse:
         return HTMLResponse(chat_page)
 
-    @app.get("/roofline", summary="The time of the steps compared with the hardware's limits")
-    async def roofline() -> Response:
-        return Response(await service.engine.look(ROOFLINE), media_type="application/json")
-
     @app.get("/timeline", include_in_schema=False)
     async def timeline() -> Response:
-        traced = await service.engine.look(TIMELINE)
+        traced = await service.engine.timeline()
         if traced is None:
             return PlainTextResponse("No step has run recently. Send a request, then reload this page.\n", 404)
         return HTMLResponse(traced)
@@ -241,14 +232,12 @@ def _model(service: Service, name: str) -> ModelCard:
     return ModelCard(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
 
 
-def _page(name: str, *more: str) -> str:
-    """Return the HTML page in the file `name`. Its content security policy permits only the page's own script and the
-    scripts `more`. These belong to pages that this page opens from memory, which inherit the policy."""
-    folder = files("megakernel.serving.server") / "web"
-    template = (folder / name).read_text(encoding="utf-8")
-    own = template.partition("<script>")[2].partition("</script>")[0]
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    return fill(template, {"POLICY": policy(own, *more), "STYLE": style})
+def _chat_page() -> str:
+    """Return the page of the chat. Its content security policy permits only its own script and that of the timelines
+    that it opens from memory, which inherit the policy."""
+    page = (files("megakernel.serving.server") / "web" / "chat.html").read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    return fill(page, {"POLICY": policy(script, timeline_script())})
 
 
 def _correct(schema: dict[str, Any], service: Service) -> None:

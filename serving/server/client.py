@@ -285,15 +285,14 @@ class EngineClient:
         """Return the seconds since the last step ended, or 0 if the engine has no work."""
         return monotonic() - self.row.get("progress_at") if self.row.get("open") else 0.0
 
-    async def look(self, what: str) -> bytes | None:
-        """Ask the engine's process for `what`: ROOFLINE (statistics of all steps, JSON) or TIMELINE (a traced step,
-        HTML). Returns None for TIMELINE if no step has been traced."""
+    async def timeline(self) -> bytes | None:
+        """Ask the engine's process for the HTML page of a traced step. Returns None if no step has been traced."""
         if self.dead is not None:
             raise self.dead
         number, self._next = self._next, self._next + 1
         future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._send(messages.Look(number, what))
+        self._send(messages.Look(number))
         try:
             return await future
         finally:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 
-import msgspec
 import zmq
 
 from megakernel.errors import MegakernelError
+from megakernel.program import Program
 from megakernel.roofline import Ceilings
 from megakernel.serving.bench.ceilings import share_of
 from megakernel.serving.engine.engine import Step
-from megakernel.serving.engine.live import Live
+from megakernel.serving.engine.live import Totals
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
-from megakernel.serving.server.messages import ROOFLINE, TIMELINE, Description
+from megakernel.serving.server.messages import Description
 from megakernel.serving.text.llm import LLM
 from megakernel.timeline import page, resolve, summarise
+from megakernel.trace import Trace
 
 TRACE_WAIT_S = 10.0  # seconds to wait for the engine to run a step that can be traced
+_TOTALS = ("steps", "wall_s", "bound_s", "flops", "bytes", "rows")  # sums over all steps that `/metrics` shows
 
 
 class EngineHost:
     """Serves an LLM's engine to HTTP server processes or to one `AsyncLLM`. `close` ends everything except the LLM."""
 
     def __init__(
-        self, llm: LLM, *, source: str, name: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
-    ):
-        """`source` says where the tokenizer is, and `name` is the model name that the live page shows. Steps are
-        recorded and compared with `ceilings`, the hardware's maximum rates. Without `ceilings` nothing is recorded."""
+        self, llm: LLM, *, source: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
+    ) -> None:
+        """`source` says where the tokenizer is. Steps are added up and compared with `ceilings`, the hardware's maximum
+        rates. Without `ceilings`, they are not, and no step can be traced."""
         engine, dims = llm.engine, llm.engine.dims
         folder = tempfile.mkdtemp(prefix="megakernel-")  # `mkdtemp` makes a folder that other users cannot enter
         self.description = Description(
@@ -58,31 +61,37 @@ class EngineHost:
         except zmq.ZMQError as e:
             raise MegakernelError(f"cannot create a socket in {folder}: {e}: set TMPDIR to another folder") from e
         if ceilings is not None:
-            self._record_steps(llm, name, ceilings)
+            self._record_steps(llm, ceilings)
 
-    def _record_steps(self, llm: LLM, name: str, ceilings: Ceilings) -> None:
+    def _record_steps(self, llm: LLM, ceilings: Ceilings) -> None:
         self._row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
-        about = {"model": name, "kv_cache": f"KV in {llm.kv_cache}", "threads": f"{llm.threads} threads"}
-        self.live = Live(
-            ceilings,
-            llm.engine.stats,
-            tied=llm.config.tied,
-            max_seqs=llm.engine.dims.bucket.max_seqs,
-            about=llm.about | about,
-        )
-        self.loop.on_step.append(self._record)
-        self.loop.live = self.live
         machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
+        totals = Totals(ceilings, llm.config.tied)
+        made = threading.Event()
+        traced: tuple[Program, Trace] | None = None
+
+        def record(step: Step, seconds: float) -> None:
+            nonlocal traced
+            totals.add(step, seconds)
+            self._row.put(**{name: getattr(totals, name) for name in _TOTALS})
+            if step.output.trace is not None:
+                self.loop.tracing = False
+                traced = step.program, step.output.trace
+                made.set()
 
         def timeline() -> bytes | None:
-            """Trace one step, and return it as an HTML page."""
-            traced = self.live.trace(TRACE_WAIT_S)
+            """Trace the next step, and return it as an HTML page. If none ends in time, show the one traced before."""
+            made.clear()
+            self.loop.tracing = True
+            made.wait(TRACE_WAIT_S)
+            self.loop.tracing = False
             if traced is None:
                 return None
-            step = resolve(*traced, machine)
-            return page((step, summarise(step))).encode()
+            shown = resolve(*traced, machine)
+            return page((shown, summarise(shown))).encode()
 
-        self.loop.views = {ROOFLINE: lambda: msgspec.json.encode(self.live.snapshot()), TIMELINE: timeline}
+        self.loop.on_step.append(record)
+        self.loop.timeline = timeline
 
     def start(self) -> None:
         self.loop.start()
@@ -91,9 +100,3 @@ class EngineHost:
         self.loop.close()
         self._context.term()
         shutil.rmtree(self.description.folder, ignore_errors=True)
-
-    def _record(self, step: Step, seconds: float) -> None:
-        self.live.add(step, seconds, self.loop.engine.stats)
-        totals = self.live.totals()
-        names = ("steps", "wall_s", "bound_s", "flops", "bytes", "rows")
-        self._row.put(**{name: getattr(totals, name) for name in names})

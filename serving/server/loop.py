@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
-from megakernel.serving.engine.live import Live
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.sampling import SamplingParams, Tokens
 from megakernel.serving.engine.scheduler import ClientQueue
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 CONTROL = b"server"  # name of the server itself among the senders of messages; only it may send Gone and Close
 _BESIDE = b"beside"  # name of the threads that do slow work beside the engine; only they may send Done
-_GRAMMARS = "grammars"
+_GRAMMARS, _TIMELINE = "grammars", "timeline"  # the kinds of slow work
 _Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the number of the job's first choice there
 
 
@@ -74,9 +73,9 @@ class EngineLoop:
         self.engine = engine
         self.row = row
         self.on_step: list[Callable[[Step, float], None]] = []
-        self.live: Live | None = None  # records the steps, and asks for a trace of some
+        self.tracing = False  # whether to trace the next step
         self.on_death: Callable[[], None] = lambda: None
-        self.views: dict[str, Callable[[], bytes | None]] = {}  # `Look.what` -> the function that makes the answer
+        self.timeline: Callable[[], bytes | None] = lambda: None  # traces a step and returns it as an HTML page
         self._max_waiting = max_waiting
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, 0)
@@ -91,8 +90,7 @@ class EngineLoop:
         self._beside_lock = threading.Lock()
         self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
-        kinds = (_GRAMMARS, messages.ROOFLINE, messages.TIMELINE)
-        self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in kinds}
+        self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, _TIMELINE)}
         self._grammars = grammars
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stop_compiling = threading.Event()
@@ -108,8 +106,7 @@ class EngineLoop:
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: ClientQueue[_Key] = ClientQueue()  # those whose grammar waits
         self._compiles = False
-        # Kind of query -> frontends and numbers of those that wait.
-        self._looking: dict[str, list[tuple[bytes, int]]] = {}
+        self._looking: list[tuple[bytes, int]] = []  # frontends and numbers of the queries that wait
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -247,22 +244,22 @@ class EngineLoop:
             self._queue(key, asked, result)
 
     def _look(self, frontend: bytes, asked: messages.Look) -> None:
-        """Answer a query for statistics or a trace. Those of the same kind that come meanwhile share the answer."""
-        waiting = self._looking.setdefault(asked.what, [])
-        waiting.append((frontend, asked.number))
-        if len(waiting) == 1:
-            self._run_beside(asked.what, partial(self._view, asked.what), partial(self._show, asked.what))
+        """Answer a query for the page of a traced step. Queries that come meanwhile share the answer."""
+        self._looking.append((frontend, asked.number))
+        if len(self._looking) == 1:
+            self._run_beside(_TIMELINE, self._view, self._show)
 
-    def _view(self, what: str) -> bytes | None:
+    def _view(self) -> bytes | None:
         try:
-            return self.views[what]()
+            return self.timeline()
         except Exception:
-            log.exception("a query for %s failed", what)
+            log.exception("a step could not be shown")
             return None
 
-    def _show(self, what: str, content: bytes | None) -> None:
-        for frontend, number in self._looking.pop(what):
+    def _show(self, content: bytes | None) -> None:
+        for frontend, number in self._looking:
             self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, content))])
+        self._looking.clear()
 
     def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
         """Run `work` in the thread for its kind, so that no step has to wait, then `then` in the engine's thread."""
@@ -360,7 +357,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         began = self._step_began or perf_counter()
-        step = self.engine.step(trace=self.live is not None and self.live.tracing)
+        step = self.engine.step(trace=self.tracing)
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
         self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it

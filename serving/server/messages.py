@@ -59,10 +59,9 @@ class Gone(_Record):
 
 
 class Look(_Record):
-    """A query for ROOFLINE (statistics of steps) or TIMELINE (a traced step). The answer has the same `number`."""
+    """A query for the page of a traced step. The answer has the same `number`."""
 
     number: int
-    what: str
 
 
 class Done(_Record):
@@ -74,7 +73,6 @@ class Close(_Record):
 
 
 ToEngine = Hello | Submit | Stop | Abort | Look | Gone | Done | Close
-ROOFLINE, TIMELINE = "roofline", "timeline"  # the values of `Look.what`
 
 # -- messages to a frontend
 
@@ -101,7 +99,7 @@ class Dead(_Record):
 
 
 class Seen(_Record):
-    """The answer to a `Look`. `content` is None if there is nothing to show."""
+    """The answer to a `Look`. `content` is None if no step has been traced."""
 
     number: int
     content: bytes | None

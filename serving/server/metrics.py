@@ -73,6 +73,7 @@ _NUMBERS: tuple[tuple[_Kind, str, str, str], ...] = (
     (_COUNTER, "vllm:spec_decode_num_draft_tokens", "proposed tokens that steps verified", "proposed"),
     (_COUNTER, "vllm:spec_decode_num_accepted_tokens", "proposed tokens that were accepted", "accepted"),
     (_COUNTER, "megakernel:steps", "steps run", "steps"),
+    (_COUNTER, "megakernel:step_sequences", "sequences that got tokens, summed over steps", "turns"),
     (_COUNTER, "megakernel:step_seconds", "wall time of steps", "wall_s"),
     (_COUNTER, "megakernel:step_bound_seconds", "least time of those steps at the measured ceilings", "bound_s"),
     (_COUNTER, "megakernel:flops", "necessary FLOPs of steps", "flops"),

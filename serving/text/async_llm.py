@@ -25,7 +25,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, **args: Any) -> None:
         self._llm = LLM(model, **args)
-        self._host = EngineHost(self._llm, source="", name=self._llm.model, frontends=1, max_waiting=_MOST_WAITING)
+        self._host = EngineHost(self._llm, source="", frontends=1, max_waiting=_MOST_WAITING)
         self._host.start()
         self._client: EngineClient | None = None
         self._requests = 0

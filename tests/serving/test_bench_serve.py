@@ -20,7 +20,8 @@ from megakernel.model.families import forward
 from megakernel.roofline import step_work
 from megakernel.scheduler import passes
 from megakernel.serving.bench import Load, LoadJob, ServerClient, Workload, alternate, client, least_work, load
-from megakernel.serving.bench.load import drive
+from megakernel.serving.bench.client import CPU
+from megakernel.serving.bench.load import _STEPS, drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
@@ -183,19 +184,6 @@ def test_a_hostile_answer_is_an_outcome(monkeypatch: pytest.MonkeyPatch, name: s
     assert outcome.error and len(outcome.error) < 1000
 
 
-@pytest.mark.parametrize(
-    ("page", "why"),
-    [
-        ({"ceilings": {"x": 1}}, "unusable ceilings"),
-        ({"ceilings": "x"}, "unusable ceilings"),
-        ({"ceilings": {"read_bytes_per_s": 0, "flops": 1, "threads": 1, "how": "x"}}, "not above 0"),
-    ],
-)
-def test_hostile_ceilings_are_one_line(capsys: pytest.CaptureFixture[str], page: dict[str, Any], why: str) -> None:
-    with running(FakeServer(pages={"/roofline": page})) as server:
-        assert why in fails(capsys, "bench", "serve", "--base-url", server.url, "--num-prompts", "2")
-
-
 def test_long_errors_of_a_server_are_cut() -> None:
     assert client._short(b"x" * 200) == "x" * 200
     assert client._short(b"x" * 201) == "x" * 200 + "..."
@@ -264,11 +252,10 @@ FLAGS = ["bench", "serve", "--num-prompts", "6", "--dataset", "random", *SIZES]
 
 @pytest.mark.usefixtures("tiny_shape")
 def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
-    ceilings = {"read_bytes_per_s": 1e12, "flops": 1e13, "threads": 2, "how": "made up"}
-    record = {"ceilings": ceilings, "total": {"steps": 3, "wall_s": 2.0, "bound_s": 1.0}}
+    record = "megakernel:ceiling_bytes_per_second 1e12\nmegakernel:ceiling_flops_per_second 1e13"
     with (
         running(FakeServer(pages={"/version": {"version": "1"}})) as a,
-        running(FakeServer(pages={"/roofline": record})) as b,
+        running(FakeServer(pages={"/metrics": record})) as b,
     ):
         flags = ["--base-url", a.url, "--vs", b.url, "--runs", "2", "--max-concurrency", "2", "--goodput", "ttft:5000"]
         figures = run_json(capsys, *FLAGS, *flags)
@@ -303,24 +290,20 @@ def test_servers_take_turns() -> None:
 
 @pytest.mark.usefixtures("tiny_shape")
 def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.CaptureFixture[str]) -> None:
-    ceilings = {"read_bytes_per_s": 1.0, "flops": 1.0, "threads": 2, "how": "made up"}
-
     class Recording(FakeServer):
-        proposed = 3
+        proposed, sums = 0, np.zeros(7)
 
         async def _completion(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
-            total, counts = self.pages["/roofline"]["total"], self.pages["/roofline"]["counts"]
-            for name, more in {"steps": 2, "wall_s": 2.0, "bound_s": 1.0}.items():
-                total[name] += more
-            for name, more in {"generated": 4, "turns": 2, "proposed": self.proposed, "accepted": 2}.items():
-                counts[name] += more
+            self.sums = self.sums + np.array([2, 2.0, 1.0, 4, 2, self.proposed, 2])
+            told = [f'{name}{{model_name="m"}} {value}' for name, value in zip(_STEPS, self.sums, strict=True)]
+            ceilings = [f"megakernel:ceiling_{what}_per_second 1.0" for what in ("bytes", "flops")]
+            self.pages["/metrics"] = "\n".join([*told, *ceilings, "nonsense x", "infinite inf"])
             await super()._completion(writer, request)
 
     def figures(proposed: int) -> tuple[dict[str, Any], str]:
-        counts = dict.fromkeys(("generated", "turns", "proposed", "accepted"), 0)
-        record = {"ceilings": ceilings, "total": dict.fromkeys(("steps", "wall_s", "bound_s"), 0), "counts": counts}
-        with running(Recording(pages={"/roofline": record})) as fake:
+        with running(Recording()) as fake:
             fake.proposed = proposed
+            asyncio.run(ServerClient(fake.url, model="m").complete(jobs((2, 2))[0]))
             return run_json(capsys, *FLAGS, "--base-url", fake.url), run(capsys, *FLAGS, "--base-url", fake.url)[2]
 
     found, said = figures(3)
@@ -388,12 +371,12 @@ def test_processes_share_the_jobs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("tiny_shape")
 def test_a_run_has_the_processor_time_that_was_spent_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter([{"engine": 5.0}, {"engine": 7.5, "frontend": 1.0}])
+    said = iter([{f'{CPU}engine"}}': 5.0}, {f'{CPU}engine"}}': 7.5, f'{CPU}frontend"}}': 1.0}])
 
-    async def cpu_seconds(self: ServerClient) -> dict[str, float]:
+    async def metrics(self: ServerClient) -> dict[str, float]:
         return next(said)
 
-    monkeypatch.setattr(ServerClient, "cpu_seconds", cpu_seconds)
+    monkeypatch.setattr(ServerClient, "metrics", metrics)
 
     async def measured(url: str) -> list[list[dict[str, Any]]]:
         return await alternate([ServerClient(url, model="m")], Workload("w", jobs((2, 2))), Load(warm_up=0), 1)

@@ -101,8 +101,7 @@ def serving(
     when they are needed, because compiling all of them ahead takes longer than most tests."""
     allowed = Limits(**limits)
     ceilings = machine_ceilings(machine.host(llm.threads))
-    name = (names or [llm.model])[0]
-    host = EngineHost(llm, source="", name=name, frontends=1, max_waiting=allowed.max_waiting, ceilings=ceilings)
+    host = EngineHost(llm, source="", frontends=1, max_waiting=allowed.max_waiting, ceilings=ceilings)
     service = Service(host.description, llm.codec, (1, "frontend"), names, access, allowed)
     ready = Event()
     sock = listen("127.0.0.1", 0)

@@ -22,7 +22,7 @@ class FakeServer:
     model: str = "random:tiny"
     delay_s: float = 0.0
     faults: dict[int, int | str] = field(default_factory=dict)
-    pages: dict[str, Any] = field(default_factory=dict)  # the JSON responses to other paths, by path
+    pages: dict[str, Any] = field(default_factory=dict)  # the responses to other paths, by path: text or JSON
     close_after: int = 10**9  # number of responses after which the server closes a connection
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class FakeServer:
             writer.close()
 
     def _whole(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
+        body = (value if isinstance(value, str) else json.dumps(value)).encode()
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
     async def _completion(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:

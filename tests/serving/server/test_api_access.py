@@ -68,8 +68,8 @@ def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
 def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
     with serving(llm, access=AccessRules(keys=("sésame", "second")), names=["a", "b"]) as guarded:
         paths = [*json.loads(guarded.request("GET", "/openapi.json", headers=bearer("second"))[2])["paths"]]
-        assert {TOKENIZE, DETOKENIZE, COMPLETIONS, "/metrics", "/roofline"} <= {*paths}
-        for path in [*paths, "/", "/timeline", "/openapi.json", "/nowhere"]:
+        assert {TOKENIZE, DETOKENIZE, COMPLETIONS, "/metrics"} <= {*paths}
+        for path in [*paths, "/timeline", "/openapi.json", "/nowhere"]:
             for header in ({}, bearer("wrong"), basic("wrong"), {"Authorization": "second"}, {"x-api-key": "wrong"}):
                 answer = guarded.request("POST" if path == TOKENIZE else "GET", path, headers=header)
                 if path == "/health":
@@ -84,19 +84,18 @@ def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
         assert sdk.completions.create(model="b", prompt="x", max_tokens=1).model == "b"
 
 
-def test_a_browser_is_asked_for_the_key_of_the_live_page(llm: LLM) -> None:
+def test_a_browser_is_asked_for_the_key(llm: LLM) -> None:
     with serving(llm, access=AccessRules(keys=("k",))) as guarded:
-        challenge = guarded.request("GET", "/")[1]["www-authenticate"]
+        challenge = guarded.request("GET", "/metrics")[1]["www-authenticate"]
         assert challenge == 'Bearer, Basic realm="megakernel"'
-        for path in ("/", "/roofline"):
-            assert guarded.request("GET", path, headers=basic("k"))[0] == 200
-        assert guarded.request("GET", "/", headers={"Authorization": "Basic *"})[0] == 401
+        assert guarded.request("GET", "/metrics", headers=basic("k"))[0] == 200
+        assert guarded.request("GET", "/metrics", headers={"Authorization": "Basic *"})[0] == 401
 
 
 def test_metrics_can_be_opened(llm: LLM) -> None:
     with serving(llm, access=AccessRules(keys=("k",), open_metrics=True)) as guarded:
         assert guarded.request("GET", "/metrics")[0] == 200
-        assert guarded.request("GET", "/roofline")[0] == 401
+        assert guarded.request("GET", "/v1/models")[0] == 401
         operations = json.loads(guarded.request("GET", "/openapi.json", headers=bearer("k"))[2])["paths"]
         guards = {path: "security" in next(iter(operation.values())) for path, operation in operations.items()}
         assert not guards.pop("/health") and not guards.pop("/metrics") and all(guards.values())
