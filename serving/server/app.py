@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,62 +15,25 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.errors import TOO_DEEP, APIError, ErrorResponse, MessagesError, answer_error, shortened
+from megakernel.serving.server.errors import TOO_DEEP, APIError, answer_error, shortened
 from megakernel.serving.server.http import Gate
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
 from megakernel.serving.server.requests import DetokenizeRequest, TokenizeText
 from megakernel.serving.server.routes import anthropic, embeddings
-from megakernel.serving.server.routes.chat import ChatRequest, ChatResponse, TokenizeRequest, chat
-from megakernel.serving.server.routes.completions import CompletionRequest, CompletionResponse, complete
-from megakernel.serving.server.routes.responses import ResponseObject, ResponsesRequest, respond
+from megakernel.serving.server.routes.chat import ChatRequest, TokenizeRequest, chat
+from megakernel.serving.server.routes.completions import CompletionRequest, complete
+from megakernel.serving.server.routes.responses import ResponsesRequest, respond
 from megakernel.serving.server.service import Service
-from megakernel.serving.server.writer import while_connected
+from megakernel.serving.server.writer import json_response, while_connected
 from megakernel.timeline.template import fill, policy, timeline_script
 
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "megakernel"
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class TokenizeResponse(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-
-
-class TokenizerInfo(BaseModel):
-    bos_token: str | None
-    eos_token: str | None
-
-
-class DetokenizeResponse(BaseModel):
-    prompt: str
-
-
-class VersionResponse(BaseModel):
-    version: str
-
-
-_ERROR = {"model": ErrorResponse}
-_POST: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 404, 408, 413, 415, 503), _ERROR)
+_POST: dict[int | str, dict[str, Any]] = {status: {} for status in (400, 404, 408, 413, 415, 503)}
 _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
     200: {"content": {"text/event-stream": {}}, "description": "the answer, whole or as a stream"}
 }
-_MESSAGES: dict[int | str, dict[str, Any]] = _GENERATE | {status: {"model": MessagesError} for status in _POST}
 
 
 def create_app(service: Service, root_path: str = "") -> FastAPI:
@@ -105,48 +68,48 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         error = APIError(404, f"there is no route {where}: this server has {', '.join(listed)}")
         return error.response(request.scope["path"])
 
-    @app.post("/v1/completions", response_model=CompletionResponse, responses=_GENERATE)
+    @app.post("/v1/completions", responses=_GENERATE)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         return await while_connected(request.receive, complete(service, body))
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=_GENERATE)
+    @app.post("/v1/chat/completions", responses=_GENERATE)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await while_connected(request.receive, chat(service, body))
 
-    @app.post("/v1/responses", response_model=ResponseObject, responses=_GENERATE)
+    @app.post("/v1/responses", responses=_GENERATE)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation. Nothing is stored."""
         return await while_connected(request.receive, respond(service, body))
 
-    @app.post("/v1/messages", response_model=anthropic.MessagesAnswer, responses=_MESSAGES)
+    @app.post("/v1/messages", responses=_GENERATE)
     async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
         """Answer a conversation of Anthropic's Messages API."""
         return await while_connected(request.receive, anthropic.answer_messages(service, body))
 
-    @app.post("/v1/messages/count_tokens", responses={status: {"model": MessagesError} for status in _POST})
-    async def count_tokens(body: anthropic.CountRequest) -> anthropic.TokenCount:
+    @app.post("/v1/messages/count_tokens", responses=_POST)
+    async def count_tokens(body: anthropic.CountRequest) -> Response:
         """Count the tokens of a conversation of Anthropic's Messages API."""
         return await anthropic.count_tokens(service, body)
 
-    @app.post("/v1/embeddings", response_model=embeddings.EmbeddingResponse, responses=_POST)
+    @app.post("/v1/embeddings", responses=_POST)
     async def embed(body: embeddings.EmbeddingRequest, request: Request) -> Response:
         """Turn texts into vectors."""
         return await while_connected(request.receive, embeddings.embed(service, body))
 
-    @app.get("/v1/models", response_model=ModelList)
-    async def models() -> ModelList:
+    @app.get("/v1/models")
+    async def models() -> Response:
         """List the model names that requests may use."""
-        return ModelList(data=[_model(service, name) for name in service.names])
+        return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
 
-    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses={404: _ERROR})
-    async def model(name: str) -> ModelCard:
+    @app.get("/v1/models/{name:path}", responses={404: {}})
+    async def model(name: str) -> Response:
         """Describe one model."""
-        return _model(service, service.model(name))
+        return json_response(_model(service, service.model(name)))
 
-    @app.post("/tokenize", response_model=TokenizeResponse, responses=_POST)
-    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> TokenizeResponse:
+    @app.post("/tokenize", responses=_POST)
+    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> Response:
         """Convert a text or a conversation to token ids."""
         service.model(body.model)
         if isinstance(body, TokenizeText):
@@ -154,21 +117,22 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         else:
             tokens = await service.encode_chat(body.conversation())
         service.check_count(tokens)
-        return TokenizeResponse(count=len(tokens), max_model_len=service.max_context, tokens=tokens.tolist())
+        told = {"count": len(tokens), "max_model_len": service.max_context, "tokens": tokens.tolist()}
+        return json_response(told)
 
-    @app.post("/detokenize", response_model=DetokenizeResponse, responses=_POST)
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+    @app.post("/detokenize", responses=_POST)
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """Convert token ids to text."""
         service.model(body.model)
-        return DetokenizeResponse(prompt=await service.decode(body.tokens))
+        return json_response({"prompt": await service.decode(body.tokens)})
 
-    @app.get("/tokenizer_info", response_model=TokenizerInfo)
-    async def tokenizer_info() -> TokenizerInfo:
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
         """Return the BOS and EOS tokens, for evaluation harnesses that have no tokenizer."""
         special = service.tokenizer.special if service.tokenizer else {}
-        return TokenizerInfo(bos_token=special.get("bos_token"), eos_token=special.get("eos_token"))
+        return json_response({name: special.get(name) for name in ("bos_token", "eos_token")})
 
-    @app.get("/health", responses={200: {"content": None}, 503: _ERROR})
+    @app.get("/health", responses={200: {"content": None}, 503: {}})
     async def health() -> Response:
         """Return an empty answer with status 200 while the engine works. Return 503 if the engine has stopped, or if it
         has had work but completed no step for longer than the stall timeout."""
@@ -184,10 +148,10 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         """Prometheus metrics."""
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/version", response_model=VersionResponse)
-    async def own_version() -> VersionResponse:
+    @app.get("/version")
+    async def own_version() -> Response:
         """The server's version."""
-        return VersionResponse(version=version("megakernel"))
+        return json_response({"version": version("megakernel")})
 
     making = asyncio.Lock()
 
@@ -228,8 +192,9 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     return app
 
 
-def _model(service: Service, name: str) -> ModelCard:
-    return ModelCard(id=name, created=service.started, root=service.description.name, max_model_len=service.max_context)
+def _model(service: Service, name: str) -> dict[str, Any]:
+    told = {"id": name, "object": "model", "created": service.started, "owned_by": "megakernel"}
+    return told | {"root": service.description.name, "max_model_len": service.max_context}
 
 
 def _chat_page() -> str:
@@ -248,13 +213,12 @@ def _correct(schema: dict[str, Any], service: Service) -> None:
         schema["components"]["schemas"].pop(name, None)
     if service.access.keys:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
     for name, path in schema["paths"].items():
         for operation in path.values():
             operation["responses"].pop("422", None)
             if service.access.guards(name):
                 operation["security"] = [{"key": []}]
-                operation["responses"]["401"] = {"description": "missing or wrong API key", "content": error}
+                operation["responses"]["401"] = {"description": "missing or wrong API key"}
 
 
 def _bound(node: Any, vocab: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 
@@ -43,29 +43,6 @@ _MESSAGES_TYPES = {
 TOO_DEEP = (RecursionError, PydanticSerializationError)
 
 
-class ErrorInfo(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: int
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorInfo
-
-
-class MessagesErrorInfo(BaseModel):
-    type: str
-    message: str
-
-
-class MessagesError(BaseModel):
-    """An error in the shape of Anthropic's Messages API."""
-
-    type: Literal["error"] = "error"
-    error: MessagesErrorInfo
-
-
 class ClientGone(Exception):
     """Raised when the client has closed the connection, so that nobody reads the answer."""
 
@@ -84,11 +61,10 @@ class APIError(Exception):
         represent are escaped."""
         if is_messages(path):
             named = _MESSAGES_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
-            told = MessagesErrorInfo(type=named, message=printable(self.message))
-            return MessagesError(error=told).model_dump_json().encode()
+            return msgspec.json.encode({"type": "error", "error": {"type": named, "message": printable(self.message)}})
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
-        info = ErrorInfo(message=printable(self.message), type=kind, param=self.param, code=self.status)
-        return ErrorResponse(error=info).model_dump_json().encode()
+        told = {"message": printable(self.message), "type": kind, "param": self.param, "code": self.status}
+        return msgspec.json.encode({"error": told})
 
     def response(self, path: str = "") -> Response:
         return Response(self.body(path), self.status, self.headers, "application/json")

@@ -37,7 +37,7 @@ from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
-from megakernel.serving.server.scores import PromptDetails, PromptLogprobs, Usage, prompt_logprobs
+from megakernel.serving.server.scores import PromptLogprobs, prompt_logprobs
 from megakernel.serving.text.codec import Token
 from megakernel.serving.text.tool_calls import Piece, Reader
 
@@ -55,6 +55,10 @@ def encode_json(value: object) -> bytes:
         return _encode(value)
     except OverflowError:
         return json.dumps(value).encode()
+
+
+def json_response(value: object) -> Response:
+    return Response(encode_json(value), media_type="application/json")
 
 
 # -- the same answer from another server
@@ -270,14 +274,13 @@ class Writer(ABC):
         prompt = self.asked.prompts[index].tolist()
         return prompt_logprobs(self.asked.tokenizer, prompt, self.answers.scores[index][1], count)
 
-    def _usage(self, completion: int | None = None) -> Usage:
-        """Return the token counts. `completion` replaces the number of generated tokens."""
+    def _usage(self, completion: int | None = None) -> dict[str, Any]:
+        """Return the token counts. `completion` replaces the number of generated tokens. `cached_tokens` counts the
+        prompt tokens that were found in the prefix cache."""
         prompt = sum(map(len, self.asked.prompts))
         made = self.answers.completion_tokens if completion is None else completion
-        details = PromptDetails(cached_tokens=self.answers.cached)
-        return Usage(
-            prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made, prompt_tokens_details=details
-        )
+        counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": self.answers.cached}}
 
 
 class ItemWriter(Writer):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import Response
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
@@ -19,7 +19,7 @@ from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS,
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes.chat import FunctionName, Mode, conversation, plain_call
 from megakernel.serving.server.service import Service, Tools
-from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
+from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event, json_response
 from megakernel.serving.text.codec import Conversation
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
@@ -203,35 +203,11 @@ class MessagesRequest(CountRequest, requests.Sampled):
 # -- the answer
 
 
-class MessagesUsage(BaseModel):
-    """Token counts. `input_tokens` does not count the prompt tokens that were found in the prefix cache."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class MessagesAnswer(BaseModel):
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    usage: MessagesUsage
-
-
-class TokenCount(BaseModel):
-    input_tokens: int
-
-
-async def count_tokens(service: Service, body: CountRequest) -> TokenCount:
+async def count_tokens(service: Service, body: CountRequest) -> Response:
     """Return the number of tokens of a conversation, tools included."""
     service.model(body.model)
     prompt = await service.encode_chat(body.conversation(body.chosen()))
-    return TokenCount(input_tokens=len(prompt))
+    return json_response({"input_tokens": len(prompt)})
 
 
 async def answer_messages(service: Service, body: MessagesRequest) -> Response:
@@ -254,10 +230,10 @@ class _MessageWriter(ItemWriter):
 
     def _whole(self, choices: list[Said]) -> bytes:
         content = [_block(item, _object(item.text)) for item in self.said.items]
-        return self._answer(content, end=True).model_dump_json().encode()
+        return encode_json(self._answer(content, end=True))
 
     def _begin(self) -> bytes:
-        return _tell("message_start", message=self._answer([], end=False).model_dump()) + _tell("ping")
+        return _tell("message_start", message=self._answer([], end=False)) + _tell("ping")
 
     def _open(self, item: Item) -> bytes:
         return self._about("start", content_block=_block(replace(item, text=""), {}))
@@ -275,28 +251,32 @@ class _MessageWriter(ItemWriter):
         return _tell(f"content_block_{what}", index=len(self.said.items) - 1, **content)
 
     def _end(self) -> bytes:
-        end = self._answer([], end=True).model_dump()
+        end = self._answer([], end=True)
         stop = {name: end[name] for name in ("stop_reason", "stop_sequence")}
         closed = b"".join(map(self._close, self.said.items[-1:]))
         return closed + _tell("message_delta", delta=stop, usage=end["usage"]) + _tell("message_stop")
 
-    def _answer(self, content: list[dict[str, Any]], *, end: bool) -> MessagesAnswer:
-        """Return the answer with `content`. `end` says whether it has ended."""
+    def _answer(self, content: list[dict[str, Any]], *, end: bool) -> dict[str, Any]:
+        """Return the answer with `content`. `end` says whether it has ended. `input_tokens` does not count the tokens
+        that were found in the prefix cache."""
         used = self._usage()
-        cached = used.prompt_tokens_details.cached_tokens
+        cached = used["prompt_tokens_details"]["cached_tokens"]
         reason, sequence = self._stop() if end else (None, None)
-        return MessagesAnswer(
-            id=self.head["id"],
-            model=self.head["model"],
-            content=content,
-            stop_reason=reason,
-            stop_sequence=sequence,
-            usage=MessagesUsage(
-                input_tokens=used.prompt_tokens - cached,
-                cache_read_input_tokens=cached,
-                output_tokens=used.completion_tokens,
-            ),
-        )
+        return {
+            "id": self.head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self.head["model"],
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": {
+                "input_tokens": used["prompt_tokens"] - cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached,
+                "output_tokens": used["completion_tokens"],
+            },
+        }
 
     def _stop(self) -> tuple[str, str | None]:
         end = self.said.last

@@ -9,16 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import Response
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    SerializerFunctionWrapHandler,
-    Tag,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
@@ -38,9 +29,9 @@ from megakernel.serving.server.requests import (
     contradiction,
     one_message,
 )
-from megakernel.serving.server.scores import ChatLogprobs, PromptLogprobs, Usage, chat_logprobs, scores
+from megakernel.serving.server.scores import chat_logprobs, scores
 from megakernel.serving.server.service import Service, Tools
-from megakernel.serving.server.writer import AnyReason, Asked, Said, Writer, event
+from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
 from megakernel.serving.text.codec import Conversation, Token
 from megakernel.serving.text.tool_calls import Piece
 
@@ -251,99 +242,6 @@ TokenizeRequest = Annotated[
 # -- the answer
 
 
-class FunctionCall(BaseModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(BaseModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class _Part(BaseModel):
-    """A part of a streamed answer. Null fields are left out, because some clients let a null replace earlier values."""
-
-    @model_serializer(mode="wrap")
-    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
-
-class FunctionDelta(_Part):
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallDelta(_Part):
-    """A part of a tool call: first its id and name, then pieces of its arguments."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
-class ChatMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None  # left out if null
-
-    @model_serializer(mode="wrap")
-    def _said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        told: dict[str, Any] = serialize(self)
-        if self.reasoning_content is None:
-            del told["reasoning_content"]
-        return told
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: AnyReason
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatResponse(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class ChatDelta(_Part):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-    reasoning_content: str | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: AnyReason | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-
-
 async def chat(service: Service, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
     choice, told = body.tool_choice, [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -376,37 +274,32 @@ class _ChatWriter(Writer):
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
 
     def _whole(self, choices: list[Said]) -> bytes:
-        response = ChatResponse(
-            **self.head,
-            choices=[
-                ChatChoice(
-                    index=said.index,
-                    message=self._message(said),
-                    logprobs=self._logprobs(said.tokens),
-                    finish_reason=said.reason or "length",
-                    stop_reason=said.last.stop_reason,
-                    token_ids=[token.token_id for token in said.tokens] if self.asked.shows_ids else None,
-                )
-                for said in choices
-            ],
-            usage=self._usage(),
-            prompt_token_ids=self.asked.prompts[0].tolist() if self.asked.shows_ids else None,
-            prompt_logprobs=self._prompt_logprobs(0, self._body.prompt_logprobs),
-        )
-        return response.model_dump_json().encode()
+        written = [
+            {
+                "index": said.index,
+                "message": self._message(said),
+                "logprobs": self._logprobs(said.tokens),
+                "finish_reason": said.reason or "length",
+                "stop_reason": said.last.stop_reason,
+                "token_ids": [token.token_id for token in said.tokens] if self.asked.shows_ids else None,
+            }
+            for said in choices
+        ]
+        more = {
+            "prompt_token_ids": self.asked.prompts[0].tolist() if self.asked.shows_ids else None,
+            "prompt_logprobs": self._prompt_logprobs(0, self._body.prompt_logprobs),
+        }
+        return self._json("chat.completion", written, self._usage(), more)
 
-    def _message(self, said: Said) -> ChatMessage:
-        text = self._before + said.text("content")
+    def _message(self, said: Said) -> dict[str, Any]:
+        text, reasoning = self._before + said.text("content"), said.text("reasoning")
         calls = [
-            ToolCall(id=f"call_{item.id}", function=FunctionCall(name=item.name, arguments=item.text))
+            {"id": f"call_{item.id}", "type": "function", "function": {"name": item.name, "arguments": item.text}}
             for item in said.items
             if item.kind == "call"
         ]
-        return ChatMessage(
-            content=(text or None) if calls else text,
-            tool_calls=calls or None,
-            reasoning_content=said.text("reasoning") or None,
-        )
+        told = {"role": "assistant", "content": (text or None) if calls else text, "tool_calls": calls or None}
+        return told | ({"reasoning_content": reasoning} if reasoning else {})
 
     def _events(self, delta: Delta) -> bytes:
         """Return the events for new tokens of a choice. The first event of each choice contains the role and, with
@@ -415,51 +308,61 @@ class _ChatWriter(Writer):
         index, first = delta.index, delta.index not in self._said
         said, begin = self._choice(delta), b""
         if first:
-            begin = self._event(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=self._before)))
+            begin = self._event(index, {"role": "assistant", "content": self._before})
         if said.reader is None and delta.finish_reason is None and not self._keeps:
             return begin + self._text_event(index, delta.text)
         deltas = [self._delta(said, piece) for piece in said.read(delta)]
-        last = deltas.pop() if deltas else ChatDelta()
-        new = ChatChunkChoice(
-            index=index,
-            delta=last,
-            logprobs=self._logprobs(delta.tokens),
-            finish_reason=said.reason,
-            stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self.asked.shows_ids else None,
-        )
-        events = [self._event(ChatChunkChoice(index=index, delta=one)) for one in deltas]
-        if last != ChatDelta() or new.finish_reason or new.logprobs or new.token_ids:
-            events.append(self._event(new))
+        last = deltas.pop() if deltas else {}
+        new = {
+            "logprobs": self._logprobs(delta.tokens),
+            "finish_reason": said.reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self.asked.shows_ids else None,
+        }
+        events = [self._event(index, one) for one in deltas]
+        if last or new["finish_reason"] or new["logprobs"] or new["token_ids"]:
+            events.append(self._event(index, last, **new))
         return begin + b"".join(events)
 
     @staticmethod
-    def _delta(said: Said, piece: Piece) -> ChatDelta:
-        """Return a piece in the form of a stream."""
+    def _delta(said: Said, piece: Piece) -> dict[str, Any]:
+        """Return a piece in the form of a stream. It has no null, because some clients let a null replace what came
+        before. A call comes as its id and name, then pieces of its arguments."""
         said.put(piece)
         if piece.kind == "content":
-            return ChatDelta(content=piece.text)
+            return {"content": piece.text}
         if piece.kind == "reasoning":
-            return ChatDelta(reasoning_content=piece.text)
-        at = said.calls - 1
-        if piece.kind == "arguments":
-            return ChatDelta(tool_calls=[ToolCallDelta(index=at, function=FunctionDelta(arguments=piece.text))])
-        part, name = FunctionDelta(name=piece.text, arguments=""), f"call_{said.items[-1].id}"
-        return ChatDelta(tool_calls=[ToolCallDelta(index=at, id=name, type="function", function=part)])
+            return {"reasoning_content": piece.text}
+        call: dict[str, Any] = {"index": said.calls - 1, "function": {"arguments": piece.text}}
+        if piece.kind == "call":
+            call |= {"id": f"call_{said.items[-1].id}", "type": "function"}
+            call["function"] = {"name": piece.text, "arguments": ""}
+        return {"tool_calls": [call]}
 
-    def _event(self, choice: ChatChunkChoice) -> bytes:
-        return event(self._chunk([choice]))
+    def _event(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
+        return event(self._chunk([_chunk_choice(index, delta) | more]))
 
     def _usage_chunk(self) -> bytes:
         return self._chunk([], self._usage())
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
+        return self._chunk([_chunk_choice(index, {"content": text})])
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        return ChatChunk(**self.head, choices=choices, usage=usage).model_dump_json().encode()
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        return self._json("chat.completion.chunk", choices, usage, {})
 
-    def _logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
+    def _json(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None, more: dict[str, Any]
+    ) -> bytes:
+        return encode_json({**self.head, "object": kind, "choices": choices, "usage": usage, **more})
+
+    def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)
+        return {"content": chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)}
+
+
+def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice in an event. All its fields but these are null unless it has them."""
+    empty = dict.fromkeys(("logprobs", "finish_reason", "stop_reason", "token_ids"))
+    return {"index": index, "delta": delta, **empty}

@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile, zip_longest
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Self
 
 from fastapi.responses import Response
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from megakernel.model.tokenizer import TextStream, Tokenizer
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import (
-    LOWEST,
-    PromptLogprobs,
-    Score,
-    Usage,
-    likeliest,
-    scores,
-    token_text,
-)
+from megakernel.serving.server.scores import LOWEST, Score, likeliest, scores, token_text
 from megakernel.serving.server.service import Service
-from megakernel.serving.server.writer import AnyReason, Asked, Said, Writer, event
+from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
 
 _DEFAULT_TOKENS = 16
 
@@ -50,50 +42,22 @@ class CompletionRequest(Choices):
 # -- the answer
 
 
-class CompletionLogprobs(BaseModel):
-    """Log-probabilities as lists with one element per token. The first token of a prompt has no log-probability.
-    `text_offset` is the position in the text, in characters, where the token begins."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: AnyReason | None = None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-
-
-class CompletionResponse(BaseModel):
-    """A completion, or a chunk of one."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]) -> CompletionLogprobs:
-    """Return log-probabilities in the format of /v1/completions. `offsets` are those of the tokens in the text."""
-    out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
-    for token, logprob, top in tokens:
-        out.tokens.append(token_text(tokenizer, token))
-        out.token_logprobs.append(None if logprob is None else max(logprob, LOWEST))
+def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]) -> dict[str, Any]:
+    """Return log-probabilities in the format of /v1/completions: lists with one element per token. The first token of
+    a prompt has no log-probability. `offsets` are the positions in the text, in characters, where the tokens begin."""
+    tops: list[dict[str, float] | None] = []
+    for _, logprob, top in tokens:
         best: dict[str, float] = {}
         for other, value in (top or {}).items():
             # Different ids may have the same text. Of these, keep the most likely id, which comes first.
             best.setdefault(token_text(tokenizer, other), max(value, LOWEST))
-        out.top_logprobs.append(None if logprob is None else best)
-    return out
+        tops.append(None if logprob is None else best)
+    return {
+        "tokens": [token_text(tokenizer, token) for token, *_ in tokens],
+        "token_logprobs": [None if logprob is None else max(logprob, LOWEST) for _, logprob, _ in tokens],
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
 
 
 async def complete(service: Service, body: CompletionRequest) -> Response:
@@ -154,9 +118,8 @@ class _CompletionWriter(Writer):
         written = []
         for said in choices:
             last = replace(said.last, text=said.text("content"), tokens=said.tokens)
-            choice = self._choice_of(last)
-            choice.prompt_logprobs = self._prompt_logprobs(said.prompt, self._body.prompt_logprobs)
-            written.append(choice)
+            more = {"prompt_logprobs": self._prompt_logprobs(said.prompt, self._body.prompt_logprobs)}
+            written.append(self._choice_of(last) | more)
         return self._json(written, self._used())
 
     def _events(self, delta: Delta) -> bytes:
@@ -169,15 +132,15 @@ class _CompletionWriter(Writer):
         return self._json([], self._used())
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._json([CompletionChoice(index=index, text=text)])
+        return self._json([_told(index, text)])
 
-    def _json(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
-        return CompletionResponse(**self.head, choices=choices, usage=usage).model_dump_json().encode()
+    def _json(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        return encode_json({**self.head, "object": "text_completion", "choices": choices, "usage": usage})
 
-    def _used(self) -> Usage:
+    def _used(self) -> dict[str, Any]:
         return self._usage(0 if self._body.max_tokens == 0 else None)
 
-    def _choice_of(self, delta: Delta) -> CompletionChoice:
+    def _choice_of(self, delta: Delta) -> dict[str, Any]:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
         text, generated, reason, stop = delta.text, delta.tokens, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
@@ -196,9 +159,9 @@ class _CompletionWriter(Writer):
         if self._body.logprobs is not None:
             offsets += [self._places[delta.index].next(token.token_id) for token in generated]
             logprobs = completion_logprobs(self.asked.tokenizer, scored + scores(generated), offsets)
-        return CompletionChoice(
-            index=delta.index,
-            text=text,
+        return _told(
+            delta.index,
+            text,
             logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop,
@@ -227,3 +190,9 @@ class _CompletionWriter(Writer):
         count = self._body.logprobs or 0
         later = zip(prompt[1:], logprobs, tops, strict=True)
         return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]
+
+
+def _told(index: int, text: str, **more: Any) -> dict[str, Any]:
+    """Return a choice, or one chunk of it. All its fields but these are null unless `more` has them."""
+    names = ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
+    return {"index": index, "text": text, **dict.fromkeys(names), **more}

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from fastapi.responses import Response
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from megakernel.serving.engine.sampling import POOLINGS, SamplingParams
 from megakernel.serving.server import requests
@@ -27,26 +27,6 @@ class EmbeddingRequest(requests.Truncated):
         None
     )
     add_special_tokens: requests.AddSpecial | None = None
-
-
-class Embedding(BaseModel):
-    """An embedding as numbers, or as the base64 text of little-endian float32 numbers."""
-
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingResponse(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
 
 
 async def embed(service: Service, body: EmbeddingRequest) -> Response:

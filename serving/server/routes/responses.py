@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import Response
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server import requests
@@ -26,7 +26,7 @@ from megakernel.serving.server.routes.chat import (
     plain_call,
     reasoning_values,
 )
-from megakernel.serving.server.scores import PromptDetails, TokenLogprob, chat_logprobs, scores
+from megakernel.serving.server.scores import chat_logprobs, scores
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation, Token
@@ -223,75 +223,8 @@ class ResponsesRequest(requests.Sampled):
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(BaseModel):
-    type: Literal["output_text"] = "output_text"
-    text: str = ""
-    annotations: list[Any] = []
-    logprobs: list[TokenLogprob] | None = None
-
-
-class OutputMessage(BaseModel):
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    status: Status = "in_progress"
-    content: list[OutputText]
-
-
-class OutputCall(BaseModel):
-    id: str
-    type: Literal["function_call"] = "function_call"
-    status: Status = "in_progress"
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-class OutputDetails(BaseModel):
-    reasoning_tokens: Literal[0] = 0
-
-
-class ResponseUsage(BaseModel):
-    input_tokens: int
-    input_tokens_details: PromptDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails = OutputDetails()
-    total_tokens: int
-
-
-class Incomplete(BaseModel):
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
-
-
-class ResponseObject(BaseModel):
-    """The response object: the request's parameters and the answer so far."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: Status
-    model: str
-    output: list[OutputMessage | OutputCall]
-    usage: ResponseUsage | None = None
-    incomplete_details: Incomplete | None = None
-    error: None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] = {}
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
-    text: dict[str, Any]
-    tools: list[dict[str, Any]]
-    tool_choice: str | dict[str, Any]
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    store: Literal[False] = False
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-
-
-# The fields of the request that the response object repeats as they are.
+# Fields of the response object that never change, and fields of the request that it repeats as they are.
+_ALWAYS = {"error": None, "previous_response_id": None, "store": False, "background": False, "truncation": "disabled"}
 _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs")
 
 
@@ -318,16 +251,16 @@ class _ResponseWriter(ItemWriter):
         super().__init__(asked, keeps=body.wants_logprobs)
         self._body = body
         self._next = 0  # number of the next event
-        self._scores: list[TokenLogprob] = []
+        self._scores: list[dict[str, Any]] = []
 
     def _whole(self, choices: list[Said]) -> bytes:
         self._scores = self._logprobs(self.said.tokens)
         if not self.said.items:
             self.said.put(Piece("content", ""))
-        return self._response(self.said.last.finish_reason).model_dump_json(by_alias=True).encode()
+        return encode_json(self._response(self.said.last.finish_reason))
 
     def _begin(self) -> bytes:
-        response = self._response(None).model_dump(by_alias=True)
+        response = self._response(None)
         events = self._event("created", response=response) + self._event("in_progress", response=response)
         if self.said.reader is None:
             events += self._empty()
@@ -340,40 +273,37 @@ class _ResponseWriter(ItemWriter):
 
     def _open(self, item: Item) -> bytes:
         begun = self._item(replace(item, text=""), "in_progress")
-        if isinstance(begun, OutputMessage):
-            begun.content = []
-        events = self._event("output_item.added", output_index=self.said.items.index(item), item=begun.model_dump())
+        if item.kind != "call":
+            begun["content"] = []
+        events = self._event("output_item.added", output_index=self.said.items.index(item), item=begun)
         if item.kind == "call":
             return events
-        return events + self._tell(item, "content_part.added", content_index=0, part=OutputText().model_dump())
+        return events + self._tell(item, "content_part.added", content_index=0, part=_part("", None))
 
     def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
         if item.kind == "call":
             return self._tell(item, "function_call_arguments.delta", delta=text)
         new = self._logprobs(delta.tokens)
         self._scores += new
-        shown = [one.model_dump() for one in new]
-        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=shown)
+        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def _close(self, item: Item, status: Status = "completed") -> bytes:
         done = self._item(item, status)
-        if isinstance(done, OutputCall):
+        if item.kind == "call":
             events = self._tell(item, "function_call_arguments.done", name=item.name, arguments=item.text)
         else:
-            [part] = (part.model_dump() for part in done.content)
+            [part] = done["content"]
             events = self._tell(
                 item, "output_text.done", content_index=0, text=item.text, logprobs=part["logprobs"] or []
             )
             events += self._tell(item, "content_part.done", content_index=0, part=part)
-        return events + self._event(
-            "output_item.done", output_index=self.said.items.index(item), item=done.model_dump()
-        )
+        return events + self._event("output_item.done", output_index=self.said.items.index(item), item=done)
 
     def _end(self) -> bytes:
         reason = self.said.last.finish_reason
         events = b"" if self.said.items else self._empty()
         events += self._close(self.said.items[-1], _status(reason))
-        response = self._response(reason).model_dump(by_alias=True)
+        response = self._response(reason)
         return events + self._event(response["status"], response=response)
 
     def _event(self, kind: str, **content: Any) -> bytes:
@@ -387,48 +317,57 @@ class _ResponseWriter(ItemWriter):
         """Return an event about an output item."""
         return self._event(kind, item_id=_id(item), output_index=self.said.items.index(item), **content)
 
-    def _item(self, item: Item, status: Status) -> OutputMessage | OutputCall:
+    def _item(self, item: Item, status: Status) -> dict[str, Any]:
         if item.kind == "call":
-            call_id = f"call_{item.id}"
-            return OutputCall(id=_id(item), status=status, call_id=call_id, name=item.name, arguments=item.text)
-        text = OutputText(text=item.text, logprobs=self._scores if self._keeps else None)
-        return OutputMessage(id=_id(item), status=status, content=[text])
+            call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
+            return {"id": _id(item), "type": "function_call", "status": status, **call}
+        part = _part(item.text, self._scores if self._keeps else None)
+        return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
-    def _response(self, reason: FinishReason | None) -> ResponseObject:
-        """Return the response object so far. `reason` is None while the answer is generated."""
-        body, usage, output = self._body, None, []
+    def _response(self, reason: FinishReason | None) -> dict[str, Any]:
+        """Return the response object so far: the request's parameters and the answer. `reason` is None while the answer
+        is generated."""
+        body, usage = self._body, None
+        output: list[dict[str, Any]] = []
         if reason is not None:
             used = self._usage()
-            usage = ResponseUsage(
-                input_tokens=used.prompt_tokens,
-                input_tokens_details=used.prompt_tokens_details,
-                output_tokens=used.completion_tokens,
-                total_tokens=used.total_tokens,
-            )
+            usage = {
+                "input_tokens": used["prompt_tokens"],
+                "input_tokens_details": used["prompt_tokens_details"],
+                "output_tokens": used["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": used["total_tokens"],
+            }
             output = [self._item(item, "completed") for item in self.said.items]
-            output[-1].status = _status(reason)
+            output[-1]["status"] = _status(reason)
         choice = body.tool_choice or "auto"
         form = body.text.format if body.text else None
-        return ResponseObject(
+        return {
+            "id": self.head["id"],
+            "object": "response",
+            "created_at": self.head["created"],
+            "status": "in_progress" if reason is None else _status(reason),
+            "model": self.head["model"],
+            "output": output,
+            "usage": usage,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             **{name: getattr(body, name) for name in _REPEATED},
-            id=self.head["id"],
-            created_at=self.head["created"],
-            status="in_progress" if reason is None else _status(reason),
-            model=self.head["model"],
-            output=output,
-            usage=usage,
-            incomplete_details=Incomplete() if reason == "length" else None,
-            metadata=body.metadata or {},
-            text={"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
-            tools=[tool.model_dump() for tool in body.tools or ()],
-            tool_choice=choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-        )
+            "metadata": body.metadata or {},
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            **_ALWAYS,
+        }
 
-    def _logprobs(self, tokens: list[Token]) -> list[TokenLogprob]:
+    def _logprobs(self, tokens: list[Token]) -> list[dict[str, Any]]:
         if not self._keeps:
             return []
-        return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0).content
+        return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)
+
+
+def _part(text: str, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _id(item: Item) -> str:

@@ -332,7 +332,7 @@ def test_the_openapi_schema_bounds_token_ids_by_the_vocabulary(live: Live) -> No
 
 @pytest.mark.slow
 def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
-    """Schemathesis sends requests that the schema allows and others that it forbids. All answers conform to the schema.
+    """Schemathesis sends requests that the schema allows and others that it forbids. The schema lists each status.
 
     This is a sample of the full run: `st --config-file tests/support/schemathesis.toml run URL/openapi.json
     --max-examples 1000`. Routes that share most of their fields with the chat's get only requests that are allowed."""
