@@ -61,7 +61,6 @@ NOT_RUN = {
 _LOAD = "--num-prompts 2 --dataset random --random-input-len 8 --random-output-len 4"
 SMALLER = {
     r"^megakernel chat": "--max-tokens 4",
-    r"bench latency .*llama-3.2-1b": "--model random:smollm2-135m --prompt-tokens 16 --tokens 2 --runs 1",
     r"bench latency": "--model MODEL --prompt-tokens 16 --tokens 2 --runs 1",
     r"bench throughput": f"--model MODEL {_LOAD}",
     r"bench serve .*--vs": f"{_LOAD} --runs 1 --base-url URL --vs URL",

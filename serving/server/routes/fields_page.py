@@ -21,7 +21,8 @@ def reference() -> str:
 def _lines() -> Iterator[str]:
     yield "# Fields of requests\n"
     yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
-    yield "that check requests. A field that is refused or not listed causes an error, unless its value is null."
+    yield "that check requests. Any other field causes an error that says what to use instead, if there is something,"
+    yield "unless its value is null or has no effect, such as `n_predict: -1`."
     yield "\n## Supported\n\n| endpoint or object | supported fields |\n| --- | --- |"
     generating = _BODIES[:4]
     common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]
@@ -39,9 +40,6 @@ def _lines() -> Iterator[str]:
     yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
     yield from _table(fields.OF_MESSAGES)
-    yield "\n## Refused\n\nThese fields cause an error that says what to use instead, except at endpoints for which the"
-    yield "first table lists them. A value without effect, such as `n_predict: -1`, is accepted.\n"
-    yield _names(fields.REFUSED) + "."
 
 
 def _names(names: Iterable[str]) -> str:
