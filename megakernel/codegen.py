@@ -348,8 +348,8 @@ def reference() -> str:
         out.append(f"| {operation.value} | {operation.name.lower()} | {operands} | {meaning} |")
     out += ["", "## Results of a matmul", "", *_columns("result | where row r of t = product + bias is stored")]
     out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
-    out += ["", "## Buffers", "", *_columns("name | kind | contents")]
-    out += [f"| `{b.name}` | {buffer.space.value} | {buffer.what} |" for b, buffer in BUFFERS.items()]
+    out += ["", "## Buffers", "", *_columns("name | contents")]
+    out += [f"| `{b.name}` | {buffer.what} |" for b, buffer in BUFFERS.items()]
     return "\n".join(out) + "\n"
 
 
