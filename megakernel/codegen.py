@@ -89,8 +89,8 @@ _DERIVED = (
     *("head_ranks", "first_expert", "rank_experts", "by_expert", "places"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
-# Derived sizes that need no division, except by a power of two, or are needed only for experts. A GPU's block has no
-# shared memory to spare for them.
+# Derived sizes that C++ does not store, because a GPU's block has no shared memory to spare for them. They are cheap to
+# compute (at most a division by a power of two), or needed only for experts.
 _QUICK = {"by_expert", "places", "head_ranks", "mask_words", "first_expert", "rank_experts"}
 _FUNCTIONS = ("span", "query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
 _HELPERS = ("ceil_div", "start", "shard")

@@ -30,9 +30,9 @@ def norms_next(forward: Forward) -> Forward:
 
 
 def norms_inside(forward: Forward) -> Forward:
-    """Let each matmul of a layer normalise its own inputs, so that no separate norm is needed. The residual must not
-    change between the norm and the matmuls that read its result. Norms before a mixture of experts remain, and
-    so does rounding without a norm."""
+    """Remove the norms of each layer: a matmul that would read a norm's result normalises the norm's inputs itself.
+    This is right only if those inputs do not change between the norm and the matmul. Norms before a router remain, and
+    so do norm phases without weights, which only round."""
     norms: dict[Buffer | None, Phase] = {}  # buffer -> the norm that wrote its present contents
     body = []
     for phase, after in zip_longest(forward.body, forward.body[1:]):

@@ -192,12 +192,12 @@ class Paths:
         return self._waiting("a k step", last)
 
     def sample(self) -> Floor:
-        """Return the cycles in which a thread that samples processes the logits that it loads in advance."""
+        """Return the cycles that a thread takes in sampling to process the logits that it loads in advance."""
         loads = self._logits()
         return self._floor("sampling", {max(loads)}, self._at("sample.h", "expf(held.v[k] - top)", "MUFU.EX2")) * AHEAD
 
     def sample_entries(self) -> int:
-        """Return how many logits of a row all threads that sample together load in advance."""
+        """Return how many logits of a row all sampling threads together load in advance."""
         words = sum(4 if ".128" in self._code.instructions[i].opcode else 1 for i in self._logits())
         return AHEAD * words * CONSUMERS * LANES
 

@@ -65,7 +65,7 @@ class Look(_Record):
 
 
 class Done(_Record):
-    """Work in a thread beside the engine's has ended. The engine's process sends this message to itself."""
+    """A background thread of the engine's process has finished its work. The process sends this message to itself."""
 
 
 class Close(_Record):

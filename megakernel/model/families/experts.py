@@ -129,7 +129,7 @@ GRANITE_MOE = replace(
 
 
 def read_qwen3(config: Keys) -> dict[str, Any]:
-    """Read the sliding window, which all layers have if it is turned on, and the experts."""
+    """Read the numbers of experts and, if use_sliding_window is true, the window, which then holds for all layers."""
     windowed = config.flag("use_sliding_window") and config.raw.get("sliding_window", 4096) is not None
     return ({"window": config.count("sliding_window", 4096)} if windowed else {}) | counts(config)
 
@@ -166,7 +166,7 @@ def read_gpt_oss(config: Keys) -> dict[str, Any]:
 
 
 def read_gguf_gpt_oss(config: Keys) -> dict[str, Any]:
-    """Read the windows, which no file lacks, and the experts. All layers have the same RoPE."""
+    """Read the sliding windows and the numbers of experts. A file must have windows, and one RoPE for all layers."""
     config.only("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
     config.count("attention.sliding_window")
     return read_gguf_windows(config, 2) | gguf_counts(config)

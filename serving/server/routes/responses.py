@@ -233,7 +233,9 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     tools = body.chosen()
     if tools.reader(service.codec)() is not None and body.wants_logprobs:
         cause = "tools" if tools.used else "a model that writes its reasoning in channels"
-        raise APIError(400, f"log-probabilities cannot be combined with {cause}: leave one of them out")
+        raise APIError(
+            400, f"log-probabilities cannot be combined with {cause}: leave out top_logprobs and {_LOGPROBS}"
+        )
     return await service.converse(
         body,
         body.conversation(tools),
