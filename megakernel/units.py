@@ -6,7 +6,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def _prefix(value: float, digits: int) -> tuple[float, str]:
-    """Return the decimal prefix of a number with so many significant digits, and its size."""
+    """Return the decimal prefix, as size and name, that suits `value` rounded to `digits` significant digits."""
     rounded = float(f"{value:.{digits}g}")
     return next(((size, prefix) for size, prefix in _PREFIXES if rounded >= size), (1.0, ""))
 

@@ -63,8 +63,8 @@ class Naming:
         return self.config.experts > 0 and weight(buffer).per_expert and "{expert}" not in self._parts(buffer)[0]
 
     def halved(self, buffer: Buffer) -> int:
-        """In how many first tensors of a buffer the two rows of a RoPE pair are half a head apart. In all other
-        tensors, they are adjacent."""
+        """How many of a buffer's tensors, counted from the first, store the two rows of a RoPE pair half a head apart.
+        The other tensors store them side by side."""
         return 0 if self.format in FAMILIES[self.config.family].adjacent else weight(buffer).rotated
 
     def scaling(self, buffer: Buffer) -> tuple[float, float]:

@@ -287,7 +287,8 @@ class Slots:
 
 
 class _Row(NamedTuple):
-    """The rows of a step that get logits, as arrays; or one such row. `Turns` and `Lineup` describe the fields."""
+    """The rows of a step that get logits: arrays with an element per row, or the values of one row. The fields have the
+    meaning that they have in `Turns` and `Lineup`."""
 
     chunk: Any
     index: Any

@@ -144,7 +144,7 @@ MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
   }
 }
 
-// As above, for a type that is packed as P, with 4-bit floats as integers.
+// Returns the same for a type that is packed as P. 4-bit floats become integers (doubled_floats).
 template <class P>
 MK_INLINE U32 codes(const Values<P::kValueBits>& values, int j, int at) {
   const U32 words = code_words(values, j, at);

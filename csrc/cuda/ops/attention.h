@@ -61,8 +61,7 @@ class AttentionItem {
   MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
 
   MK_FN int parts() const { return head_parts(d_); }
-  // The part of the head whose results this warp computes: successive units, and so successive warps, have
-  // the parts of one tile.
+  // Returns which part of a head this warp computes. Successive warps compute the parts of one tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
   MK_FN int of_head() const { return head_units(d_, s_.item_rows[item_]); }
   MK_FN int units() const { return s_.item_kv_heads[item_] * of_head(); }
