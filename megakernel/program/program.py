@@ -167,7 +167,16 @@ class Program:
             out |= {f"{name}.records": segment.records, f"{name}.offsets": segment.offsets}
         return out | {name: getattr(self, name).reshape(-1) for name in TOTALS}
 
+    @property
+    def digest(self) -> bytes:
+        """The SHA-256 of the program's content."""
+        return hashlib.sha256(self._content()).digest()
+
     def to_bytes(self) -> bytes:
+        content = self._content()
+        return b"".join([MAGIC, bytes([VERSION]), hashlib.sha256(content).digest(), content])
+
+    def _content(self) -> bytes:
         arrays = self.arrays()
         fields = {
             "dims": self.dims.flat,
@@ -180,9 +189,8 @@ class Program:
         }
         text = json.dumps(fields, sort_keys=True).encode()
         text += b" " * (-(START + len(text)) % ALIGNMENT)
-        payload = len(text).to_bytes(START - HASHED, "little") + text
-        payload += b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for a in arrays.values())
-        return MAGIC + bytes([VERSION]) + hashlib.sha256(payload).digest() + payload
+        length = len(text).to_bytes(START - HASHED, "little")
+        return b"".join([length, text, *(np.ascontiguousarray(a, dtype="<i4").data for a in arrays.values())])
 
     def save(self, path: Path) -> None:
         """Write the file atomically, so that no process ever reads an incomplete file."""

@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
         return self.seconds < math.inf or most_s <= self.most_s
 
 
-Predictions = dict[Options | str, Prediction]
+Predictions = dict[Options | bytes, Prediction]
 
 
 class Fastest:
@@ -86,7 +86,7 @@ class Fastest:
     def seconds(self, options: Options, tokens: int, known: Predictions, most_s: float = math.inf) -> float:
         """Return the predicted seconds of a step, or infinity if these options cannot be combined. The result may also
         be infinity if a step takes at least `most_s` seconds. `known` caches predictions by options and by the
-        program's hash, because different options may give the same program."""
+        program's digest, because different options may give the same program."""
         found = known.get(options)
         if found is None or not found.answers(most_s):
             try:
@@ -94,10 +94,10 @@ class Fastest:
             except MegakernelError:  # rows do not fit in shared memory to be normalised inside matmuls
                 known[options] = Prediction(math.inf, math.inf)
                 return math.inf
-            found = known.get(program.hash)
+            found = known.get(digest := program.digest)
             if found is None or not found.answers(most_s):
                 found = Prediction(predicted_seconds(program, self.spec.machine, most_s), most_s)
-            known[options] = known[program.hash] = found
+            known[options] = known[digest] = found
         return found.seconds
 
     def options(self, tokens: int) -> Options:
