@@ -44,7 +44,6 @@ def run(python: str, args: Any, log: Path) -> dict[str, Any]:
     with server(command, log) as peer:
         load = ["bench", "serve", "--base-url", peer.url, "--model", args.model, "--seed", "1"]
         load += ["--num-prompts", str(args.num_prompts), "--max-concurrency", in_flight]
-        load += ["--processes", str(args.processes)]
         measured(*load)  # warm-up, in which the server compiles its programs
         before = cpu_seconds(peer.pid)
         done = measured(*load)
@@ -68,7 +67,6 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--num-prompts", type=int, default=512)
     parser.add_argument("--max-concurrency", type=int, default=256)
-    parser.add_argument("--processes", type=int, default=1, help="client processes (default: 1)")
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     sides = {"now": sys.executable} | ({"before": args.before} if args.before else {})

@@ -67,7 +67,6 @@ def register(add: AddVerb) -> None:
         help="requests per second as a Poisson process, or inf for all at once (default: inf)",
     )
     add_count(parser, "--max-concurrency", None, "maximum requests in flight (default: no limit)")
-    add_count(parser, "--processes", 1, "processes that send the requests")
     add_count(parser, "--runs", 1, "runs of each server")
     parser.add_argument(
         "--goodput",
@@ -106,7 +105,6 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "stream": not args.disable_stream,
         "goodput": dict(args.goodput) if args.goodput else None,
         "seed": args.seed,
-        "processes": args.processes,
     }
     with output.progress("answered") as advance:
         runs = await alternate(servers, load, Load(args.request_rate, **sent), args.runs, advance)

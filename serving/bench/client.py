@@ -69,14 +69,8 @@ class ServerClient:
         self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
-        self._key = api_key
         self._free: list[_Connection] = []
         self.events = 0  # number of answers and streamed events received; if it no longer grows, the server is dead
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The arguments with which a client process creates its own copy of this `ServerClient`."""
-        return {"url": self.url + self._path, "model": self.model, "api_key": self._key}
 
     async def metrics(self) -> dict[str, float]:
         """Return the server's Prometheus metrics by name. Labels are left out, except the process of `CPU`."""

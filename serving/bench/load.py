@@ -1,17 +1,14 @@
-"""Sends workloads to servers: all requests at once or as a Poisson process, from one or several client processes, and
-to several servers in alternation (A B A B), so that other load on the machine affects all alike."""
+"""Sends workloads to servers: all requests at once or as a Poisson process, and to several servers in alternation (A B
+A B), so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.sharedctypes import Synchronized
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +23,6 @@ from megakernel.serving.engine.scheduler import Counts
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
 _SPARE_FILES = 64  # file descriptors that a process needs besides its connections
-_LOOK_S = 0.2  # seconds between two progress reports
 # A server's sums over its steps: steps, wall time, least time, then the fields of `Counts`.
 _STEPS = (
     "megakernel:steps_total",
@@ -48,8 +44,7 @@ class Load:
                      `max_concurrency` allows
     max_concurrency  maximum number of requests in flight; None means no limit
     goodput          limits for goodput (see `report`)
-    warm_up          requests with short answers before each server's first run
-    processes        client processes, because one may be too slow for a server"""
+    warm_up          requests with short answers before each server's first run"""
 
     rate: float = math.inf
     max_concurrency: int | None = None
@@ -57,7 +52,6 @@ class Load:
     goodput: dict[str, float] | None = None
     seed: int = 0
     warm_up: int = 8
-    processes: int = 1
 
 
 async def alternate(
@@ -79,7 +73,8 @@ async def alternate(
         server = servers[which]
         before = await server.metrics()
         shifted = partial(_shifted, on_done, number * len(workload.jobs), total) if on_done else None
-        outcomes, client_s = await _drive_from(server, workload.again(number // len(servers)), load, shifted)
+        began = time.process_time()
+        outcomes = await drive(server, workload.again(number // len(servers)), load, shifted)
         after = await server.metrics()
         spent = {
             name.removeprefix(CPU).partition('"')[0]: seconds - before.get(name, 0.0)
@@ -87,7 +82,8 @@ async def alternate(
             if name.startswith(CPU)
         }
         figure = report(outcomes, load.goodput)
-        figure |= cpu_time(spent | {"client": client_s}, figure["output_tokens"], figure["duration_s"], load.processes)
+        spent["client"] = time.process_time() - began
+        figure |= cpu_time(spent, figure["output_tokens"], figure["duration_s"])
         figures[which].append(figure | {"server": _steps(before, after)})
     return figures
 
@@ -178,59 +174,3 @@ def _allow_connections(count: int) -> None:
                 f"{count} connections exceed the system's limit of {hard} open files: lower --max-concurrency"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-async def _drive_from(
-    server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None
-) -> tuple[list[Outcome], float]:
-    """Call `drive` in up to `load.processes` processes. Returns the outcomes and the CPU seconds of the clients. Each
-    of n processes sends every n-th job, at 1/n of the rate and with 1/n of the requests in flight."""
-    n = min(load.processes, len(workload.jobs), load.max_concurrency or len(workload.jobs))
-    if n == 1:
-        before = time.process_time()
-        outcomes = await drive(server, workload, load, on_done)
-        return outcomes, time.process_time() - before
-    context = multiprocessing.get_context("spawn")
-    count: Synchronized[int] = context.Value("q", 0)
-    loop, most = asyncio.get_running_loop(), load.max_concurrency
-    with ProcessPoolExecutor(n, context, _share, (count,)) as pool:
-        await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, _LOOK_S) for _ in range(n)))  # until all run
-        parts = []
-        for i in range(n):
-            part = replace(load, rate=load.rate / n, seed=load.seed + i, max_concurrency=most and (most + i) // n)
-            share = replace(workload, jobs=workload.jobs[i::n])
-            parts.append(loop.run_in_executor(pool, _part, server.spec, share, part))
-        while (await asyncio.wait(parts, timeout=_LOOK_S, return_when=asyncio.FIRST_EXCEPTION))[1]:
-            if on_done:
-                on_done(count.value, len(workload.jobs))
-            if any(part.done() and part.exception() for part in parts):
-                break
-        done = await asyncio.gather(*parts)
-    return [outcome for outcomes, _ in done for outcome in outcomes], sum(seconds for _, seconds in done)
-
-
-_count: Synchronized[int]
-
-
-def _share(count: Synchronized[int]) -> None:
-    """Initialise a new client process: keep the counter of answered requests, which all client processes share."""
-    global _count
-    _count = count
-
-
-def _part(spec: dict[str, Any], share: Workload, load: Load) -> tuple[list[Outcome], float]:
-    """Send one process's part of the load. Returns the outcomes and the process's CPU seconds."""
-
-    def count(done: int, of: int) -> None:
-        with _count.get_lock():
-            _count.value += 1
-
-    async def send() -> list[Outcome]:
-        server = ServerClient(**spec)
-        try:
-            return await drive(server, share, load, count)
-        finally:
-            await server.close()
-
-    before = time.process_time()
-    return asyncio.run(send()), time.process_time() - before
