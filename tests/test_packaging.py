@@ -3,7 +3,6 @@ completion."""
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from commands import run
 
-from megakernel.cli import completion, parser
+from megakernel.cli import parser
 from megakernel.settings import SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -94,30 +92,3 @@ def test_the_commands_of_the_image_are_shell() -> None:
     assert len(runs) == 5
     for command in runs:
         output_of("sh", "-n", "-c", command)
-
-
-# -- completion
-
-
-@pytest.mark.parametrize("shell", completion.SHELLS)
-def test_a_script_names_every_verb(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script = run(capsys, "completion", shell)[1]
-    assert all(verb in script for verb in ("generate", "serve", "roofline", "completion", "throughput"))
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [
-        (["gen"], {"generate"}),
-        (["serve", "--api-s"], {"--api-server-count"}),
-        (["bench", "th"], {"throughput"}),
-        (["completion", "z"], {"zsh"}),
-    ],
-)
-def test_bash_completes(typed: list[str], found: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "megakernel.bash"
-    script.write_text(run(capsys, "completion", "bash")[1])
-    words = shlex.join(["megakernel", *typed])
-    ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_megakernel; echo ${{COMPREPLY[@]}}"
-    assert set(output_of("bash", "-c", ask).split()) == found

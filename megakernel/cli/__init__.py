@@ -28,7 +28,7 @@ _VERBS = {
     "run a model": ("demo", "pull", "generate", "chat", "serve"),
     "understand its speed": ("bench", "bench_serve", "timeline", "roofline", "simulate"),
     "look into programs": ("programs",),
-    "this machine": ("doctor", "completion"),
+    "this machine": ("doctor",),
 }
 _GROUP = "measure speed"
 

@@ -386,7 +386,7 @@ sys.exit(status)
         ("numpy", "generate --prompt x"),
         ("tokenizers", "generate --prompt x --model random:llama-3.2-1b"),
         ("uvicorn", "serve --model random:llama-3.2-1b --port 0"),
-        ("end", "completion bash"),
+        ("end", "roofline ask"),
     ],
 )
 def test_an_interrupt_of_an_import_is_silent(module: str, arguments: str) -> None:
@@ -397,7 +397,10 @@ def test_an_interrupt_of_an_import_is_silent(module: str, arguments: str) -> Non
 
 @pytest.mark.parametrize(
     ("redirection", "arguments", "why"),
-    [(">&-", ("serve",), "standard output is closed"), ("1</dev/null", ("completion", "bash"), "Bad file descriptor")],
+    [
+        (">&-", ("serve",), "standard output is closed"),
+        ("1</dev/null", ("roofline", "ask", "--json"), "Bad file descriptor"),
+    ],
 )
 def test_output_that_cannot_be_written_is_one_line(redirection: str, arguments: tuple[str, ...], why: str) -> None:
     line = ["sh", "-c", f'"$@" {redirection}', "sh", *command(*arguments)]

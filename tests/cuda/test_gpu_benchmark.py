@@ -86,7 +86,7 @@ PARTS = (
     *("ablate-decode-1b", "ablate-mixed-8b"),
 )
 # Packages that a machine with a GPU may lack.
-ABSENT = ("gguf", "perfetto", "fastapi", "uvicorn", "httptools", "shtab", "pydantic")
+ABSENT = ("gguf", "perfetto", "fastapi", "uvicorn", "httptools", "pydantic")
 
 
 @pytest.mark.slow
