@@ -246,7 +246,7 @@ def _text_of(name: str, chat: bool = False) -> Iterator[Stage]:
     yield "tokenizer", lambda: opened.append(load_tokenizer(name))
     if opened and (tokenizer := opened[0]) is not None:
         yield "encode", lambda: tokenizer.decode(tokenizer.encode("ab \u00e9<s>"))
-        yield "ids", lambda: (tokenizer.decode(range(0, 300)), tokenizer.longest_token())
+        yield "ids", lambda: (tokenizer.decode(range(0, 300)), tokenizer.longest)
         if chat:
             yield "chat", lambda: tokenizer.apply_chat_template(MESSAGES)
 

@@ -15,9 +15,15 @@ from .limits import MOST_PROMPT_CHARACTERS, MOST_TEMPLATE_BYTES, MOST_TEMPLATE_C
 from .template_worker import environment
 
 # Template variables that a request must not set in `chat_template_kwargs`: the server or other fields of the request
-# set them. `now` is the time that the template's function `strftime_now` returns.
-OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "now"}
+# set them. `now` is the time that the template's function `strftime_now` returns. A text of more characters than
+# `most_characters` does not fit the context.
+OWN_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+OWN_NAMES |= {"now", "most_characters"}
 _WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class TooLong(MegakernelError):
+    """Raised for a text that has more tokens than fit."""
 
 
 class ChatTemplate:
@@ -60,6 +66,8 @@ class ChatTemplate:
             kind, text = self.checked()._process.ask(values)
         except Ended as e:
             raise self._error("failed", str(e)) from e
+        if kind == "long":
+            raise TooLong(f"the conversation has {text}")
         if kind != "text":
             raise self._error(kind, text)
         return text

@@ -7,17 +7,29 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from ..errors import MegakernelError
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, TooLong
 
 
 class UnknownTokenizer(MegakernelError):
     """Raised for a kind of tokenizer that is not supported. The model still works with token ids."""
+
+
+class Limit(NamedTuple):
+    """How many token ids of a text are wanted: at most `most`. If the text has more, the `last` ones are wanted, or
+    TooLong is raised."""
+
+    most: int
+    last: bool = False
+
+
+# A long text is counted in pieces of _PIECE characters. A cut can divide tokens, so each may count _MORE too many.
+_PIECE, _MORE = 1 << 16, 16
 
 
 class Tokenizer:
@@ -55,8 +67,11 @@ class Tokenizer:
         self._piece, self._strip = _decoder(backend)
         self._bytes = [cache(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required."""
+    def encode(self, text: str, *, add_special: bool = True, limit: Limit | None = None) -> list[int]:
+        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required. With a
+        limit, the memory does not depend on the length of the text: one that is too long is encoded in part."""
+        if limit is not None and len(text) > 2 * limit.most:
+            text = self._wanted(text, limit)
         # Encoding can fail, because a damaged tokenizer.json may refer to something that it does not define.
         with backend_errors("the model's tokenizer failed"):
             try:
@@ -66,6 +81,18 @@ class Tokenizer:
                 raise MegakernelError("the text holds a lone surrogate, which no encoding of Unicode allows") from e
         ids: list[int] = list(encoding.ids)
         return [*self._before, *ids, *self._after] if add_special else ids
+
+    def _wanted(self, text: str, limit: Limit) -> str:
+        """Return a long text, or its end if only the `last` tokens are wanted. Raises TooLong."""
+        left = limit.most
+        for at in range(0, len(text), _PIECE):
+            piece = text[max(0, len(text) - at - _PIECE) : len(text) - at] if limit.last else text[at : at + _PIECE]
+            left -= max(0, len(self.encode(piece, add_special=False)) - _MORE)
+            if left < 0 and limit.last:
+                return text[max(0, len(text) - at - _PIECE) :]
+            if left < 0:
+                raise TooLong(f"the text has more than {limit.most} tokens")
+        return text
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of the token ids `ids`. Bytes that are not UTF-8 become U+FFFD."""
@@ -79,21 +106,24 @@ class Tokenizer:
         *,
         continue_final: bool = False,
         add_special: bool = False,
+        limit: Limit | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the assistant's answer begins. Each message has a `role`
-        and a `content`.
+        and a `content`. `limit` is that of `encode`; it also bounds the text that a template makes.
 
         `values` are further template variables. With `continue_final`, the answer continues the text of the last
         message.
         """
         values = {**self.special, **self._listed, **(values or {})}
+        if limit is not None and not limit.last and self.longest:
+            values["most_characters"] = limit.most * self.longest
         if (template := self._template(bool(values.get("tools")))) is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
         if continue_final:
             text = _up_to_mark(template.render(_marked(messages), {**values, "add_generation_prompt": False}), messages)
         else:
             text = template.render(messages, values)
-        ids = self.encode(text, add_special=add_special)
+        ids = self.encode(text, add_special=add_special, limit=limit)
         begun = not self._begins_chats or ids[: len(self._before)] == self._before
         return ids if begun else self._before + ids
 
@@ -147,7 +177,8 @@ class Tokenizer:
         """The id of the special token with this text, if there is one."""
         return next((token for token, added in self._added.items() if added.special and added.content == text), None)
 
-    def longest_token(self) -> int:
+    @cached_property
+    def longest(self) -> int:
         """The maximum number of bytes that one token can add to a text."""
         ids = self._backend.get_vocab(with_added_tokens=True).values()
         return max((len(self.token_bytes(token)) for token in ids), default=0)

@@ -172,10 +172,10 @@ class Engine:
         if len(outside):
             raise MegakernelError(f"prompt token {outside[0]} is outside the vocabulary of {self.dims.model.vocab}")
         prompt = given.astype(np.int32, copy=False)
-        if len(prompt) >= self.dims.bucket.max_context:
+        if len(prompt) > self.dims.bucket.max_context:
             raise MegakernelError(
-                f"the prompt has {len(prompt)} tokens, but the context of {self.dims.bucket.max_context} tokens must "
-                "also hold one generated token: shorten the prompt or raise the context"
+                f"the prompt has {len(prompt)} tokens, more than the context of {self.dims.bucket.max_context} tokens:"
+                " shorten the prompt or raise the context"
             )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             wrong = next((t for t in ids if t >= self.dims.model.vocab), None)
@@ -311,7 +311,8 @@ class Engine:
     # -- planning
 
     def _length_limit(self, prompt: int, params: SamplingParams) -> int:
-        context = self.dims.bucket.max_context
+        # The last token is never an input, so a prompt that fills the context is still followed by one.
+        context = max(self.dims.bucket.max_context, prompt + 1)
         return context if params.max_tokens is None else min(context, prompt + params.max_tokens)
 
     # -- results

@@ -166,7 +166,7 @@ class Slots:
         self.sequence: Objects = np.full(n, None)
         self.ticket = np.full(n, -1)  # number of the sequence's admission; -1: the slot is free
         self.reader, self.number = np.zeros((2, n), np.int64)  # see `Request.reader`, and the number of the choice
-        self.tokens = np.zeros((n, dims.bucket.max_context), np.int32)
+        self.tokens = np.zeros((n, dims.bucket.max_context + 1), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
         self.freed = np.zeros(n, np.int64)  # first pages that the sequence no longer has, see `passed`
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)

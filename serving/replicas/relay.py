@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from megakernel.serving.replicas.server_process import Head, Part
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.writer import MARK, Replay, event
+from megakernel.serving.server.writer import MARK, WAITING, Replay, event
 
 log = logging.getLogger("ray.serve")
 # A request that crashes every replica must not be tried forever. It fails after this number of attempts in a row that
@@ -60,6 +60,8 @@ async def relay(
                     if not head.streams:
                         continue
                     *known, rest = MARK.split(rest)  # events and the number of their choice, alternately
+                    if rest == WAITING:  # belongs to no token, so it is sent at once
+                        known, rest = [*known, rest], b""
                     if known and sent is None:
                         await _start(head, send)
                         sent = head

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # not imported at run time, so that `AsyncLLM` works without 
 
 FinishReason = Literal["stop", "length"]
 _AT_ONCE = 64  # maximum number of messages to read before other tasks of the event loop have their turn
+# Maximum work of one `take`, before other tasks of the event loop have their turn: about 10 ms. One unit is a token, a
+# log-probability that the answer shows, or a stop string (or 32 characters of one) that each token is compared with.
+MOST_WORK = 2048
 
 
 def unpack(kind: Any, data: Any) -> Any:
@@ -68,7 +71,7 @@ class Answers:
     Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
     text of each choice. `times` has the times of its first and its last token, 0 before the first. `cached` counts the
     prompt tokens that were found in the prefix cache, over all prompts that have begun. `unenforced` has the JSON
-    Schema keywords that the answers may violate.
+    Schema keywords that the answers may violate, and None until the engine has accepted the prompts.
 
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
@@ -91,7 +94,7 @@ class Answers:
         self.transcripts = transcripts
         self.times = [(0.0, 0.0)] * len(transcripts)
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
-        self.unenforced: tuple[str, ...] = ()
+        self.unenforced: tuple[str, ...] | None = None
         self.pooled: dict[int, NDArray[np.float32]] = {}
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0
@@ -99,6 +102,8 @@ class Answers:
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
         self._scored = params.prompt_logprobs is not None
+        work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
+        self._most = max(1, MOST_WORK // work)  # tokens of one `take`
         self._tokens: dict[int, list[Token]] = {}
         self._held: dict[int, list[Token]] = {}
         self._error: Exception | None = None
@@ -108,9 +113,15 @@ class Answers:
     def finished(self) -> bool:
         return not self._left
 
+    async def accepted(self) -> None:
+        """Wait until the engine has accepted the prompts. Raises the same errors as `take`."""
+        while self.unenforced is None:
+            await self._woken()
+
     async def take(self, *, singly: bool = False) -> list[Delta]:
         """Wait for new tokens. Returns one delta per choice that has new tokens, or one per token if `singly` is set.
-        If the engine cannot answer, `take` and `collect` raise the error that `EngineClient.submit` describes."""
+        At most MOST_WORK is taken at once. If the engine cannot answer, `take` and `collect` raise the error that
+        `EngineClient.submit` describes."""
         deltas: list[Delta] = []
         while not deltas:
             for index, tokens in (await self._arrived()).items():
@@ -138,6 +149,10 @@ class Answers:
         else:
             tokens.append(token)
 
+    def accept(self, unenforced: tuple[str, ...]) -> None:
+        self.unenforced = unenforced
+        self._wake()
+
     def fail(self, error: Exception) -> None:
         self._error = error
         self._wake()
@@ -149,15 +164,32 @@ class Answers:
     async def _arrived(self) -> dict[int, list[Token]]:
         """Wait for tokens, and return them by the number of their choice."""
         while not self._tokens:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._woken()
         taken, self._tokens = self._tokens, {}
+        if sum(map(len, taken.values())) > self._most:
+            taken = self._some(taken)
+            await asyncio.sleep(0)
         if self._metrics and self._prompts:  # tokens arrived, so the engine accepted the prompts
             self._metrics.prompts(self._prompts)
         self._prompts = ()
         return self._with_scores(taken) if self._scored else taken
+
+    async def _woken(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _some(self, arrived: dict[int, list[Token]]) -> dict[int, list[Token]]:
+        """Return as many of the tokens as one `take` may have, and keep the others for a later one."""
+        taken, left = {}, self._most
+        for index, tokens in arrived.items():
+            if left:
+                taken[index] = tokens[:left]
+            if rest := tokens[left:]:
+                self._tokens[index] = rest
+            left = max(0, left - len(tokens))
+        return taken
 
     def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
@@ -321,9 +353,9 @@ class EngineClient:
                     if answers := self._choices.get(first):
                         self._drop(answers)
                         answers.fail(Overloaded(why) if later else MegakernelError(why))
-                case messages.Unenforced(first, keywords):
+                case messages.Accepted(first, keywords):
                     if answers := self._choices.get(first):
-                        answers.unenforced = keywords
+                        answers.accept(keywords)
                 case messages.Seen(number, content):
                     future = self._asked.get(number)
                     if future is not None and not future.done():

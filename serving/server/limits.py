@@ -31,6 +31,9 @@ MAX_PARTS = 1024  # Maximum parts of a message, because Python code joins the pa
 
 # Maximum number and length of stop strings. The server searches for all of them after every token.
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
+# Maximum log-probabilities of an answer, which has about 50 bytes for each, and maximum stop strings of a request, each
+# counted once for each of its choices.
+MAX_LOGPROBS, MAX_WATCHED = 1 << 20, 1 << 14
 MAX_VALUES = 1 << 17  # Parsing and validating this many JSON values takes tens of milliseconds.
 
 # Chat is served without an API key, because its page itself asks for the key.

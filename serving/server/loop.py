@@ -322,8 +322,8 @@ class EngineLoop:
         if not self._jobs:
             self.row.put(progress_at=monotonic())
         self._jobs[key] = job
-        if constraint and constraint.left:
-            self._socket.send_multipart([frontend, messages.encode(messages.Unenforced(first, constraint.left))])
+        accepted = messages.Accepted(first, constraint.left if constraint else ())
+        self._socket.send_multipart([frontend, messages.encode(accepted)])
         self._job_of.update(dict.fromkeys(job.requests, job))
         self._open += job.open
         self._open_of[job.client] += job.open

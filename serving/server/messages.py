@@ -85,11 +85,12 @@ class Refused(_Record):
     later: bool
 
 
-class Unenforced(_Record):
-    """The JSON Schema keywords that are not enforced in the job whose first choice has the number `first`."""
+class Accepted(_Record):
+    """The job with the number `first` waits for its first step. `unenforced` has the JSON Schema keywords that its
+    answers may violate."""
 
     first: int
-    keywords: tuple[str, ...]
+    unenforced: tuple[str, ...]
 
 
 class Dead(_Record):
@@ -105,7 +106,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ToFrontend = Tokens | Refused | Unenforced | Dead | Seen
+ToFrontend = Tokens | Refused | Accepted | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):

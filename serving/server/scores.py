@@ -1,15 +1,21 @@
-"""Token counts and log-probabilities as answers show them."""
+"""Token counts and log-probabilities as answers show them. An answer may have a million log-probabilities, so they are
+written as JSON in pieces while the answer grows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
 
 from megakernel.model.tokenizer import Tokenizer
+from megakernel.serving.server.client import MOST_WORK
 from megakernel.serving.text.codec import Token
 
-# For each token of a prompt, the log-probabilities of some token ids; None for the first token.
-PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent; the same value as in vLLM
 
 # A token id, its log-probability, and the log-probabilities of the most likely token ids at its position.
@@ -20,14 +26,38 @@ def scores(tokens: Iterable[Token]) -> list[Score]:
     return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], count: int) -> list[dict[str, Any]]:
+Pieces = dict[str, list[bytes]]  # lists with names, as pieces of JSON without brackets
+
+
+def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
+    """Append to each list."""
+    for name, values in lists.items():
+        pieces.setdefault(name, []).extend([_encode(values)[1:-1]] if values else [])
+
+
+def written(pieces: Pieces) -> dict[str, msgspec.Raw]:
+    return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in pieces.items()}
+
+
+async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
+    """Yield lists of the items, each of at most MOST_WORK log-probabilities if an item has `width`. Between two lists,
+    other tasks of the event loop have their turn."""
+    while part := list(islice(items, max(1, MOST_WORK // width))):
+        yield part
+        await asyncio.sleep(0)
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, tokens: Iterable[Token], count: int) -> list[dict[str, Any]]:
     """Return log-probabilities in the format of /v1/chat/completions, with `count` top tokens at each position."""
-    content = []
-    for token, logprob, top in tokens:
-        best = [_chat_token(tokenizer, other, value) for other, value in list((top or {}).items())[:count]]
-        chosen = _chat_token(tokenizer, token, 0.0 if logprob is None else logprob)
-        content.append(chosen | {"top_logprobs": best})
-    return content
+    return [
+        {
+            **_chat_token(tokenizer, token.token_id, token.logprob),
+            "top_logprobs": [
+                _chat_token(tokenizer, *other) for other in islice((token.top_logprobs or {}).items(), count)
+            ],
+        }
+        for token in tokens
+    ]
 
 
 def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]:
@@ -35,31 +65,32 @@ def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]
     return {other: value for rank, (other, value) in enumerate(top.items()) if rank < count or other == token}
 
 
-def prompt_logprobs(
+async def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: list[int], tops: list[dict[int, float]], count: int
-) -> PromptLogprobs:
-    """Return, for each position of the prompt, the log-probabilities of the prompt's token and of the `count` most
-    likely tokens. `rank` is 1 for the most likely token, and None for a token that is not among these. `tops` has no
-    entry for the first position, because the first token has no log-probability."""
-    found: PromptLogprobs = [None]
-    for token, top in zip(prompt[1:], tops, strict=True):
-        best = enumerate(likeliest(top, count, token).items(), 1)
-        found.append(
-            {
-                other: {
-                    "logprob": max(value, LOWEST),
-                    "rank": rank if rank <= count else None,
-                    "decoded_token": token_text(tokenizer, other),
-                }
-                for rank, (other, value) in best
-            }
-        )
-    return found
+) -> msgspec.Raw:
+    """Return, as JSON and for each position of the prompt, the log-probabilities of the prompt's token and of the
+    `count` most likely tokens. `rank` is 1 for the most likely token, and None for a token that is not among these.
+    `tops` has no entry for the first position, because the first token has no log-probability."""
+    found: Pieces = {"prompt": [b"null"]}
+    async for part in in_turns(zip(prompt[1:], tops, strict=True), 1 + count):
+        append(found, {"prompt": [_position(tokenizer, top, count, token) for token, top in part]})
+    return written(found)["prompt"]
+
+
+def _position(tokenizer: Tokenizer | None, top: dict[int, float], count: int, token: int) -> dict[int, dict[str, Any]]:
+    return {
+        other: {
+            "logprob": max(value, LOWEST),
+            "rank": rank if rank <= count else None,
+            "decoded_token": token_text(tokenizer, other),
+        }
+        for rank, (other, value) in enumerate(likeliest(top, count, token).items(), 1)
+    }
 
 
 def _chat_token(tokenizer: Tokenizer | None, token: int, logprob: float) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token) if tokenizer else b""
-    return {"token": token_text(tokenizer, token), "logprob": max(logprob, LOWEST), "bytes": list(raw)}
+    return {"token": token_text(tokenizer, token), "logprob": max(logprob, LOWEST), "bytes": [*raw]}
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:

@@ -19,13 +19,13 @@ import numpy as np
 from fastapi.responses import Response
 
 from megakernel.errors import MegakernelError
-from megakernel.model.tokenizer import Tokenizer
+from megakernel.model.tokenizer import Limit, Tokenizer, TooLong
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams, TokenIds
 from megakernel.serving.engine.scheduler import ClientQueue
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
-from megakernel.serving.server.limits import THREADS, AccessRules, Limits, max_values
+from megakernel.serving.server.limits import MAX_LOGPROBS, MAX_WATCHED, THREADS, AccessRules, Limits, max_values
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.requests import Choices, Sampled, Truncated
@@ -153,7 +153,7 @@ class Service:
         self.names = names or [description.name]
         self._turns = ThreadTurns(THREADS)
         self._seeds = None if seed is None else Random(f"{seed} {number}")
-        self._longest = codec.tokenizer.longest_token() if codec.tokenizer else 0
+        self._longest = codec.tokenizer.longest if codec.tokenizer else 0
         self._most = max_values(description.max_context)  # tokens of all prompts of a request together
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
@@ -181,27 +181,36 @@ class Service:
             )
         return name
 
-    def _encode(self, text: str, add_special: bool) -> TokenIds:
-        tokenizer = self.codec.need("give token ids instead of text")
-        return np.array(tokenizer.encode(text, add_special=add_special), np.int32)
-
-    async def encode_prompts(self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool) -> list[TokenIds]:
-        """Return the token ids of each prompt of a completion request."""
+    async def encode_prompts(
+        self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool, limit: Limit | None = None
+    ) -> list[TokenIds]:
+        """Return the token ids of each prompt of a completion request. `limit` is their `limit`."""
         self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
-        return [
-            await self._turns.run(partial(self._encode, prompt, add_special))
-            if isinstance(prompt, str)
-            else np.array(prompt, np.int32)
-            for prompt in prompts
-        ]
+        found = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                encode = self.codec.need("give token ids instead of text").encode
+                work = partial(encode, prompt, add_special=add_special, limit=limit or Limit(self.max_context))
+                found.append(await self._ids(work, limit))
+            else:
+                found.append(_cut(prompt, limit))
+        return found
 
-    async def encode_chat(self, asked: Conversation) -> TokenIds:
-        """Return the token ids of a conversation, up to where the answer begins."""
+    async def _ids(self, work: Callable[[], list[int]], limit: Limit | None) -> TokenIds:
+        try:
+            return _cut(await self._turns.run(work), limit)
+        except TooLong as e:
+            most = self.max_context
+            told = f"This model's maximum context length is {most} tokens, but {e}: shorten the prompt"
+            raise APIError(400, told) from None
+
+    async def encode_chat(self, asked: Conversation, limit: Limit | None = None) -> TokenIds:
+        """Return the token ids of a conversation, up to where the answer begins. `limit` is that of its prompt."""
         told = [encode_json(asked.tools).decode()] if asked.tools else []
         told += [encode_json(calls).decode() for message in asked.messages if (calls := message.get("tool_calls"))]
         self._check_text("".join([*(m["content"] + m.get("reasoning_content", "") for m in asked.messages), *told]))
         dated = replace(asked, values={**asked.values, "now": created()})
-        return np.array(await self._turns.run(partial(self.codec.chat_ids, dated)), np.int32)
+        return await self._ids(partial(self.codec.chat_ids, dated, limit or Limit(self.max_context)), limit)
 
     async def decode(self, ids: Sequence[int] | TokenIds) -> str:
         tokenizer = self.codec.need("token ids cannot be converted to text")
@@ -231,34 +240,35 @@ class Service:
             )
 
     def room(self, prompts: list[TokenIds], wanted: int | None) -> None:
-        """Raise a 400 if a prompt and the `wanted` tokens after it (at least one token) exceed the context. The error
-        is also raised if all prompts of the request together have too many tokens."""
+        """Raise a 400 if a prompt and the `wanted` tokens after it (None: at least one) exceed the context, or if all
+        prompts of the request together have too many tokens."""
         most, total = self._most, sum(map(len, prompts))
         if total > most:
             raise APIError(
                 400, f"a request's prompts may have {most} tokens together, not {total}: send several requests"
             )
         longest = max(map(len, prompts))
-        if longest + (wanted or 1) > self.max_context:
-            asked = f"the request asks for {wanted} more" if wanted else "the answer needs at least one more"
+        if longest + (1 if wanted is None else wanted) > self.max_context:
+            asked = f" and the request asks for {wanted} more: shorten the prompt or lower max_tokens"
+            if not wanted:
+                asked = ": shorten the prompt" if wanted == 0 else " and the answer needs one more: shorten the prompt"
             raise APIError(
                 400,
-                f"This model's maximum context length is {self.max_context} tokens; the prompt has {longest} tokens,"
-                f" and {asked}: shorten the prompt or lower max_tokens",
+                f"This model's maximum context length is {self.max_context} tokens; the prompt has {longest} tokens"
+                + asked,
             )
 
-    def truncated(self, prompt: TokenIds, body: Truncated, wanted: int | None) -> TokenIds:
-        """Return the last `truncate_prompt_tokens` tokens of the prompt, or the whole prompt if that field is absent.
-        If the field is -1, keep as many tokens as leave room in the context for `wanted` new tokens (at least one)."""
+    def limit(self, body: Truncated, wanted: int | None) -> Limit | None:
+        """Return which tokens of a prompt are wanted: the last `truncate_prompt_tokens`, or all (None) if that field is
+        absent. If the field is -1, as many as leave room in the context for `wanted` new tokens (None: at least
+        one)."""
         most = body.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        if most == -1:
-            most = max(1, self.max_context - (wanted or 1))
         if most == 0:
             told = "truncate_prompt_tokens must be -1 or at least 1, not 0"
             raise APIError(400, told, param="truncate_prompt_tokens")
-        return prompt[-most:]
+        if most == -1:
+            most = max(1, self.max_context - (1 if wanted is None else wanted))
+        return None if most is None or most > self.max_context else Limit(most, last=True)
 
     async def converse(
         self,
@@ -275,9 +285,11 @@ class Service:
         further fields of SamplingParams."""
         model = self.model(body.model)
         form = tools.form(body.form(), self.codec)
-        prompt = self.truncated(await self.encode_chat(asked), body, wanted)
+        prompt = await self.encode_chat(asked, self.limit(body, wanted))
         self.room([prompt], None if cut else wanted)
         left = self.max_context - len(prompt)
+        if wanted is None and (shown := more.get("logprobs")) is not None:
+            left = min(left, max(1, MAX_LOGPROBS // (more.get("n", 1) * (1 + shown))))
         params = body.sampling(self.description.sampling, min(left, wanted or left), form, **more)
         reader = tools.reader(self.codec)
         answers = self.answers([prompt], params, special=reader() is not None)
@@ -307,7 +319,9 @@ class Service:
 
     def answers(self, prompts: list[TokenIds], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
-        text. Raises EngineDead if the engine has stopped, and MegakernelError for stop strings without a tokenizer."""
+        text. Raises a 400 if the answer could be too large, EngineDead if the engine has stopped, and MegakernelError
+        for stop strings without a tokenizer."""
+        _check_size(prompts, params)
         replay = REPLAYED.get()
         if self._seeds and params.seed is None and replay is None:
             params = replace(params, seed=self._seeds.getrandbits(64))
@@ -317,12 +331,12 @@ class Service:
         return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
 
     async def respond(self, body: Sampled, writer: Writer) -> Response:
-        """Return the whole answer, or a stream that begins when its first event exists. On any failure, generation is
-        aborted."""
+        """Return the whole answer, or a stream that begins when the engine has accepted the request. On any failure,
+        generation is aborted."""
         answers = writer.answers
         if body.stream:
-            chunks = writer.chunks()
-            response: Response = EventStream(await self.finished(answers, anext(chunks)), chunks, writer.last)
+            await self.finished(answers, answers.accepted())
+            response: Response = EventStream(writer, partial(self.finished, answers))
         else:
             response = Response(await self.finished(answers, writer.whole()), media_type="application/json")
         if answers.unenforced:
@@ -345,3 +359,29 @@ class Service:
                 " ask for fewer tokens or try again later",
                 headers={"Retry-After": "5"},
             ) from None
+
+
+def _cut(ids: Sequence[int], limit: Limit | None) -> TokenIds:
+    return np.array(ids[-limit.most :] if limit and limit.last else ids, np.int32)
+
+
+def _check_size(prompts: list[TokenIds], params: SamplingParams) -> None:
+    """Raise a 400 if the answer could have too many log-probabilities, or too many stop strings to look for."""
+    choices, shown = len(prompts) * params.n, 0
+    if params.logprobs is not None:
+        shown += choices * (params.max_tokens or 0) * (1 + params.logprobs)
+    if params.prompt_logprobs is not None:
+        shown += sum(map(len, prompts)) * params.n * (1 + params.prompt_logprobs)
+    if shown > MAX_LOGPROBS:
+        raise APIError(
+            400,
+            f"the answer could have {shown} log-probabilities, but may have only {MAX_LOGPROBS}: ask for fewer choices,"
+            " tokens or top log-probabilities",
+        )
+    if choices * (1 + len(params.stop_strings)) > MAX_WATCHED:
+        raise APIError(
+            400,
+            f"{choices} choices with {len(params.stop_strings)} stop strings are too many for one request: their number"
+            f" and one more, times the choices, may be at most {MAX_WATCHED}",
+            param="stop" if params.stop_strings else "prompt",
+        )

@@ -22,8 +22,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,7 @@ from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
-from megakernel.serving.server.scores import PromptLogprobs, prompt_logprobs
+from megakernel.serving.server.scores import Pieces, append, prompt_logprobs
 from megakernel.serving.text.codec import Token
 from megakernel.serving.text.tool_calls import Piece, Reader
 
@@ -45,6 +44,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyReason = Literal["stop", "length", "tool_calls"]
 DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
+SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
+WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
 _MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
 
@@ -151,6 +152,7 @@ class Said:
         self.items: list[Item] = []
         self.calls = 0  # number of items that are calls
         self.tokens: list[Token] = []
+        self.scores: Pieces = {}  # the log-probabilities that the whole answer shows
         self.last = delta  # says why the choice has ended
 
     def read(self, delta: Delta) -> list[Piece]:
@@ -199,15 +201,19 @@ class Asked:
 
 class Writer(ABC):
     """Writes the answer to one request as JSON. `head` holds the id, the creation time and the model's name for every
-    body. `last` is the final event of a stream, and `kind` begins the answer's id."""
+    body. `last` is the final event of a stream, `filler` is sent while it has no event, and `kind` begins the answer's
+    id."""
 
     last = b"data: [DONE]\n\n"
+    filler = WAITING
     kind = ""
     reasons = True  # whether the answer shows reasoning
 
-    def __init__(self, asked: Asked, *, keeps: bool) -> None:
-        """`keeps` says whether the whole answer shows single tokens."""
-        self.asked, self.answers, self._keeps = asked, asked.answers, keeps
+    def __init__(self, asked: Asked, *, keeps: bool, scored: int | None = None) -> None:
+        """`keeps` says whether the whole answer shows single tokens. If `scored` is not None, it shows the prompts'
+        log-probabilities, with so many top tokens at each position."""
+        self.asked, self.answers, self._keeps, self._scored = asked, asked.answers, keeps, scored
+        self._prompts: dict[int, msgspec.Raw] = {}  # number of a prompt -> its log-probabilities
         self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": asked.model}
         self._said: dict[int, Said] = {}  # by the number of the choice
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
@@ -216,12 +222,15 @@ class Writer(ABC):
         """Return the whole answer, which is made of the same pieces as a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
+                await self._prepare(delta)
                 said = self._choice(delta)
                 for piece in said.read(delta):
                     if piece.text and (self.reasons or piece.kind != "reasoning"):
                         said.put(piece)
                 if self._keeps:
                     said.tokens += delta.tokens
+                    if lists := self._lists(delta):
+                        append(said.scores, lists)
         return self._whole([self._said[index] for index in sorted(self._said)])
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -229,19 +238,30 @@ class Writer(ABC):
         item per token, even if the token has no new event."""
         replay = REPLAYED.get()
         make = partial(replay.events, self._events) if replay else self._events
-        try:
-            while not self.answers.finished:
-                if (events := b"".join(map(make, await self.answers.take(singly=bool(replay))))) or replay:
-                    yield events
-            if self.asked.usage:
-                yield event(self._usage_chunk())
-        finally:
-            self.answers.close()
+        while not self.answers.finished:
+            deltas = await self.answers.take(singly=bool(replay))
+            for delta in deltas:
+                await self._prepare(delta)
+            if (events := b"".join(map(make, deltas))) or replay:
+                yield events
+        if self.asked.usage:
+            yield event(self._usage_chunk())
 
     def _choice(self, delta: Delta) -> Said:
         if (said := self._said.get(delta.index)) is None:
             said = self._said[delta.index] = Said(delta, self.asked.reader())
         return said
+
+    async def _prepare(self, delta: Delta) -> None:
+        """Write the prompt's log-probabilities, once. The engine has sent them with the first token of a choice."""
+        index, count = delta.prompt, self._scored
+        if count is not None and index not in self._prompts:
+            prompt, (_, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
+            self._prompts[index] = await prompt_logprobs(self.asked.tokenizer, prompt, tops, count)
+
+    def _lists(self, delta: Delta) -> dict[str, list[Any]]:
+        """Return the lists of log-probabilities that an answer shows for new tokens."""
+        return {}
 
     @abstractmethod
     def _events(self, delta: Delta) -> bytes:
@@ -265,14 +285,6 @@ class Writer(ABC):
             around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
         before, after = around
         return before + encode_json(text) + after
-
-    def _prompt_logprobs(self, index: int, count: int | None) -> PromptLogprobs | None:
-        """Return the log-probabilities of prompt number `index`, with `count` top tokens at each position. Returns None
-        if `count` is None. The engine must have sent the prompt's log-probabilities already."""
-        if count is None:
-            return None
-        prompt = self.asked.prompts[index].tolist()
-        return prompt_logprobs(self.asked.tokenizer, prompt, self.answers.scores[index][1], count)
 
     def _usage(self, completion: int | None = None) -> dict[str, Any]:
         """Return the token counts. `completion` replaces the number of generated tokens. `cached_tokens` counts the
@@ -344,29 +356,34 @@ def event(data: bytes, name: str = "") -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. It consists of `first`, the parts of `rest`, and the final event `end`. Each
-    part contains one or more events and is sent in one write. The caller generates `first` before it creates the
-    stream, so an error that occurs earlier can still set the HTTP status. A later error is sent as an event."""
+    """A response of server-sent events, which `writer` writes. Its status is sent at once, so an error is sent as an
+    event. `timed` limits the wait for the first event. After each SILENCE without events, a comment or, in Anthropic's
+    API, a ping is sent. At the end, the answers are closed."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], end: bytes) -> None:
+    def __init__(self, writer: Writer, timed: Callable[[Awaitable[bytes]], Awaitable[bytes]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest, self._end = first, rest, end
+        self._writer, self._timed, self._parts = writer, timed, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._rest):
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # Middleware changes only the start of a response. To save time, the many parts of a stream bypass it.
             await while_connected(receive, self._send(scope["path"], scope.get(DIRECT, send)))
+        finally:
+            self._writer.answers.close()
 
     async def _send(self, path: str, send: Send) -> None:
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        last = b""
+        last, chunks = b"", self._writer.chunks()
+        beside = asyncio.ensure_future(self._fill_silence(send))
         try:
-            async for part in self._rest:
+            part: bytes | None = await self._timed(anext(chunks))
+            while part is not None:
+                self._parts += 1
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+                part = await anext(chunks, None)
         except Exception as e:
             error = as_api_error(e)
             if error.status == 503 and REPLAYED.get():
@@ -374,7 +391,17 @@ class EventStream(Response):
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body(path), "error" if is_messages(path) else "")
-        await send({"type": "http.response.body", "body": last + self._end, "more_body": False})
+        finally:
+            beside.cancel()
+        await send({"type": "http.response.body", "body": last + self._writer.last, "more_body": False})
+
+    async def _fill_silence(self, send: Send) -> None:
+        filler = WAITING if REPLAYED.get() else self._writer.filler
+        while True:
+            before = self._parts
+            await asyncio.sleep(SILENCE)
+            if self._parts == before:
+                await send({"type": "http.response.body", "body": filler, "more_body": True})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

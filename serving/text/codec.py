@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.model.tokenizer import TextStream, Tokenizer, UnknownTokenizer
+from megakernel.model.tokenizer import Limit, TextStream, Tokenizer, UnknownTokenizer
 from megakernel.serving.engine.sampling import FINISH, SamplingParams, StructuredOutputsParams, Tokens
 from megakernel.serving.text.channels import ChannelReader
 from megakernel.serving.text.tool_calls import CallReader, Functions, Reader
@@ -185,8 +186,8 @@ class Codec:
             return list(prompt)
         return self.need("give token ids instead of text").encode(prompt)
 
-    def chat_ids(self, asked: Conversation) -> list[int]:
-        """Return the token ids of a conversation, up to the point where the answer begins."""
+    def chat_ids(self, asked: Conversation, limit: Limit | None = None) -> list[int]:
+        """Return the token ids of a conversation, up to the point where the answer begins, see `Tokenizer.encode`."""
         tokenizer = self.need("give token ids instead of a conversation")
         template = (tokenizer.tool_template if asked.tools else tokenizer.chat_template) or ""
         told = [dict(message) for message in asked.messages]
@@ -205,7 +206,7 @@ class Codec:
         elif asked.tools:
             values = {**values, "tools": list(asked.tools)}
         return tokenizer.apply_chat_template(
-            told, values, continue_final=asked.continue_final, add_special=asked.add_special
+            told, values, continue_final=asked.continue_final, add_special=asked.add_special, limit=limit
         )
 
     @cached_property
@@ -253,7 +254,9 @@ class Codec:
         if (tokenizer := self.tokenizer) is None:
             return [Transcript(params, None) for _ in range(params.n)]
         skip = params.skip_special_tokens and not special
-        return [Transcript(params, tokenizer.stream(skip_special=skip, after=prompt)) for _ in range(params.n)]
+        shown = (token for token in prompt if tokenizer.token_bytes(token, skip_special=skip))
+        begun = list(islice(shown, 1))  # looked for once, because a prompt may have many tokens without text
+        return [Transcript(params, tokenizer.stream(skip_special=skip, after=begun)) for _ in range(params.n)]
 
 
 def _for_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

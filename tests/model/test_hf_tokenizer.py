@@ -262,7 +262,7 @@ def test_hostile_tokenizers_are_refused_by_name(tmp_path: Path, data: bytes, mes
 def test_an_empty_vocabulary_and_ids_with_gaps(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path, None)
     (folder / "tokenizer.json").write_bytes(changed("model", value={"type": "BPE", "vocab": {}, "merges": []}))
-    assert loaded(folder).longest_token() == 4 and loaded(folder).encode("é") == []
+    assert loaded(folder).longest == 4 and loaded(folder).encode("é") == []
     gaps = {"type": "BPE", "vocab": {"a": 30, "bcd": 70_000}, "merges": []}
     (folder / "tokenizer.json").write_bytes(changed("model", value=gaps))
     assert loaded(folder).decode([30, 70_000, 9]) == "abcd"

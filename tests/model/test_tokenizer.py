@@ -199,7 +199,7 @@ def test_folder_without_template_or_tokenizer(tmp_path: Path) -> None:
             "{% set ns = namespace(x=messages) %}" + "{% set ns.x = ns.x + ns.x %}" * 40,
             "MemoryError|needs more than 1024 MiB|takes more than",
         ),
-        ("{{ messages[0].content * 10 ** 8 }}", "it gives 100000000 characters, more than"),
+        ("{{ messages[0].content * 10 ** 8 }}", "the conversation has 100000000 characters, more than"),
         ("{{ raise_exception('\x1b[2J') }}", r"failed: \\x1b\[2J"),
     ],
     ids=["power", "loops", "doubling", "long", "escape"],

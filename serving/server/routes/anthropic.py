@@ -221,8 +221,13 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
     )
 
 
+def _tell(kind: str, **content: Any) -> bytes:
+    return event(encode_json({"type": kind, **content}), kind)
+
+
 class _MessageWriter(ItemWriter):
     kind = "msg"
+    filler = _tell("ping")
 
     def __init__(self, asked: Asked, most: int) -> None:
         super().__init__(asked)
@@ -293,10 +298,6 @@ def _block(item: Item, arguments: dict[str, Any]) -> dict[str, Any]:
     if item.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{item.id}", "name": item.name, "input": arguments}
     return {"type": "text", "text": item.text}
-
-
-def _tell(kind: str, **content: Any) -> bytes:
-    return event(encode_json({"type": kind, **content}), kind)
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from megakernel.serving.server.requests import (
     contradiction,
     one_message,
 )
-from megakernel.serving.server.scores import chat_logprobs, scores
+from megakernel.serving.server.scores import chat_logprobs, written
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
-from megakernel.serving.text.codec import Conversation, Token
+from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request
@@ -268,17 +268,17 @@ class _ChatWriter(Writer):
     kind = "chatcmpl"
 
     def __init__(self, asked: Asked, body: ChatRequest) -> None:
-        super().__init__(asked, keeps=bool(body.logprobs or asked.shows_ids))
+        super().__init__(asked, keeps=bool(body.logprobs or asked.shows_ids), scored=body.prompt_logprobs)
         self._body = body
         last = body.messages[-1]
         self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
 
     def _whole(self, choices: list[Said]) -> bytes:
-        written = [
+        shown = [
             {
                 "index": said.index,
                 "message": self._message(said),
-                "logprobs": self._logprobs(said.tokens),
+                "logprobs": written(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
                 "token_ids": [token.token_id for token in said.tokens] if self.asked.shows_ids else None,
@@ -287,9 +287,9 @@ class _ChatWriter(Writer):
         ]
         more = {
             "prompt_token_ids": self.asked.prompts[0].tolist() if self.asked.shows_ids else None,
-            "prompt_logprobs": self._prompt_logprobs(0, self._body.prompt_logprobs),
+            "prompt_logprobs": self._prompts.get(0),
         }
-        return self._json("chat.completion", written, self._usage(), more)
+        return self._json("chat.completion", shown, self._usage(), more)
 
     def _message(self, said: Said) -> dict[str, Any]:
         text, reasoning = self._before + said.text("content"), said.text("reasoning")
@@ -314,13 +314,13 @@ class _ChatWriter(Writer):
         deltas = [self._delta(said, piece) for piece in said.read(delta)]
         last = deltas.pop() if deltas else {}
         new = {
-            "logprobs": self._logprobs(delta.tokens),
+            "logprobs": self._lists(delta) or None,
             "finish_reason": said.reason,
             "stop_reason": delta.stop_reason,
             "token_ids": delta.token_ids if self.asked.shows_ids else None,
         }
         events = [self._event(index, one) for one in deltas]
-        if last or new["finish_reason"] or new["logprobs"] or new["token_ids"]:
+        if last or new["finish_reason"] or self._keeps:
             events.append(self._event(index, last, **new))
         return begin + b"".join(events)
 
@@ -356,10 +356,10 @@ class _ChatWriter(Writer):
     ) -> bytes:
         return encode_json({**self.head, "object": kind, "choices": choices, "usage": usage, **more})
 
-    def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
+    def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         if not self._body.logprobs:
-            return None
-        return {"content": chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)}
+            return {}
+        return {"content": chat_logprobs(self.asked.tokenizer, delta.tokens, self._body.top_logprobs or 0)}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile, zip_longest
+from itertools import islice, repeat, takewhile, zip_longest
 from typing import Annotated, Any, Self
 
 from fastapi.responses import Response
@@ -14,7 +14,17 @@ from megakernel.model.tokenizer import TextStream, Tokenizer
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import LOWEST, Score, likeliest, scores, token_text
+from megakernel.serving.server.scores import (
+    LOWEST,
+    Pieces,
+    Score,
+    append,
+    in_turns,
+    likeliest,
+    scores,
+    token_text,
+    written,
+)
 from megakernel.serving.server.service import Service
 from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
 
@@ -42,7 +52,9 @@ class CompletionRequest(Choices):
 # -- the answer
 
 
-def completion_logprobs(tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]
+) -> dict[str, list[Any]]:
     """Return log-probabilities in the format of /v1/completions: lists with one element per token. The first token of
     a prompt has no log-probability. `offsets` are the positions in the text, in characters, where the tokens begin."""
     tops: list[dict[str, float] | None] = []
@@ -64,8 +76,8 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     """Answer a request with the whole completion, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
     asked = prompt_list(body.prompt)
-    prompts = await service.encode_prompts(asked, body.add_special_tokens is not False)
-    prompts = [service.truncated(prompt, body, body.max_tokens) for prompt in prompts]
+    limit = service.limit(body, body.max_tokens)
+    prompts = await service.encode_prompts(asked, body.add_special_tokens is not False, limit)
     service.room(prompts, body.max_tokens)
     scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
     params = body.sampling(
@@ -110,23 +122,48 @@ class _CompletionWriter(Writer):
 
     def __init__(self, asked: Asked, body: CompletionRequest, texts: list[str], tokenizer: Tokenizer | None) -> None:
         """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise. `tokenizer` is the model's."""
-        super().__init__(asked, keeps=body.logprobs is not None or asked.shows_ids)
+        super().__init__(asked, keeps=body.logprobs is not None or asked.shows_ids, scored=body.prompt_logprobs)
         self._body, self._texts, self._own = body, texts, tokenizer
+        self._begun: set[int] = set()  # choices that the stream has begun
+        self._echoed: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities, with `echo`
         self._places: dict[int, _Place] = {}  # choice -> where its next token begins in the text
 
     def _whole(self, choices: list[Said]) -> bytes:
-        written = []
+        shown = []
         for said in choices:
             last = replace(said.last, text=said.text("content"), tokens=said.tokens)
-            more = {"prompt_logprobs": self._prompt_logprobs(said.prompt, self._body.prompt_logprobs)}
-            written.append(self._choice_of(last) | more)
-        return self._json(written, self._used())
+            choice = self._choice_of(last, said.scores)
+            shown.append(choice | {"prompt_logprobs": self._prompts.get(said.prompt)})
+        return self._json(shown, self._used())
+
+    async def _prepare(self, delta: Delta) -> None:
+        await super()._prepare(delta)
+        if delta.index in self._places:
+            return
+        self._places[delta.index] = place = _Place(self._stream(delta.prompt))
+        if self._body.echo:
+            place.offset = len(self._texts[delta.prompt])
+            if self._body.logprobs is not None:
+                if delta.prompt not in self._echoed:
+                    self._echoed[delta.prompt] = await self._prompt_lists(delta.prompt)
+                echoed = self._echoed[delta.prompt].items()
+                self._choice(delta).scores = {name: [*pieces] for name, pieces in echoed}
+
+    def _lists(self, delta: Delta) -> dict[str, list[Any]]:
+        if self._body.logprobs is None:
+            return {}
+        made = [] if self._body.max_tokens == 0 else delta.tokens
+        offsets = [self._places[delta.index].next(token.token_id) for token in made]
+        return completion_logprobs(self.asked.tokenizer, scores(made), offsets)
 
     def _events(self, delta: Delta) -> bytes:
-        plain = delta.index in self._places and delta.finish_reason is None and not self._keeps
+        plain = delta.index in self._begun and delta.finish_reason is None and not self._keeps
         if plain and self._body.max_tokens != 0:
             return self._text_event(delta.index, delta.text)
-        return event(self._json([self._choice_of(delta)]))
+        said = self._choice(delta)
+        append(said.scores, self._lists(delta))
+        new, said.scores = said.scores, {}
+        return event(self._json([self._choice_of(delta, new)]))
 
     def _usage_chunk(self) -> bytes:
         return self._json([], self._used())
@@ -140,29 +177,19 @@ class _CompletionWriter(Writer):
     def _used(self) -> dict[str, Any]:
         return self._usage(0 if self._body.max_tokens == 0 else None)
 
-    def _choice_of(self, delta: Delta) -> dict[str, Any]:
+    def _choice_of(self, delta: Delta, logprobs: Pieces) -> dict[str, Any]:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
         text, generated, reason, stop = delta.text, delta.tokens, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
             text, generated, reason, stop = "", [], "length", None
-        first = delta.index not in self._places
-        scored: list[Score] = []
-        offsets: list[int] = []
-        if first:
-            self._places[delta.index] = _Place(self._stream(delta.prompt))
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
         if first and self._body.echo:
             text = self._texts[delta.prompt] + text
-            self._places[delta.index].offset = len(self._texts[delta.prompt])
-            if self._body.logprobs is not None:
-                scored, offsets = self._prompt_scores(delta.prompt), self._prompt_offsets(delta.prompt)
-        logprobs = None
-        if self._body.logprobs is not None:
-            offsets += [self._places[delta.index].next(token.token_id) for token in generated]
-            logprobs = completion_logprobs(self.asked.tokenizer, scored + scores(generated), offsets)
         return _told(
             delta.index,
             text,
-            logprobs=logprobs,
+            logprobs=written(logprobs) or None,
             finish_reason=reason,
             stop_reason=stop,
             token_ids=[token.token_id for token in generated] if self.asked.shows_ids else None,
@@ -173,23 +200,28 @@ class _CompletionWriter(Writer):
         tokenizer, skip = self._own, self._body.skip_special_tokens is not False
         return tokenizer.stream(skip_special=skip, after=self.asked.prompts[prompt]) if tokenizer else None
 
-    def _prompt_offsets(self, index: int) -> list[int]:
-        """Return where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
+    def _prompt_offsets(self, index: int) -> Iterator[int]:
+        """Yield where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
         ids, tokenizer = self.asked.prompts[index].tolist(), self._own
         if tokenizer is None:
-            return [0] * len(ids)
+            yield from repeat(0)
+            return
         special = list(takewhile(lambda token: not tokenizer.token_bytes(token, skip_special=True), ids))
         added = not self._texts[index].startswith(tokenizer.decode(special, skip_special=False))
         place = _Place(tokenizer.stream(skip_special=False))
-        return [0] * added + [place.next(token) for token in ids[added:]]
+        yield from [0] * added
+        yield from map(place.next, ids[added:])
 
-    def _prompt_scores(self, index: int) -> list[Score]:
-        """Return the prompt's tokens with their log-probabilities. The first token has no log-probability, because no
-        token precedes it."""
+    async def _prompt_lists(self, index: int) -> Pieces:
+        """Return the log-probabilities of the prompt's tokens. The first token has none, because no token precedes
+        it."""
         prompt, (logprobs, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
-        count = self._body.logprobs or 0
-        later = zip(prompt[1:], logprobs, tops, strict=True)
-        return [(prompt[0], None, None), *((token, p, likeliest(top, count, token)) for token, p, top in later)]
+        count, offsets = self._body.logprobs or 0, self._prompt_offsets(index)
+        pieces: Pieces = {}
+        async for part in in_turns(zip(prompt, [None, *logprobs], [None, *tops], strict=True), 1 + count):
+            shown = [(token, p, top and likeliest(top, count, token)) for token, p, top in part]
+            append(pieces, completion_logprobs(self.asked.tokenizer, shown, islice(offsets, len(shown))))
+        return pieces
 
 
 def _told(index: int, text: str, **more: Any) -> dict[str, Any]:

@@ -36,9 +36,9 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
         raise APIError(400, f"{model} makes embeddings with {known.pooling}, but this server only with last or mean")
     if body.dimensions is not None and body.dimensions > known.hidden:
         raise APIError(400, f"dimensions must be at most {known.hidden}, not {body.dimensions}", param="dimensions")
-    prompts = await service.encode_prompts(requests.prompt_list(body.input), body.add_special_tokens is not False)
-    prompts = [service.truncated(prompt, body, None) for prompt in prompts]
-    service.room(prompts, None)
+    asked, special = requests.prompt_list(body.input), body.add_special_tokens is not False
+    prompts = await service.encode_prompts(asked, special, service.limit(body, 0))
+    service.room(prompts, 0)
     answers = service.answers(prompts, SamplingParams(temperature=0.0, max_tokens=1, pooling=known.pooling))
     await service.finished(answers, answers.collect())
     data = []

@@ -26,10 +26,10 @@ from megakernel.serving.server.routes.chat import (
     plain_call,
     reasoning_values,
 )
-from megakernel.serving.server.scores import chat_logprobs, scores
+from megakernel.serving.server.scores import Pieces, append, chat_logprobs, written
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
-from megakernel.serving.text.codec import Conversation, Token
+from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request
@@ -253,10 +253,10 @@ class _ResponseWriter(ItemWriter):
         super().__init__(asked, keeps=body.wants_logprobs)
         self._body = body
         self._next = 0  # number of the next event
-        self._scores: list[dict[str, Any]] = []
+        self._scores: Pieces = {}
 
     def _whole(self, choices: list[Said]) -> bytes:
-        self._scores = self._logprobs(self.said.tokens)
+        self._scores = self.said.scores
         if not self.said.items:
             self.said.put(Piece("content", ""))
         return encode_json(self._response(self.said.last.finish_reason))
@@ -285,9 +285,9 @@ class _ResponseWriter(ItemWriter):
     def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
         if item.kind == "call":
             return self._tell(item, "function_call_arguments.delta", delta=text)
-        new = self._logprobs(delta.tokens)
-        self._scores += new
-        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=new)
+        new = self._lists(delta)
+        append(self._scores, new)
+        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=new.get("logprobs", []))
 
     def _close(self, item: Item, status: Status = "completed") -> bytes:
         done = self._item(item, status)
@@ -323,7 +323,7 @@ class _ResponseWriter(ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, self._scores if self._keeps else None)
+        part = _part(item.text, written(self._scores).get("logprobs", []) if self._keeps else None)
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: FinishReason | None) -> dict[str, Any]:
@@ -362,13 +362,13 @@ class _ResponseWriter(ItemWriter):
             **_ALWAYS,
         }
 
-    def _logprobs(self, tokens: list[Token]) -> list[dict[str, Any]]:
+    def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         if not self._keeps:
-            return []
-        return chat_logprobs(self.asked.tokenizer, scores(tokens), self._body.top_logprobs or 0)
+            return {}
+        return {"logprobs": chat_logprobs(self.asked.tokenizer, delta.tokens, self._body.top_logprobs or 0)}
 
 
-def _part(text: str, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _part(text: str, logprobs: Any) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

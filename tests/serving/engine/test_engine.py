@@ -257,7 +257,7 @@ def pooled(how: str) -> SamplingParams:
         ([], {}, "prompt is empty"),
         ([1, 64], {}, "token 64 is outside the vocabulary of 64"),
         ([-1], {}, "token -1 is outside"),
-        ([1] * 32, {}, "32 tokens, but the context of 32"),
+        ([1] * 33, {}, "33 tokens, more than the context of 32"),
         ([1], {"stop_token_ids": [64]}, "stop_token_ids: token 64"),
         ([1], {"logit_bias": {99: 1.0}}, "logit_bias: token 99"),
     ],

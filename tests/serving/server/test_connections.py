@@ -129,7 +129,7 @@ def guarded(llm: LLM) -> Iterator[Live]:
 
 # -- pipelining: requests that arrive before the previous one is answered
 
-GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

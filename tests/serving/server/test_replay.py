@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import extras
@@ -21,7 +22,7 @@ from megakernel.serving.replicas import relay as module
 from megakernel.serving.replicas.relay import relay
 from megakernel.serving.replicas.server_process import Head, Part, _passed_on
 from megakernel.serving.server.client import EngineDead, Overloaded
-from megakernel.serving.server.writer import HEADER, KEY, MARK, REPLAYED, EventStream, Replay, Replayed
+from megakernel.serving.server.writer import HEADER, KEY, MARK, REPLAYED, WAITING, EventStream, Replay, Replayed
 
 Ask = Callable[[Replay], AsyncGenerator[Part]]
 
@@ -205,7 +206,8 @@ def test_a_stream_that_another_server_can_go_on_with_has_no_end(error: Exception
             sent.append(message)
 
         scope = {"type": "http", "path": COMPLETIONS}
-        await EventStream(b"1", rest(), b"end")(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        writer: Any = SimpleNamespace(chunks=rest, last=b"end", filler=b"", answers=SimpleNamespace(close=lambda: None))
+        await EventStream(writer, asyncio.ensure_future)(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
         return sent
 
     last = asyncio.run(run())[-1]
@@ -238,6 +240,7 @@ ONE, TWO = b"data: 1\n\n", b"data: 2\n\n"
         ([[SSE, ONE + b":0\n\n", LOST], [BUSY, b"busy"], [SSE, DONE]], 200, ONE + DONE),
         ([[SSE, ONE + b":0\n\n" + b"data: {}", LOST]] + [[LOST]] * 9, 200, ONE + b"data: " + TOLD),
         ([[SSE, ONE + b":0\n\n", LOST]] + [[OTHER, TWO]] * 9, 200, ONE + b"data: " + TOLD),
+        ([[SSE, WAITING, LOST], [SSE, WAITING, ONE + b":0\n\n" + DONE]], 200, WAITING * 2 + ONE + DONE),
         ([[SSE, ONE, LOST], [OTHER, TWO + b":0\n\n" + DONE]], 200, TWO + DONE),
         ([[SSE, b":0\n\n", LOST]] + [[OTHER, TWO]] * 9, 200, b"data: " + TOLD),
         ([[SSE, ONE + b":0\n\n", LOST]] * 30 + [[SSE, DONE]], 200, ONE * 30 + DONE),

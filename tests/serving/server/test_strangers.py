@@ -1,0 +1,190 @@
+"""Requests of strangers that once kept other clients waiting, or got a wrong answer."""
+
+import asyncio
+import json
+from collections import Counter
+from threading import Event
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from api_support import Live, user
+
+from megakernel import LLM
+from megakernel.errors import MegakernelError
+from megakernel.model import load_tokenizer
+from megakernel.model.chat_template import ChatTemplate
+from megakernel.model.tokenizer import Limit, TooLong
+from megakernel.serving.engine.sampling import SamplingParams
+from megakernel.serving.server import client, scores, writer
+from megakernel.serving.server.client import Answers
+from megakernel.serving.server.routes.chat import ChatRequest, _ChatWriter
+from megakernel.serving.server.routes.completions import CompletionRequest, _CompletionWriter
+from megakernel.serving.server.routes.responses import ResponsesRequest, _ResponseWriter
+from megakernel.serving.server.writer import Asked
+from megakernel.serving.text.codec import Codec, Token, Transcript
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
+
+
+@pytest.mark.parametrize(
+    ("path", "filler"),
+    [
+        (COMPLETIONS, b": waiting\n\n"),
+        (CHAT, b": waiting\n\n"),
+        (RESPONSES, b": waiting\n\n"),
+        (MESSAGES, b'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+def test_a_stream_begins_before_its_first_token(
+    null: Live, monkeypatch: pytest.MonkeyPatch, path: str, filler: bytes
+) -> None:
+    """The status comes when the engine has accepted the request. While there is no event, comments keep proxies from
+    closing the connection."""
+    monkeypatch.setattr(writer, "SILENCE", 0.05)
+    step, go_on = null.host.loop.engine.step, Event()
+    monkeypatch.setattr(null.host.loop.engine, "step", lambda **more: (go_on.wait(30), step(**more))[1])
+    question = {"prompt": "x", "input": "x", "messages": user("x")["messages"]}
+    names = {COMPLETIONS: ("prompt", "max_tokens"), RESPONSES: ("input", "max_output_tokens")}
+    asked, most = names.get(path, ("messages", "max_tokens"))
+    with null.send(path, {asked: question[asked], most: 2, "stream": True}) as sock:
+        seen = b""
+        while seen.count(filler) < 3:
+            seen += sock.recv(1000)
+        assert seen.startswith(b"HTTP/1.1 200 OK") and b"data: {" not in seen.replace(filler, b"")
+        go_on.set()
+        while b"finish_reason" not in seen and b"_stop" not in seen and b"complete" not in seen:
+            seen += sock.recv(1000)
+
+
+async def joined(parts: Any) -> bytes:
+    return b"".join([part async for part in parts])
+
+
+PROMPT = [65] * 3000
+WRITERS: dict[str, Any] = {
+    "chat": (_ChatWriter, lambda **more: ChatRequest(**user("x"), logprobs=True, **more)),
+    "completions": (
+        lambda asked, body: _CompletionWriter(asked, body, ["A" * 3000], asked.tokenizer),
+        lambda top_logprobs, **more: CompletionRequest(prompt=PROMPT, logprobs=top_logprobs, echo=True, **more),
+    ),
+    "responses": (
+        _ResponseWriter,
+        lambda n, stop, prompt_logprobs, **more: ResponsesRequest(input="x", stop=stop, **more),
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", WRITERS)
+@pytest.mark.parametrize(("n", "tokens", "top", "stops"), [(16, 100, 20, 0), (1, 3000, 20, 0), (16, 100, 0, 64)])
+def test_long_answers_leave_other_clients_their_turn(
+    model: str, monkeypatch: pytest.MonkeyPatch, api: str, stream: bool, n: int, tokens: int, top: int, stops: int
+) -> None:
+    """Between two turns of other tasks on the event loop, the work for one answer is bounded. Work is counted in tokens
+    that are appended, and in texts of tokens that are shown."""
+    work: Counter[str] = Counter()
+    add, text = Transcript.add, scores.token_text
+
+    def added(self: Transcript, token: Token) -> str:
+        work["units"] += 1 + len(self._matchers)
+        return add(self, token)
+
+    def shown(*given: Any) -> str:
+        work["units"] += 1
+        return text(*given)
+
+    monkeypatch.setattr(Transcript, "add", added)
+    monkeypatch.setattr(scores, "token_text", shown)
+    monkeypatch.setattr("megakernel.serving.server.routes.completions.token_text", shown)
+    n = 1 if api == "responses" else n
+    stop = ["ab" * 16 + chr(0x100 + i) for i in range(stops)]
+    make, body = WRITERS[api]
+    tokenizer, prompt = load_tokenizer(model), np.array(PROMPT, np.int32)
+    params = SamplingParams(n=n, max_tokens=tokens, stop=stop, logprobs=top, prompt_logprobs=top)
+
+    async def run() -> bytes:
+        transcripts = Codec("m", tokenizer).transcripts(PROMPT, params)
+        answers = Answers(Mock(), 0, [prompt], params, transcripts, None)
+        best = {65 + i: -1.0 - i for i in range(top)}
+        answers.scores[0] = [-1.0] * 2999, [best] * 2999
+        for index in range(n * tokens):
+            answers.put(Token(index % n, 65, -1.0, best, "length" if index >= n * (tokens - 1) else None, 1.0))
+        asked = body(n=n, stop=stop, top_logprobs=top, prompt_logprobs=None if stream else top)
+        one = make(Asked("m", [prompt], answers, tokenizer), asked)
+        writing = asyncio.ensure_future(joined(one.chunks()) if stream else one.whole())
+        while not writing.done():
+            work["most"] = max(work["most"], work.pop("units", 0))
+            await asyncio.sleep(0)
+        return writing.result()
+
+    said = asyncio.run(run())
+    work["most"] = max(work["most"], work["units"])
+    assert 0 < work["most"] <= 2.5 * client.MOST_WORK
+    text = json.dumps(tokenizer.decode([65]), ensure_ascii=False).encode()
+    assert said.count(text) > n * tokens or top == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBEDDINGS, {"input": "{}"}),
+        (EMBEDDINGS, {"input": "{}", "truncate_prompt_tokens": -1}),
+        (COMPLETIONS, {"prompt": "{}", "max_tokens": 0, "echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"prompt": "{}", "max_tokens": 0, "echo": True, "truncate_prompt_tokens": 256}),
+        ("/tokenize", {"prompt": "{}"}),
+    ],
+)
+def test_nothing_generated_needs_no_room(null: Live, path: str, body: dict[str, Any]) -> None:
+    """An input may fill the context if no answer follows it."""
+
+    def sent(length: int) -> Any:
+        return {name: "a" * length if value == "{}" else value for name, value in body.items()}
+
+    got = null.post(path, sent(256))
+    assert got.get("count") or got["usage"]["prompt_tokens"] == 256
+    if "truncate_prompt_tokens" not in body:
+        told = null.post(path, sent(257), 400)["error"]["message"]
+        assert "maximum context length is 256 tokens" in told and "answer" not in told
+
+
+def test_a_prompt_that_fills_the_context_is_computed_as_any_other(model: str) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
+    found = []
+    for context in (64, 128):
+        with LLM(model, max_context=context, max_num_seqs=2, max_num_batched_tokens=32, threads=1) as llm:
+            [made] = llm.generate([[(7 * i) % 250 for i in range(64)]], params)
+            found.append((made.prompt_logprobs, made.outputs[0].token_ids, made.outputs[0].finish_reason))
+    assert found[0] == found[1] and len(found[0][0] or ()) == 64
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("text", ["ab" * 10_000_000, " " * 10_000_000, "\N{WATERMELON}" * 5_000_000])
+def test_a_long_text_is_encoded_in_part(model: str, monkeypatch: pytest.MonkeyPatch, text: str, last: bool) -> None:
+    tokenizer, size = load_tokenizer(model), 0
+    assert tokenizer is not None
+    whole, encode = tokenizer.encode(text[-1000:], add_special=False)[-600:], tokenizer._backend.encode_batch_fast
+
+    class Counted:
+        def encode_batch_fast(self, texts: list[str], **more: Any) -> Any:
+            nonlocal size
+            size += len(texts[0])
+            return encode(texts, **more)
+
+    monkeypatch.setattr(tokenizer, "_backend", Counted())
+    if last:
+        assert tokenizer.encode(text, limit=Limit(600, last=True))[-600:] == whole
+    else:
+        with pytest.raises(TooLong, match="more than 600 tokens"):
+            tokenizer.encode(text, limit=Limit(600))
+    assert size < 200_000
+
+
+def test_a_template_that_prints_too_much_is_stopped_early(model: str) -> None:
+    tokenizer = load_tokenizer(model)
+    assert tokenizer is not None
+    tokenizer.set_chat_template(ChatTemplate("{{ 'a' * 1000000 }}", "here"))
+    with pytest.raises(MegakernelError, match="the conversation has 1000000 characters, more than 600"):
+        tokenizer.apply_chat_template(user("x")["messages"], limit=Limit(600))
