@@ -6,7 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from ..roofline.ask import BOOK, QUESTIONS, Input, Question
+from ..errors import MegakernelError
+from ..roofline.ask import BOOK, EXAMPLES, QUESTIONS, Input, Question
 from ..settings import above_zero, positive
 from ..units import bytes_text, milliseconds
 from . import output
@@ -28,10 +29,13 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    asked = _parser().parse_args([*args.words, *(["--json"] if args.json else [])])
+    words = args.words
+    if words and words[0].isascii() and words[0].isdigit():
+        words = _example(words)
+    asked = _parser().parse_args([*words, *(["--json"] if args.json else [])])
     if asked.question is None:
         if asked.json:
-            output.emit({"questions": [_about(q) for q in QUESTIONS.values()]})
+            output.emit({"questions": [_about(q) for q in QUESTIONS.values()], "examples": EXAMPLES})
         else:
             _list()
         return 0
@@ -52,8 +56,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _example(words: list[str]) -> list[str]:
+    """Return the question and the flags that answer exercise words[0], a number, of the book *How to Scale Your Model*.
+
+    Only --json may follow the number. Raises MegakernelError for anything else."""
+    number, *more = int(words[0][:3]), *words[1:]
+    if number not in EXAMPLES or set(more) - {"--json"}:
+        raise MegakernelError(
+            f"the questions of the book How to Scale Your Model have the numbers 1 to {max(EXAMPLES)}; only --json "
+            "may follow such a number"
+        )
+    output.stderr.print(f"question {number}: megakernel roofline {EXAMPLES[number]}")
+    return [*EXAMPLES[number].split()[1:], *more]
+
+
 def _parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="megakernel roofline ask")
+    numbered = "Instead of QUESTION, give a number to ask the question of the book with that number."
+    top = argparse.ArgumentParser(prog="megakernel roofline ask", epilog=numbered)
     _add_json(top, False)
     questions = top.add_subparsers(metavar="QUESTION", dest="question")
     for question in QUESTIONS.values():
@@ -87,8 +106,16 @@ def _about(question: Question) -> dict[str, Any]:
 
 
 def _list() -> None:
-    output.rows(*((question.name, question.what) for question in QUESTIONS.values()))
-    output.stdout.print("\nInputs: megakernel roofline ask QUESTION --help")
+    table = output.table("phase", "why", "layout")
+    for column, name in zip(table.columns, ("question", "what", "numbers of the book"), strict=True):
+        column.header = name
+    for question in QUESTIONS.values():
+        table.add_row(question.name, question.what, ", ".join(map(str, question.numbers)))
+    output.stdout.print(table)
+    output.stdout.print(
+        f"\nInputs: megakernel roofline ask QUESTION --help. The book's {len(EXAMPLES)} worked questions by number:"
+        " megakernel roofline ask 11"
+    )
 
 
 def _words(name: str) -> str:

@@ -16,7 +16,7 @@ from ..errors import MegakernelError
 
 @dataclass(frozen=True)
 class Chip:
-    """One processor, in terms of a GPU."""
+    """One processor, in terms of a GPU. The machine file of a TPU says which part of the TPU each term stands for."""
 
     generation: str
     sms: int
@@ -28,6 +28,7 @@ class Chip:
     l2_bytes: float = 0.0
     l2_bytes_per_clock: float = 0.0  # bytes per clock that each SM loads from L2 while all SMs load; measured
     load_bytes_per_clock: float = 0.0  # maximum bytes per clock that one SM loads
+    usd_per_hour: float | None = None  # a list price
 
     @property
     def subpartitions(self) -> int:

@@ -1,14 +1,15 @@
 """The questions that `megakernel roofline ask` answers. questions.toml has their inputs and formulas; this module
 computes them, with the formulas of networks, which loop over levels.
 
-The formulas keep the factor (N - 1) / N, which the book "How to Scale Your Model" drops. docs/roofline.md lists the
-other differences from the book."""
+The formulas keep the factor (N - 1) / N, which the book "How to Scale Your Model" drops. docs/roofline.md lists all
+differences from the book."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from .program_step import measured_s
 Figures = dict[str, Any]
 
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
+FACTS: dict[str, dict[str, Any]] = _TABLE["facts"]
+EXAMPLES: dict[int, str] = {int(number): f"ask {words}" for number, words in _TABLE["examples"].items()}
 BOOK = 'Austin et al., How to Scale Your Model, "How to Think About GPUs" (2025)'
+SWITCH_PORTS = 64
 # Names that formulas use besides those of this module.
-_NAMES = {"measured_s": measured_s, "types": ", ".join(OPERAND_BYTES)}
+_NAMES = {"ceil": ceil, "measured_s": measured_s, "types": ", ".join(OPERAND_BYTES)}
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of `megakernel roofline ask`. `needs` and `figures` are Python expressions: conditions with the
-    messages of their errors, and results by name."""
+    """A question of `megakernel roofline ask`. `numbers` are those questions in docs/roofline.md that it answers.
+    `needs` and `figures` are Python expressions: conditions with the messages of their errors, and results by name."""
 
     name: str
     what: str
     formula: str
+    numbers: tuple[int, ...]
     inputs: tuple[Input, ...]
     needs: dict[str, str]
     figures: dict[str, str]
@@ -80,6 +85,13 @@ def times(chip: Chip, math_s: float, moved_bytes: float) -> Figures:
     moving_s = moved_bytes / chip.hbm_bytes_per_s
     bound = "arithmetic" if math_s > moving_s else "memory"
     return {"least_s": max(math_s, moving_s), "arithmetic_s": math_s, "memory_s": moving_s, "bound": bound}
+
+
+def known(machine: Hardware, name: str, what: str) -> Any:
+    """The fact `name` of the machine. Raises MegakernelError if it is unknown; `what` describes it."""
+    if machine.name not in FACTS[name]:
+        raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(FACTS[name])}")
+    return FACTS[name][machine.name]
 
 
 def levels(machine: Hardware, gpus: int) -> tuple[Level, ...]:
@@ -149,8 +161,9 @@ def _input(text: str) -> Input:
 
 def _question(name: str, table: dict[str, Any]) -> Question:
     figures = {key: value for key, value in table.items() if key not in ("what", "formula", "inputs", "needs")}
+    numbers = tuple(number for number, words in EXAMPLES.items() if words.split()[1] == name)
     inputs = tuple(map(_input, table["inputs"].split()))
-    return Question(name, table["what"], table["formula"], inputs, table.get("needs", {}), figures)
+    return Question(name, table["what"], table["formula"], numbers, inputs, table.get("needs", {}), figures)
 
 
 QUESTIONS = {name: _question(name, table) for name, table in _TABLE["questions"].items()}

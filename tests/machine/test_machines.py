@@ -11,6 +11,7 @@ from megakernel import machine
 from megakernel.errors import MegakernelError
 from megakernel.machine import MACHINES, Hardware, hardware
 from megakernel.machine.files import KNOWN_FOLDER, names
+from megakernel.roofline.ask import FACTS, SWITCH_PORTS
 
 FILES = sorted(KNOWN_FOLDER.glob("*.toml"))
 KNOWN = names()
@@ -30,10 +31,24 @@ def test_every_figure_has_a_source(path: Path) -> None:
 @pytest.mark.parametrize("name", KNOWN)
 def test_units_are_in_the_names(name: str) -> None:
     counts = {"generation", "sms", "subpartitions_per_sm", "fp32_lanes_per_subpartition"}
-    units = ("_hz", "_s", "_bytes", "_bytes_per_clock")
+    units = ("_hz", "_s", "_bytes", "_bytes_per_clock", "_per_hour")
     chip = hardware(name).chip
     for key in vars(chip):
         assert key in counts or key.endswith(units), key
+
+
+@pytest.mark.parametrize(("name", "links"), FACTS["links_per_switch"].items())
+def test_links_and_switches_agree(name: str, links: tuple[int, ...]) -> None:
+    node = hardware(name).node
+    assert len(links) == node.switches and sum(links) == hardware(name).link.ports
+    assert all(n * node.gpus <= node.switch_ports for n in links)
+
+
+@pytest.mark.parametrize(("name", "leaves"), FACTS["leaf_switches"].items())
+def test_leaves_have_a_port_for_each_cable(name: str, leaves: int) -> None:
+    found = hardware(name)
+    down = leaves * SWITCH_PORTS // 2 * 50e9  # a port carries 50 GB/s
+    assert down == pytest.approx(found.node.nodes_per_unit * found.node.egress_bytes_per_s)
 
 
 @pytest.mark.parametrize(("name", "flops"), [("v100", 256), ("a100", 512), ("h100", 1024), ("b200", 2048)])
@@ -52,7 +67,7 @@ def test_a_device_for_the_compiler() -> None:
     few = machine.load("h100", 4)  # each of the four keeps its rates
     assert (few.workers, few.matrix_flops) == (4, h100.matrix_flops / 33)
     assert machine.load("h100x8") == h100
-    assert set(MACHINES) == set(KNOWN)
+    assert set(MACHINES) == set(KNOWN) - {"tpu-v5p"}
     assert machine.load("host").workers == machine.cpu_count()
 
 
@@ -152,6 +167,7 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
         ("_gpu", "unknown machine '_gpu'"),
         ("h100x16", "a node of h100 has 1 to 8 GPUs"),
         ("h100x0", "a node of h100 has 1 to 8 GPUs"),
+        ("tpu-v5p", "serves for comparison only"),
         ("nowhere.toml", "cannot read machine file nowhere.toml"),
     ],
 )

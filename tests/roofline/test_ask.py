@@ -11,47 +11,72 @@ import pytest
 from commands import fails, run, run_json
 
 from megakernel.machine import Hardware, Level, hardware
-from megakernel.roofline.ask import QUESTIONS, level_seconds
+from megakernel.roofline.ask import EXAMPLES, QUESTIONS, level_seconds
 from megakernel.roofline.program_step import measured_s
 
-# Answers of the book: the question, then (key of our answer, value, tolerance; default 0.5 %).
-SAID: dict[str, list[tuple[Any, ...]]] = {
-    "chip --machine b200": [("fp32_lanes", 18944), ("clock_that_fp32_implies_hz", 2.1e9, 0.01)],
-    "chip --machine h100 --clock-ghz 1.59": [("vector_without_multiply_add_per_s", 26.9e12)],
-    "intensity --machine b200": [("flops_per_byte", 281), ("vector_without_multiply_add_per_byte", 5)],
-    "matmul --machine b200 --rows 512 --inner-size 4096 --cols 8192": [("least_s", 15.3e-6), ("bound", "arithmetic")],
-    "matmul --machine b200 --rows 512 --inner-size 4096 --cols 8192 --seconds 20e-6": [
-        ("part_of_the_measured_time", 0.75, 0.03)
-    ],
-    "levels --gpus 8": [
+# Answers of the book, by question: (key of our answer, value, tolerance; default 0.5 %).
+SAID: dict[int, list[tuple[Any, ...]]] = {
+    1: [("fp32_lanes", 18944)],
+    2: [("vector_without_multiply_add_per_s", 26.9e12)],
+    3: [("flops_per_byte", 281), ("vector_without_multiply_add_per_byte", 5)],
+    4: [("least_s", 15.3e-6), ("bound", "arithmetic")],
+    5: [("shared_memory_bytes", 33e6, 0.05), ("registers_bytes", 33e6, 0.05)],
+    6: [("clock_that_fp32_implies_hz", 2.1e9, 0.01)],
+    7: [("least_s", 0.235e-6), ("bound", "memory")],
+    8: [
         ("switches_of_a_node_bytes_per_s", 6.4e12),
         ("node_bytes_per_s", 3.6e12),
         ("node_gather_bytes_per_s", 450e9 * 8 / 7),
-        ("bisection_of_a_node_both_ways_bytes_per_s", 3.6e12),
     ],
-    "levels --gpus 1024": [("leaf_per_node_bytes_per_s", 400e9), ("spine_per_node_bytes_per_s", 400e9)],
-    "all-gather --gpus 8 --bytes 536870912": [("least_s", 1.04e-3)],
-    "all-gather --gpus 8 --bytes 33554432": [("least_s", 65.2e-6)],
-    "all-gather --gpus 1024 --bytes 1e9": [("leaf_s", 1 / 413), ("node_s", 1 / 514), ("spine_s", 1 / 17067)],
-    "all-gather --gpus 16 --bytes 1e9": [("bound", "the node level"), ("leaf_s", 1 / 800)],
-    "all-gather --gpus 256 --bytes 1e9": [("leaf_s", 31 / (32 * 400))],
-    "all-gather --gpus 256 --inner 16 --bytes 536870912": [("least_s", 650e-6)],
-    "all-reduce --gpus 8 --bytes 1e9 --in-network": [("least_s", 1 / 450), ("gain", 1.75)],
-    "all-reduce --gpus 8 --bytes 10e9 --in-network": [("measured_best_s", 17.5 / 480)],
-    "all-reduce --gpus 4 --inner 2 --bytes 536870912 --in-network": [("least_s", 536870912 / (2 * 450e9))],
-    "all-reduce --gpus 1024 --inner 256 --bytes 536870912 --in-network": [("least_s", 536870912 / 12.8e12)],
-    "all-to-all --gpus 8 --bytes 1e9 --copies 4": [("least_s", 7 / 64 / 450 / 2)],
-    "all-to-all --gpus 16 --bytes 1e9": [("leaf_s", 1 / (4 * 400))],
-    "tensor-parallel --ffn 28672": [("in_a_node_ways", 13.0), ("beyond_ways", 11.6), ("over_two_nodes_ways", 19.6)],
-    "tensor-parallel --machine b200 --ffn 28672": [("in_a_node_ways", 28672 / 2500), ("beyond_ways", 28672 / 5625)],
-    "expert-parallel --machine h800 --ffn 2048 --active 8 --gpus 64": [("least_ffn_for_many_gpus", 19800)],
+    9: [("bisection_of_a_node_both_ways_bytes_per_s", 3.6e12)],
+    10: [("least_s", 1.04e-3)],
+    11: [("least_s", 65.2e-6)],
+    12: [("least_s", 1e9 * 7 / 64 / 450e9 / 2)],
+    13: [("leaf_per_node_bytes_per_s", 400e9), ("spine_per_node_bytes_per_s", 400e9), ("leaf_bytes_per_s", 12.8e12)],
+    14: [("spine_switches", 128), ("core_switches", 64)],
+    15: [("leaf_s", 1e9 / 413e9), ("node_s", 1e9 / 514e9), ("spine_s", 1e9 / 17067e9)],
+    16: [("bound", "the node level"), ("leaf_s", 1e9 / 800e9)],
+    17: [("leaf_s", 1e9 * 31 / (32 * 400e9))],
+    18: [("least_s", 1e9 / 450e9), ("gain", 1.75)],
+    19: [("least_s", 536870912 / (2 * 450e9))],
+    20: [("least_s", 536870912 / 12.8e12)],
+    21: [("least_s", 650e-6)],
+    22: [("critical_tokens_per_gpu", 2475), ("critical_tokens", 40e6, 0.02), ("bound", "the network")],
+    23: [("in_a_node_ways", 13.0), ("beyond_ways", 11.6), ("over_two_nodes_ways", 19.6)],
+    24: [("in_a_node_ways", 28672 / 2500), ("beyond_ways", 28672 / 5625)],
+    25: [("state_bytes", 700e9), ("least_gpus", 9), ("least_nodes", 2), ("flops", 6.3e24), ("days", 40)],
+    26: [("tokens_per_gpu", 977), ("critical_tokens_per_gpu", 309), ("bound", "arithmetic")],
+    27: [("tokens_per_gpu", 2048), ("critical_tokens_per_gpu", 1237.5), ("bound", "arithmetic")],
+    28: [("bubble_fraction", 0.5)],
+    29: [("resident_warps", 8)],
+    30: [("arithmetic_s", 1024 / 33.5e12 * 132 / 8)],
+    31: [("subpartitions", 8), ("egress_bytes_per_s", 540e9), ("shared_memory_bytes", 128e6), ("usd_per_hour", 4)],
+    32: [("part_of_the_measured_time", 0.75, 0.03)],
+    33: [("switches", 560), ("links_of_a_gpu_to_switches", "5 + 4 + 4 + 5")],
+    34: [("leaf_s", 1e9 / (4 * 400e9))],
+    35: [("critical_tokens_per_gpu", 309), ("bound", "arithmetic")],
+    36: [("bound", "the network"), ("least_ffn_for_many_gpus", 19800)],
+    37: [("critical_tokens_per_gpu", 2475 / 16)],
+    38: [("gain", 1.75), ("measured_best_s", 10e9 * 1.75 / 480e9)],
+    39: [("alpha_beyond", 625), ("alpha_of_a_node", 2500)],
+    40: [("bubble_fraction", 7 / 23), ("hops", 22), ("hops_s", 22 * 2e6 * 8192 / (400e9 * 16))],
+    41: [("expected", 0.0307), ("approximate", 0.0311)],
+    42: [("bound", "arithmetic")],
 }
 
 
-@pytest.mark.parametrize("words", SAID)
-def test_the_books_questions(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    answer = run_json(capsys, "roofline", "ask", *words.split())
-    for name, value, *near in SAID[words]:
+def test_all_questions_of_the_book_are_there() -> None:
+    assert set(EXAMPLES) == set(range(1, 43)) == set(SAID)
+    for number, words in EXAMPLES.items():
+        ask, name, *_ = words.split()
+        assert ask == "ask" and number in QUESTIONS[name].numbers
+    assert all(number in EXAMPLES for question in QUESTIONS.values() for number in question.numbers)
+
+
+@pytest.mark.parametrize("number", sorted(SAID))
+def test_the_books_questions(capsys: pytest.CaptureFixture[str], number: int) -> None:
+    answer = run_json(capsys, "roofline", "ask", str(number))
+    for name, value, *near in SAID[number]:
         found = answer["figures"][name]
         assert found == (value if isinstance(value, str) else pytest.approx(value, *(near or [5e-3]))), name
     assert answer["formula"] and answer["source"] and answer["given"].keys() == {i["name"] for i in answer["inputs"]}
@@ -60,14 +85,20 @@ def test_the_books_questions(capsys: pytest.CaptureFixture[str], words: str) -> 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "roofline", "ask")
     assert status == 0 and all(re.search(rf"^{name} ", out, re.MULTILINE) for name in QUESTIONS)
-    assert [q["question"] for q in run_json(capsys, "roofline", "ask")["questions"]] == list(QUESTIONS)
+    listed = run_json(capsys, "roofline", "ask")
+    assert [q["question"] for q in listed["questions"]] == list(QUESTIONS) and len(listed["examples"]) == 42
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_help_and_text(capsys: pytest.CaptureFixture[str], name: str) -> None:
     status, out, _ = run(capsys, "roofline", "ask", name, "--help")
     assert status == 0 and all("--" + i.name.replace("_", "-") in out for i in QUESTIONS[name].inputs)
     assert "\n\n" + QUESTIONS[name].what[:1].upper() + QUESTIONS[name].what[1:9] in out
+    number = next((n for n in QUESTIONS[name].numbers if EXAMPLES[n].startswith(f"ask {name} ")), None)
+    if number:
+        status, out, err = run(capsys, "roofline", "ask", str(number))
+        assert status == 0 and err == f"question {number}: megakernel roofline {EXAMPLES[number]}\n"
+        assert "formula" in out and "How to Scale Your Model" in " ".join(out.split())
 
 
 def test_inputs_change_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -82,21 +113,38 @@ def test_inputs_change_answers(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert hop and figures("latency", "--bytes", "450", "--hops", "3")["in_a_node_s"] == pytest.approx(
         3 * hop.node_hop_s + 1e-9
     )
+    dense, sparse = (figures("data-parallel", *w)["critical_tokens_per_gpu"] for w in ((), EXPERTS))
+    assert (dense, sparse) == (2475, 79200)
     assert figures("intensity", "--weight-bytes", "1")["critical_rows"] == pytest.approx(295.5 / 2, rel=1e-3)
     mine = tmp_path / "mine.toml"
     mine.write_text('base = "h100"\n[link]\nports = 9\n')
     assert figures("chip", "--machine", str(mine))["egress_bytes_per_s"] == 225e9
 
 
+EXPERTS = ("--experts", "128", "--active", "4")
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
+        ("43", "have the numbers 1 to 42"),
+        ("0", "have the numbers 1 to 42"),
+        ("11 --gpus 3", "only --json may follow such a number"),
         ("all-gather --bytes 1 --gpus 1", "one GPU sends nothing"),
         ("all-gather --bytes 1 --gpus 12", "do not fill whole h100 nodes of 8 GPUs"),
         ("all-gather --bytes 1 --gpus 16 --machine a100", "use at most 8 GPUs"),
         ("matmul --rows 1 --inner-size 1 --cols 1 --dtype fp2", "'fp2' is not an operand type"),
         ("matmul --rows 1 --inner-size 1 --cols 1 --dtype fp4", "h100 does not compute in fp4"),
+        ("warps --registers 300", "at most 256 registers"),
+        ("offload --machine v100 --bytes 1", "the link to the host of v100 is not known"),
+        ("switches --gpus 64 --machine h200", "the number of leaf switches of h200 is not known"),
+        ("switches --gpus 16 --machine a100", "is not described"),
+        ("latency --machine tpu-v5p --bytes 1", "the time of a hop on tpu-v5p is not described"),
+        ("data-parallel --gpus 8 --ways 3", "8 GPUs do not form two or more groups of 3"),
+        ("data-parallel --experts 2 --active 3", "a token cannot use 3 of 2 experts"),
+        ("experts --experts 2 --active 3", "a token cannot use 3 of 2 experts"),
         ("expert-parallel --ffn 1 --active 1 --gpus 8", "fit in one node"),
+        ("training --parameters 1 --tokens 1 --gpus 1 --utilisation 1.5", "is above the peak"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
@@ -104,7 +152,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    "words", ["nothing", "all-gather", "all-gather --bytes -1 --gpus 8", "chip --gpus 3", "levels --gpus x"]
+    "words", ["nothing", "all-gather", "all-gather --bytes -1 --gpus 8", "chip --gpus 3", "warps --registers x"]
 )
 def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
     status, out, err = run(capsys, "roofline", "ask", *words.split())
@@ -113,10 +161,10 @@ def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
 
 # -- figures beyond the examples: other inputs and machines
 
-H100, B200 = map(hardware, ("h100", "b200"))
+H100, B200, GH200, NVL72, TPU = map(hardware, ("h100", "b200", "gh200", "gb200-nvl72", "tpu-v5p"))
 W = H100.link.egress_bytes_per_s
-CURVE = H100.curve("all_reduce", 8)
-assert CURVE and H100.costs
+BOOST, CURVE = H100.chip.boost_clock_hz, H100.curve("all_reduce", 8)
+assert BOOST and CURVE and H100.costs
 FASTER = replace(B200, rates=replace(B200.rates, bf16=2.3e15))
 MATMUL = {"rows": 64, "inner_size": 4096, "cols": 8192}
 ARRAY, ROWS = 2.0 * 8192 * 32768, 2e6 * 7168
@@ -126,22 +174,31 @@ def near(value: float, rel: float = 5e-3) -> Any:
     return pytest.approx(value, rel=rel)
 
 
-def ask(name: str, machine: Hardware = H100, **inputs: Any) -> dict[str, Any]:
-    return dict(QUESTIONS[name].answer(machine=machine, **inputs))
+def ask(name: str, machine: Hardware | None = H100, **inputs: Any) -> dict[str, Any]:
+    return dict(QUESTIONS[name].answer(**({"machine": machine} if machine else {}), **inputs))
 
 
-# In an exchange of rows among 64 GPUs, each row is sent to 4 of them. Experts
+# Only 8 SMs add vectors of 1,024 elements. In an exchange of rows among 64 GPUs, each row is sent to 4 of them. Experts
 # on many nodes hide their traffic only if the FFN size is more than 8 alpha; the sizes are those of Grok-1, DeepSeek-V3
 # and gpt-oss, and a token goes to few of the GPUs.
 @pytest.mark.parametrize(
     ("name", "machine", "inputs", "figures"),
     [
         ("chip", H100, {}, {"vector_without_multiply_add_per_s": near(33.5e12)}),
+        ("chip", TPU, {}, {"registers_bytes": near(256e3, 0.03)}),
         ("matmul", B200, MATMUL, {"memory_s": near(68.7e6 / 8e12), "least_s": near(8.6e-6), "bound": "memory"}),
         ("matmul", FASTER, MATMUL | {"rows": 512}, {"least_s": near(14.9e-6)}),
         ("matmul", B200, MATMUL | {"seconds": 10e-6}, {"part_of_the_measured_time": near(0.85, 0.03)}),
+        ("vector-add", H100, {"elements": 1 << 30}, {"least_s": near((1 << 30) / 2.79e11), "bound": "memory"}),
+        ("vector-add", H100, {"elements": 1024}, {"arithmetic_s": near(1024 / (H100.chip.fp32_lanes * BOOST) * 16.5)}),
         ("intensity", H100, {}, {"vector_without_multiply_add_per_byte": near(10)}),
+        ("warps", None, {"registers": 32}, {"resident_warps": 64}),
+        *(("offload", chip, {"bytes": 140e9}, {"pass_s": near(s)}) for chip, s in ((H100, 2.19), (GH200, 0.311))),
+        ("offload", NVL72, {"bytes": 140e9}, {"pass_s": near(0.156)}),
         ("levels", H100, {"gpus": 4}, {"node_bytes_per_s": 4 * W}),
+        ("switches", H100, {"gpus": 2048}, {"spine_switches": 32, "core_switches": 0, "links_per_leaf_and_spine": 1}),
+        ("switches", H100, {"gpus": 1024}, {"leaf_switches": 32, "spine_switches": 16, "links_per_leaf_and_spine": 2}),
+        ("switches", H100, {"gpus": 9}, {"nodes": 2, "spine_switches": 0}),
         *(
             ("all-gather", H100, {"bytes": ARRAY, "gpus": 256, "inner": y}, {"least_s": near(ARRAY * 31 / 32 / rate)})
             for y, rate in ((1, 400e9), (8, 400e9), (64, 3200e9))
@@ -163,13 +220,18 @@ def ask(name: str, machine: Hardware = H100, **inputs: Any) -> dict[str, Any]:
             )
             for ways, alpha in ((8, 2200), (11, 2475))
         ),
+        ("data-parallel", H100, {"gpus": 16}, {"exact_critical_tokens_per_gpu": 2475 / 2}),
+        # Two groups of 4 GPUs fill a node, so 16 groups exchange among 8 nodes.
+        ("data-parallel", H100, {"gpus": 64, "ways": 4}, {"exact_critical_tokens_per_gpu": 2475 * 7 / 8}),
+        ("data-parallel", H100, {"gpus": 16, "tokens": 16 * 1237}, {"bound": "the network"}),
+        ("data-parallel", H100, {"gpus": 16, "tokens": 16 * 1238}, {"bound": "arithmetic"}),
         *(
             ("expert-parallel", H100, {"ffn": ffn, "active": active, "gpus": max(16 * active, 64)}, {"bound": bound})
             for ffn, active, bound in ((32768, 2, "arithmetic"), (2048, 8, "the network"), (2880, 4, "the network"))
         ),
     ],
 )
-def test_figures(name: str, machine: Hardware, inputs: dict[str, Any], figures: dict[str, Any]) -> None:
+def test_figures(name: str, machine: Hardware | None, inputs: dict[str, Any], figures: dict[str, Any]) -> None:
     found = ask(name, machine, **inputs)
     assert {key: found[key] for key in figures} == figures
 
