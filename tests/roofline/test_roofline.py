@@ -107,7 +107,7 @@ def test_measuring_takes_the_best_probe_over_more_than_the_cache() -> None:
         sizes.append(size)
         return next(reads)
 
-    measured = measure(3, read, lambda threads: next(rates), lambda threads: next(integers))
+    measured = measure(3, read, lambda threads, seconds: next(rates), lambda threads, seconds: next(integers))
     figures = (measured.read_bytes_per_s, measured.cache_bytes_per_s, measured.flops, measured.integer_ops)
     assert figures == (9.0, 40.0, 3.0, 8.0) and measured.threads == 3
     assert min(sizes[:3]) >= min(8 * last_level_cache(), 2 << 30) > last_level_cache() >= max(sizes[3:])

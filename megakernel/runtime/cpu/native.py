@@ -89,12 +89,12 @@ def clock_cost() -> float:
     return float(library().mk_clock_cost())
 
 
-def probe_read(threads: int, size: int, seconds: float = 1.0) -> float:
+def probe_read(threads: int, size: int, seconds: float) -> float:
     """Measure the bytes/s at which threads together read `size` bytes of memory, in the best of several passes."""
     return _checked(library().mk_probe_read(requested_simd(), threads, size, seconds))
 
 
-def probe_fma(threads: int, seconds: float = 0.5, *, integers: bool = False) -> float:
+def probe_fma(threads: int, seconds: float, *, integers: bool = False) -> float:
     """Measure the rate of multiply-adds on `threads` threads, in FLOP/s. Returns the best of several passes.
 
     The measurement uses the fastest instructions that matmuls use, and float32 sums. If the processor multiplies pairs
