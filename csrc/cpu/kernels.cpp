@@ -113,7 +113,7 @@ bool adds_in_order() {
 #endif
 
 // The switch has no default case, so the compiler rejects it if an Operation is missing.
-template <class T, class M>
+template <class T>
 Op op(Operation operation) {
   switch (operation) {
     case Operation::kJoin:
@@ -126,15 +126,15 @@ Op op(Operation operation) {
     case Operation::kNorm:
       return run<Run, norm<T>>;
     case Operation::kMatmul:
-      return run<Tile, matmul<M>>;
+      return run<Tile, matmul<T>>;
     case Operation::kAttention:
       return run<Attention, attention<T>>;
     case Operation::kReduce:
       return run<Tile, reduce<T>>;
     case Operation::kRoute:
-      return run<Run, route<M>>;
+      return run<Run, route<T>>;
     case Operation::kExperts:
-      return run<ExpertTile, experts<M>>;
+      return run<ExpertTile, experts<T>>;
     case Operation::kCombine:
       return run<Run, combine<T>>;
     case Operation::kSample:
@@ -143,13 +143,13 @@ Op op(Operation operation) {
   return nullptr;
 }
 
-// Fills a table of kernels for activations of type T. Matmuls read the activations as type M, which has the
-// same memory layout as T.
+// Fills a table of kernels for activations of type T. Matmuls multiply weights of type M.
 template <class T, class M = T>
 Kernels table(const char* name = MK_STRING(MK_SIMD)) {
   Kernels k{};
   k.name = name;
-  for (int32_t i = 1; i < kOperations; ++i) k.ops[i] = op<T, M>(static_cast<Operation>(i));
+  k.bf16_pairs = kInPairs<M>;
+  for (int32_t i = 1; i < kOperations; ++i) k.ops[i] = op<T>(static_cast<Operation>(i));
   k.send[static_cast<int32_t>(Operation::kNorm)] = run<Run, send_norm<T>>;
   k.attention_merge = attention_merge<T>;
   k.read = read;

@@ -293,6 +293,7 @@ bool Interpreter::step(Cursor& c, int thread) {
             reinterpret_cast<const int32_t*>(&abort_),
             &link_bytes,
             c.layer};
+  call.bf16_pairs = kernels_.bf16_pairs;
   if (c.phase->operation == Operation::kAttention) {
     while (c.item < c.item_end && ready(c)) {
       call.item = c.item;
@@ -423,6 +424,7 @@ void Interpreter::execute(const Dims& dims, const Phase* phases, const int32_t* 
   Memory& memory = memory_[0];
   Call call{&dims, &phase, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
             layer};
+  call.bf16_pairs = kernels_.bf16_pairs;
   if (phase.operation != Operation::kAttention) {
     kernels_.op(phase)(call, record);
     if (const Op send = kernels_.sender(phase)) send(call, record);

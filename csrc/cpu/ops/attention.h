@@ -37,19 +37,18 @@ constexpr int kDirectPairs = 2 * kDenseRows;
 //
 // The rows of B may be tokens of several KV pages, so B need not be contiguous. B is read in runs: rows that
 // are evenly spaced in memory, such as the tokens of one page. For each run and each vector of columns, B
-// supplies a strip (a pointer that walks down the rows).
-template <int R, int V, class B>
-void dense_block(const float* a, int64_t lda, const B& b, int column, int last, int k, int end, float* c,
-                 int64_t ldc, bool resume) {
+// finds a strip (a pointer that walks down the rows).
+template <int R, int V, class S>
+void dense_block(const float* a, int64_t lda, const Matrix<S>& b, int column, int last, int k, int end,
+                 float* c, int64_t ldc, bool resume) {
   F32 acc[R][V];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
   }
-  const int64_t ldb = b.stride();
+  const int64_t ldb = b.stride;
   while (k < end) {
-    decltype(b.at(0, 0)) strips[V];
-    MK_UNROLL for (int v = 0; v < V; ++v) strips[v] = b.at(k, column + v * kLanes);
-    const int run_end = b.run_end(k, end);
+    S strips[V];
+    const int run_end = b.find(k, column, end, V, strips);
     for (int row = 0; k < run_end; ++row, ++k) {  // `row` counts from the beginning of the strips
       F32 values[V];
       MK_UNROLL for (int v = 0; v < V; ++v) {
@@ -67,8 +66,8 @@ void dense_block(const float* a, int64_t lda, const B& b, int column, int last, 
   }
 }
 
-template <int V, int R = kDenseRows, class B>
-inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int column, int last, int t,
+template <int V, int R = kDenseRows, class S>
+inline void dense_rows(int rows, const float* a, int64_t lda, const Matrix<S>& b, int column, int last, int t,
                        int end, float* c, int64_t ldc, bool resume) {
   for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
     dense_block<R, V>(a, lda, b, column, last, t, end, c, ldc, resume);
@@ -77,9 +76,9 @@ inline void dense_rows(int rows, const float* a, int64_t lda, const B& b, int co
 
 // Computes C = A B for any number of rows and columns. With `resume`, adds to C instead. An output has the
 // same bits whatever the number of rows and columns. The rows of C must be padded to full SIMD vectors.
-template <int V = kDenseVectors, class B>
-inline void dense(int rows, int cols, const float* a, int64_t lda, const B& b, int k, float* c, int64_t ldc,
-                  bool resume, int column = 0) {
+template <int V = kDenseVectors, class S>
+inline void dense(int rows, int cols, const float* a, int64_t lda, const Matrix<S>& b, int k, float* c,
+                  int64_t ldc, bool resume, int column = 0) {
   // B is processed in parts of `depth` rows and V vectors. A part fits in half of an L1 cache, so it stays
   // there while it is multiplied with all rows of A.
   const int depth = rows > kDenseRows ? 64 : k;
@@ -136,7 +135,7 @@ void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlo
 template <class T, class Kv>
 inline void score(const Dims& d, int rows, const float* queries, const CachedBlock<T>&, const Kv& kv,
                   int begin, int tokens, float* scores) {
-  dense(rows, tokens, queries, d.head_dim, Keys<Kv>{kv}, d.head_dim, scores, d.kv_block, false, begin);
+  dense(rows, tokens, queries, d.head_dim, Keys(kv), d.head_dim, scores, d.kv_block, false, begin);
 }
 
 template <class Kv>
@@ -242,11 +241,11 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
   // Tokens that every row sees come first: their values are multiplied for all rows together. The later
   // tokens follow, row by row. These are few, because the rows have consecutive positions.
   const int common = visible_tokens(d, positions[0], block);
-  dense(rows * group, d.head_dim, scores + oldest, d.kv_block, TokenValues<Kv>{kv, oldest}, common - oldest,
-        out, padded, false);
+  dense(rows * group, d.head_dim, scores + oldest, d.kv_block, TokenValues(kv, oldest), common - oldest, out,
+        padded, false);
   for (int i = 1; i < rows; ++i) {
     const int64_t first = int64_t{i} * group;
-    dense(group, d.head_dim, scores + first * d.kv_block + common, d.kv_block, TokenValues<Kv>{kv, common},
+    dense(group, d.head_dim, scores + first * d.kv_block + common, d.kv_block, TokenValues(kv, common),
           visible_tokens(d, positions[i], block) - common, out + first * padded, padded, true);
   }
 }

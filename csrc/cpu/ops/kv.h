@@ -88,30 +88,48 @@ struct ValuePage {
   }
 };
 
-// Presents the keys of a KV block, [element of the head][token], as the matrix B of `dense`.
-template <class Kv>
-struct Keys {
-  const Kv& kv;
+// A matrix B of `dense`, whose rows strips of type S read. So that `dense` is compiled once for each S, it
+// finds the strips by a virtual function, which it calls once for many rows.
+template <class S>
+struct Matrix {
+  const int64_t stride;  // between rows, in elements
 
-  auto at(int row, int column) const { return kv.key(column).down(row, stride()); }
-  int64_t stride() const { return kv.key_stride(); }
-  int run_end(int, int end) const { return end; }
+  explicit Matrix(int64_t rows_apart) : stride(rows_apart) {}
+  // Finds the strips of `count` successive SIMD vectors, which begin in row `row` and column `column`.
+  // Returns the row, at most `end`, up to which they can walk down.
+  virtual int find(int row, int column, int end, int count, S* strips) const = 0;
 };
 
-// Presents the values of a KV block, [token][element of the head], from token `first` on, as the matrix B of
-// `dense`.
-template <class Kv>
-struct TokenValues {
+// The keys of a KV block, [element of the head][token].
+template <class Kv, class S>
+struct Keys final : Matrix<S> {
   const Kv& kv;
-  int first;
 
-  auto at(int row, int column) const { return kv.value(first + row).right(column); }
-  int64_t stride() const { return kv.value_stride(); }
-  int run_end(int row, int end) const {
+  explicit Keys(const Kv& block) : Matrix<S>(block.key_stride()), kv(block) {}
+  int find(int row, int column, int end, int count, S* strips) const override {
+    for (int v = 0; v < count; ++v) strips[v] = kv.key(column + v * kLanes).down(row, this->stride);
+    return end;
+  }
+};
+template <class Kv>
+Keys(const Kv& block) -> Keys<Kv, decltype(block.key(0))>;
+
+// The values of a KV block, [token][element of the head], from token `first` on.
+template <class Kv, class S>
+struct TokenValues final : Matrix<S> {
+  const Kv& kv;
+  const int first;
+
+  TokenValues(const Kv& block, int token) : Matrix<S>(block.value_stride()), kv(block), first(token) {}
+  int find(int row, int column, int end, int count, S* strips) const override {
     const int token = first + row;
+    const auto values = kv.value(token);
+    for (int v = 0; v < count; ++v) strips[v] = values.right(column + v * kLanes);
     return lower_of(end, row + kv.run() - token % kv.run());
   }
 };
+template <class Kv>
+TokenValues(const Kv& block, int) -> TokenValues<Kv, decltype(block.value(0).right(0))>;
 
 // The keys and values of one KV head in a sequence's KV pages. T is their type; int8_t means Q8_0.
 template <class T>

@@ -19,6 +19,10 @@ constexpr int kPrefetchBytes = 2048;
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
+// Whether the code for activations of type T can multiply with that instruction, if the processor has it.
+template <class T>
+constexpr bool kMayPair = MK_LANES == 16 && std::is_same_v<T, Bf16>;
+
 struct Half {};  // float16
 
 // Whether a matmul always multiplies weights of type W straight from memory. Quantised types and float16 are

@@ -68,23 +68,24 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
 }
 
 // The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights (kPanel columns each),
-// over indices [begin, begin + steps) along K. Both are multiples of kUnit. With `resume`, adds to C instead
-// of replacing C. A is stored in pieces of kChunk indices along K: pieces are chunk_stride floats apart, and
+// over indices [begin, begin + steps) along K. Both are multiples of kUnit. The panels are panels[0],
+// panels[apart] and so on: with `apart` 0, the same panel P times. With `resume`, adds to C instead of
+// replacing C. A is stored in pieces of kChunk indices along K: pieces are chunk_stride floats apart, and
 // the rows in a piece are kChunkStride floats apart. A range that begins in the middle of a piece must end in
 // the same piece.
 template <int R, int P, class W>
-void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin, int steps, float* c,
-           int64_t ldc, bool resume) {
+void micro(const float* a, int64_t chunk_stride, const Panel* panels, int apart, int begin, int steps,
+           float* c, int64_t ldc, bool resume) {
   F32 acc[R][P][kPanelVectors];
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int p = 0; p < P; ++p) {
       MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-        acc[i][p][v] = resume ? load(c + i * ldc + p * kPanel + v * kLanes) : F32{};
+        acc[i][p][v] = resume ? load(c + i * ldc + p * apart * kPanel + v * kLanes) : F32{};
       }
     }
   }
   const char* data[P];
-  MK_UNROLL for (int p = 0; p < P; ++p) data[p] = panels[p].data;
+  MK_UNROLL for (int p = 0; p < P; ++p) data[p] = panels[p * apart].data;
   for (int done = 0; done < steps; a += chunk_stride) {
     const int end = lower_of(done + kChunk, steps);
     for (const float* x = a; done < end; done += kUnit) {
@@ -111,13 +112,20 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int begin,
   MK_UNROLL for (int i = 0; i < R; ++i) {
     MK_UNROLL for (int p = 0; p < P; ++p) {
       MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-        store(c + i * ldc + p * kPanel + v * kLanes, acc[i][p][v]);
+        store(c + i * ldc + p * apart * kPanel + v * kLanes, acc[i][p][v]);
       }
     }
   }
 }
 
-using Micro = void (*)(const float*, int64_t, const Panel*, int, int, float*, int64_t, bool);
+using Micro = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
+
+// Returns log2 of the smallest number of panels for which `micro` is compiled for `rows` rows. Single panels
+// are rare, so several rows multiply them as two equal ones, which saves a quarter of the instances.
+template <class W>
+constexpr int least_log2(int rows) {
+  return rows > 1 && panel_log2<W>(rows) > 0 ? 1 : 0;
+}
 
 // A table of the instances of `micro`: entry[rows][log2] is micro<rows, 1 << log2, W>.
 template <class W>
@@ -126,7 +134,7 @@ struct MicroTable {
 
   template <int R, int L>
   constexpr void fill() {
-    if constexpr (L <= panel_log2<W>(R)) entry[R][L] = micro<R, (1 << L), W>;
+    if constexpr (least_log2<W>(R) <= L && L <= panel_log2<W>(R)) entry[R][L] = micro<R, (1 << L), W>;
   }
   template <int R>
   constexpr void fill_rows() {
@@ -160,9 +168,11 @@ struct RowBlocks {
   template <class W>
   void multiply(const Panel* panels, int log2, int begin, int skip, int steps, bool resume) const {
     const float* block_x = x + skip / kChunk * chunk_stride + skip % kChunk;
-    for (int i = 0; i < rows; i += block_rows)
-      kMicro<W>.entry[lower_of(rows - i, block_rows)][log2](block_x + int64_t{i} * kChunkStride, chunk_stride,
-                                                            panels, begin, steps, c + i * ldc, ldc, resume);
+    for (int i = 0; i < rows; i += block_rows) {
+      const int n = lower_of(rows - i, block_rows), least = least_log2<W>(n);
+      kMicro<W>.entry[n][higher_of(log2, least)](block_x + int64_t{i} * kChunkStride, chunk_stride, panels,
+                                                 log2 >= least, begin, steps, c + i * ldc, ldc, resume);
+    }
   }
 };
 
@@ -240,7 +250,7 @@ class Inputs {
   static MK_INLINE void unpack_row(int n, bool pairs, float* out, const F& vector) {
     for (int i = 0; i < ceil_div(n, kUnit) * kUnit; i += kLanes) {
       const F32 v = i < n ? vector(i, lower_of(n - i, kLanes)) : F32{};
-      if (kInPairs<T> && pairs)
+      if (kMayPair<T> && pairs)
         store_pairs(reinterpret_cast<uint32_t*>(out) + i / 2, v);
       else
         store(out + i, v);
@@ -278,8 +288,8 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
   const int panel = tile.col / kPanel * matrices;
   const int panel_end = panel + panel_count(tile.col, tile.cols) * matrices;
   Inputs<T> inputs(call, from);
-  const bool pairs =
-      kInPairs<T> && weights[panel].type() == Dtype::BF16 && same_type(weights + panel, panel_end - panel);
+  const bool pairs = call.bf16_pairs && weights[panel].type() == Dtype::BF16 &&
+                     same_type(weights + panel, panel_end - panel);
 
   const bool q8 = call.dims->q8_activations;
   const auto rounds = [&](int p) { return q8 && weights[p].quantised(); };
@@ -339,7 +349,7 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
               q += count;
               continue;
             }
-            if constexpr (kInPairs<T>) {
+            if constexpr (kMayPair<T>) {
               if (pairs) {
                 multiply_block.template operator()<Bf16Pairs>();
                 continue;

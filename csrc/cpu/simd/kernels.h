@@ -68,7 +68,8 @@ struct Call {
   const int32_t* abort;  // non-zero if the launch was aborted; the function then returns soon
   int64_t* link_bytes;   // counts the bytes that this rank stores on other ranks
   int32_t layer;
-  int32_t item = 0;  // index of the attention work item in the step table
+  bool bf16_pairs = false;  // whether matmuls use the instruction for pairs of bfloat16 values
+  int32_t item = 0;         // index of the attention work item in the step table
 
   template <class T>
   MK_INLINE T* inputs() const {
@@ -117,6 +118,7 @@ using Op = void (*)(const Call& call, const int32_t* record);
 
 struct Kernels {
   const char* name;
+  bool bf16_pairs;  // whether the processor has an instruction for pairs of bfloat16 values that is used
   // `ops` and `send` are indexed by Operation.
   Op ops[kOperations];
   // Copies an instruction's results to other ranks. Null if the operation has no separate function for this.
