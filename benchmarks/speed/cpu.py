@@ -28,7 +28,7 @@ from record import options, write
 from servers import measured
 
 RUNS = ["--runs", "5"]
-SMALL, LARGE = ["--model", "smollm2-135m"], ["--model", "random:llama-3.2-1b", "--context", "2048"]
+SMALL, LARGE = ["--model", "smollm2-135m"], ["--model", "random:llama-3.2-1b", "--max-model-len", "2048"]
 INTEGERS = ["--kv-cache-dtype", "q8_0"]
 EXPERTS = "four layers of qwen3-30b-a3b in q4_k"  # stands for the file that `experts_file` writes
 FEW = ["--tokens", "24"]  # option for fewer decode steps, for the larger model and for long contexts
@@ -60,7 +60,7 @@ CASES = {
     "smollm2 bf16, 32 sequences": batch("bf16"),
     "smollm2 as in its file (Q4_1), 32 sequences": batch("auto"),
     "smollm2 bf16, beside a busy process": latency(SMALL, "bf16", 256),
-    "30B-A3B q4_k, 4 layers": latency(["--model", EXPERTS, "--context", "2048"], "auto", 256),
+    "30B-A3B q4_k, 4 layers": latency(["--model", EXPERTS, "--max-model-len", "2048"], "auto", 256),
 }
 
 

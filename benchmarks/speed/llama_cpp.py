@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         flags = [*load(args.num_prompts, args.max_concurrency), "--runs", str(args.runs)]
         http = measured("bench", "serve", "--base-url", a.url, "--vs", b.url, *common, *flags)
     offline = measured(
-        *("bench", "throughput", "--model", str(model), "--context", str(CONTEXT), "--seed", "1"),
+        *("bench", "throughput", "--model", str(model), "--max-model-len", str(CONTEXT), "--seed", "1"),
         *("--num-prompts", str(args.num_prompts), "--max-num-seqs", str(args.max_concurrency)),
         *("--runs", str(args.runs)),
     )

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MegakernelError as e:
         return _fail(str(e))
     except MemoryError:
-        return _fail("out of memory: use a smaller model or a smaller --context")
+        return _fail("out of memory: use a smaller model or a smaller --max-model-len")
     except OSError as e:
         _drop_output()
         remedy = ": free some space" if e.errno == errno.ENOSPC else ""

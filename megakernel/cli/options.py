@@ -35,16 +35,15 @@ STORED = ("weights", "kv_cache_dtype", "activations")
 _OWN = object()  # stands for a setting's own default
 
 
-def add_setting(parser: argparse._ActionsContainer, name: str, *, default: Any = _OWN, what: str | None = None) -> None:
+def add_setting(parser: argparse._ActionsContainer, name: str, *, default: Any = _OWN) -> None:
     """Add the flag of the setting `name`, in all its spellings. `default` replaces the setting's default; None means
-    that the verb wants to know whether the flag was given. `what` replaces the setting's help text; if it has no
-    default, it must say what happens without the flag."""
+    that the verb wants to know whether the flag was given."""
     setting = SETTINGS[name]
     if setting.read is switch and default is _OWN:
         parser.add_argument(setting.flag, dest=name, action="store_true", help=setting.what)
         return
     text = setting.default if default is _OWN or default is None else str(default)
-    said = f"{what or setting.what} (default: {text}{f'; {setting.env}' if setting.env else ''})"
+    said = f"{setting.what} (default: {text}{f'; {setting.env}' if setting.env else ''})"
     parser.add_argument(
         setting.flag,
         *setting.aliases,
@@ -54,15 +53,16 @@ def add_setting(parser: argparse._ActionsContainer, name: str, *, default: Any =
         nargs="+" if setting.several else "?" if setting.read is switch else None,
         const=True if setting.read is switch else None,
         metavar=setting.metavar,
-        help=said if what is None or default is not _OWN else what,
+        help=said,
     )
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
+    group = parser.add_argument_group("how the compiler places the work")
     names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul")
     for name in (*names, "no_interleave", "no_rank_overlap"):
-        add_setting(parser, name)
+        add_setting(group, name)
 
 
 def lowering(args: argparse.Namespace) -> Options:
@@ -83,18 +83,17 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say which model to run, and how."""
+    group = parser.add_argument_group("model, and how it runs")
     names = ("model", "backend", "dtype", *STORED, "tensor_parallel_size", "enable_expert_parallel", "threads")
     for name in (*names, "max_model_len"):
-        add_setting(parser, name)
+        add_setting(group, name)
 
 
-def add_count(
-    parser: argparse._ActionsContainer, flag: str, default: int | None, what: str, metavar: str = "N"
-) -> None:
+def add_count(parser: argparse._ActionsContainer, flag: str, default: int | None, what: str) -> None:
     """Add a flag whose value is an integer of at least 1. `what` is its help text. If `default` is None, `what` must
     say what happens without the flag."""
     said = what if default is None else f"{what} (default: {default})"
-    parser.add_argument(flag, type=positive, default=default, metavar=metavar, help=said)
+    parser.add_argument(flag, type=positive, default=default, metavar="N", help=said)
 
 
 def file_to_write(text: str) -> Path:
@@ -165,7 +164,8 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
     """Return `count` token ids for a measurement: those of an English text, or random ids without a tokenizer."""
     if count >= llm.engine.dims.bucket.max_context:
         raise MegakernelError(
-            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise --context"
+            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise "
+            "--max-model-len"
         )
     if llm.tokenizer is None:
         return np.random.default_rng(0).integers(0, llm.config.vocab, count).tolist()  # type: ignore[no-any-return]
@@ -183,9 +183,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config
     if context > config.max_context:
-        raise MegakernelError(
-            f"context {context} exceeds the model's limit of {config.max_context} tokens: lower --context"
-        )
+        raise MegakernelError(f"context {context} exceeds the model's limit of {config.max_context} tokens: lower it")
     if refused := backend.refuses(args.weights, args.kv_cache_dtype):
         raise MegakernelError(refused)
     named = parse_dtype(args.dtype)
@@ -209,26 +207,31 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
     """Add the flags that choose the requests of a benchmark. `args.unless` has the values of flags that are not given.
     A verb may change them before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
-    parser.add_argument(
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
         "--dataset",
         metavar="NAME",
         help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
         f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
     )
-    add_count(parser, "--num-prompts", None, f"requests (default: {prompts})")
-    add_count(parser, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
+    add_count(group, "--num-prompts", None, f"requests (default: {prompts})")
+    add_count(group, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
     add_count(
-        parser, "--random-output-len", None, f"random: tokens per answer (default: {_UNLESS['random_output_len']})"
+        group, "--random-output-len", None, f"random: tokens per answer (default: {_UNLESS['random_output_len']})"
     )
-    parser.add_argument(
+    group.add_argument(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="R",
-        help="--dataset random: each length differs from the given length by up to this fraction (default: 0)",
+        help="random: each length differs from the given length by up to this fraction (default: 0)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed for choosing, ordering and generating prompts (default: 0)"
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed for choosing, ordering and generating prompts (default: 0)",
     )
 
 

@@ -28,8 +28,8 @@ def register(add: AddVerb) -> None:
     shared = ("enable_expert_parallel", "o_lowering", "residual", "norm")
     for name in ("model", "machine", "tensor_parallel_size", *shared, "dtype", *STORED):
         add_setting(parser, name)
-    add_count(parser, "--tokens", 1, "rows of a step, one for each sequence", "B")
-    add_setting(parser, "max_model_len", default=_CONTEXT, what="KV tokens of each sequence")
+    add_count(parser, "--tokens", 1, "rows of a step, one for each sequence")
+    add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence")
     parser.set_defaults(run=run)
     roofline_ask.register(parser)
 
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = hardware_of(args.machine)
     if args.tensor_parallel_size > hardware.node.gpus:
         raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
-    context = args.max_model_len
-    machine = machines.load(args.machine)
+    context, machine = args.context, machines.load(args.machine)
     config, how = paper_model(args, machine, context)
     parallel = args.enable_expert_parallel
     options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm, expert_parallel=parallel)

@@ -21,10 +21,11 @@ _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 def register(parser: argparse.ArgumentParser) -> None:
     """Register `megakernel roofline ask`. Each question has its own flags, which are defined only when it is asked."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
+    parser.usage = "%(prog)s [ask QUESTION]"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")
-    ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".", add_help=False)
-    ask.add_argument("words", nargs=argparse.REMAINDER)
-    ask.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    ask = verbs.add_parser("ask", help=what, description=what[0].upper() + what[1:] + ".")
+    ask.add_argument("words", nargs=argparse.REMAINDER, metavar="QUESTION", help="a question's name and its flags")
+    _add_json(ask, argparse.SUPPRESS)
     ask.set_defaults(run=run)
 
 

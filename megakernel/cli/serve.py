@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from megakernel.serving.server.messages import Description
 
 
-_SETTINGS = (
-    *("model", "backend", "dtype", *STORED, "tensor_parallel_size", "threads", "speculate", "enable_expert_parallel"),
-    *("generation_config", "host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "served_model_name"),
-    *("chat_template", "tool_call_parser", "api_key", "open_metrics", "allowed_hosts", "cors_origin", "max_model_len"),
-    *("max_num_seqs", "max_num_batched_tokens", "seed", "api_server_count", "max_queued_requests", "max_body_bytes"),
-    *("max_grammar_bytes", "request_timeout", "stall_timeout", "shutdown_timeout", "replicas", "ray_address"),
-    "routing",
-)
+_GROUPS = {
+    "model": "model served_model_name chat_template tool_call_parser generation_config seed",
+    "how it runs": f"backend dtype {' '.join(STORED)} tensor_parallel_size enable_expert_parallel threads speculate"
+    " max_model_len max_num_seqs max_num_batched_tokens",
+    "address": "host port uds root_path api_server_count",
+    "security": "api_key open_metrics allowed_hosts cors_origin ssl_certfile ssl_keyfile",
+    "limits": "max_queued_requests max_body_bytes max_grammar_bytes request_timeout stall_timeout shutdown_timeout",
+    "replicas": "replicas ray_address routing",
+}
+_SETTINGS = " ".join(_GROUPS.values()).split()
 # Ray's proxy accepts the connections to replicas, so these settings of connections are refused with --replicas.
 _NOT_FOR_REPLICAS = ("uds", "ssl_certfile", "ssl_keyfile", "root_path")
 # Flags that vLLM has and this server lacks, each under the advice that is shown to a user who gives it.
@@ -50,7 +52,7 @@ _OF_VLLM = {
     "use --generation-config": "override-generation-config",
     "the grammar backend is always llguidance: leave it out": "guided-decoding-backend structured-outputs-config",
     "every endpoint is always served: leave it out": "task runner convert",
-    "use --max-model-len": "max-seq-len-to-capture ctx-size",
+    "use --max-model-len": "max-seq-len-to-capture ctx-size context",
     "use --model": "tokenizer tokenizer-mode revision tokenizer-revision download-dir hf-config-path",
     "use --replicas": "data-parallel-size pipeline-parallel-size distributed-executor-backend",
     "use --speculate": "speculative-config speculative-model num-speculative-tokens",
@@ -65,8 +67,10 @@ _OF_VLLM = {
 def register(add: AddVerb) -> None:
     parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model MODEL")
-    for name in _SETTINGS:
-        add_setting(parser, name, default=None)
+    for title, names in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names.split():
+            add_setting(group, name, default=None)
     parser.add_argument(
         "--config",
         action=_Config,
@@ -142,7 +146,6 @@ def run(args: argparse.Namespace) -> int:
         host = EngineHost(
             llm,
             source=given["model"],
-            name=name,
             frontends=given["api_server_count"],
             max_waiting=given["max_queued_requests"],
             ceilings=measured_ceilings(llm),
@@ -287,7 +290,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
             f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.bucket.max_context} sequences of"
             f" {dims.bucket.max_context:,}, {dims.bucket.max_seqs} at once",
         ),
-        *([] if path_only else [("live", f"{address}/ shows the steps against the roofline")]),
+        *([] if path_only else [("chat", f"{address}/chat")]),
     )
     output.stdout.print(
         f"curl {base}/v1/{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", soft_wrap=True

@@ -17,7 +17,7 @@ from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from ..units import bytes_text
 from . import output
-from .options import STORED, AddVerb, add_count, add_setting
+from .options import STORED, AddVerb, add_count
 from .programs import add_machine, add_source, compile_for
 from .this_machine import host_machine
 from .timeline import add_files, write_files
@@ -41,7 +41,7 @@ def register(add: AddVerb) -> None:
         "token rows of the step, spread over as many sequences as possible (default: 1, or the file's)",
     )
     context = f"KV tokens of each sequence after the step (default: {_CONTEXT})"
-    add_setting(parser, "max_model_len", what=context)
+    add_count(parser, "--context", None, context)
     parser.add_argument(
         "--no-pipelining",
         action="store_true",
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     program, machine, tied = _program(args)
     tokens = args.tokens or program.dims.bucket.tokens
     sequences = min(tokens, program.dims.bucket.max_seqs)
-    context = args.max_model_len or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
+    context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
     table = decode_step(program.dims, tokens, context)
     fit = _fit(program, machine, tied, sequences, context)
     costs = costs_of(machine)
@@ -151,7 +151,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
         args.machine = args.machine or SETTINGS["machine"].value()
         _check_size(args.machine, args.workers or 1, args.tensor_parallel_size, "lower --workers or --tp")
         tokens = args.tokens or 1
-        args.max_model_len = args.max_model_len or _CONTEXT
+        args.max_model_len = args.context or _CONTEXT
         with output.busy("compiling"):
             program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
         machine, tied = machine.with_workers(program.workers), config.tied

@@ -141,7 +141,7 @@ def _traced(args: argparse.Namespace) -> tuple[Program, list[Trace], Machine]:
         if args.phase == "decode" and needed > context:
             raise MegakernelError(
                 f"a prompt of {args.prompt_tokens} tokens and {args.launches} decode steps need a context of {needed},"
-                f" not {context}: raise --context, or lower --prompt-tokens or --launches"
+                f" not {context}: raise --max-model-len, or lower --prompt-tokens or --launches"
             )
         machine = share_of(measured_ceilings(llm), llm.machine, llm.engine.dims.split.tp)
         with output.busy(f"tracing a {args.phase} step"):

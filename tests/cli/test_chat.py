@@ -58,7 +58,7 @@ def test_each_line_of_a_pipe_is_a_message(
 def test_the_oldest_messages_are_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, live: Live
 ) -> None:
-    here = ("--model", model, "--context", "512")
+    here = ("--model", model, "--max-model-len", "512")
     there = ("--base-url", f"{live.url}/v1", "--api-key", "k")
     said = b"".join(b"%d" % n + b"x" * 150 + b"\n" for n in range(4))
     for flags in (here, there):

@@ -68,7 +68,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         ("generate", ["--prompt", ""], "prompt is empty"),
         ("generate", ["--prompt-ids", ""], "prompt is empty"),
         ("generate", ["--prompt-ids", "1,260"], "token 260 is outside the vocabulary of 260"),
-        ("generate --prompt x", ["--context", "5000"], "context 5000 exceeds the model's limit of 4096"),
+        ("generate --prompt x", ["--max-model-len", "5000"], "context 5000 exceeds the model's limit of 4096"),
         ("generate --prompt x", ["--logit-bias", "1=nan"], "logit_bias=nan"),
         ("generate --prompt x", ["--backend", "tpu"], "unknown backend 'tpu'"),
         ("generate --prompt x", ["--speculate", "64"], "speculate=64 must be from 0 (off) to 63"),
@@ -80,7 +80,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
         ),
         ("bench throughput", ["--random-range-ratio", "0.5", "--dataset", "a.csv"], "the requests of a.csv: add"),
         ("compile", ["--machine", "h900"], "unknown machine 'h900'"),
-        ("compile", ["--context", "300"], "context 300 exceeds the model's limit of 256"),
+        ("compile", ["--max-model-len", "300"], "context 300 exceeds the model's limit of 256"),
         ("compile", ["--tokens", "4", "--logit-rows", "5"], "--logit-rows 5 exceeds the 4 token rows"),
     ],
 )
@@ -106,7 +106,7 @@ def test_every_sampling_flag_arrives() -> None:
 
 def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["nonsense", "compile --tokens -1", "disasm", "disasm file --model m", "bench", "bench nonsense"]
-    wrong += ["generate", "generate --prompt-ids 1,x"]
+    wrong += ["generate", "generate --prompt-ids 1,x", "serve --max-body-bytes 16MB"]
     wrong += [f"generate --prompt a {more}" for more in ("--chat b", "--threads 0", "--logit-bias 1")]
     for arguments in wrong:
         assert run(capsys, *arguments.split())[0] == 2, arguments
@@ -270,7 +270,7 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert prefill["intervals"] > 0
     two = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--launches", "2")["recorded"]
     assert len(two["step_s"]) == 2 and {d["name"] for d in two["differences"]} > {"dispatch and gaps"}
-    fits = ["timeline", "--model", model, "--context", "26", "--prompt-tokens", "20", "--launches"]
+    fits = ["timeline", "--model", model, "--max-model-len", "26", "--prompt-tokens", "20", "--launches"]
     assert len(run_json(capsys, *fits, "5")["recorded"]["step_s"]) == 5
     assert "need a context of 27, not 26" in fails(capsys, *fits, "6")
     assert run_json(capsys, *fits, "6", "--phase", "prefill")["intervals"] > 0

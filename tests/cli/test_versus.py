@@ -176,7 +176,8 @@ def test_both_get_the_gguf_file_and_the_type_of_the_cache(
     capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path
 ) -> None:
     flags = ["--model", "smollm2-135m", "--vs", "llama.cpp", "--llama-bench", str(native), "--backend", "null"]
-    flags += ["--context", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1", "--kv-cache-dtype", "q8_0"]
+    flags += ["--max-model-len", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
+    flags += ["--kv-cache-dtype", "q8_0"]
     figures = run_json(capsys, "bench", "latency", *flags)
     asked = {tuple(flags[name] for name in ("-m", "-ctk", "-ctv", "-fa")) for flags in commands(native)}
     assert asked == {(str(smollm2), "q8_0", "q8_0", "1")}, "llama.cpp needs flash attention for a quantised V"

@@ -87,7 +87,7 @@ def test_requests_use_them_field_by_field(llm: LLM, path: str, body: dict[str, A
 
 
 def test_verbs_use_and_name_them(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    flags = ["generate", "--model", model, "--prompt", "x", "--context", "64", "--ignore-eos"]
+    flags = ["generate", "--model", model, "--prompt", "x", "--max-model-len", "64", "--ignore-eos"]
     _, text, said = run(capsys, *flags)
     assert "recommended sampling: temperature 0.9, top_k 1, max_tokens 6;" in said
     assert run(capsys, *flags)[1] == text

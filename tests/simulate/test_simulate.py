@@ -555,7 +555,7 @@ def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(
 ) -> None:
     stem = str(tmp_path / "saved")
     flags = ["--model", "random:smollm2-135m", "--machine", "h100"]
-    assert main(["compile", *flags, "--context", "256", "-o", f"{stem}.program"]) == 0
+    assert main(["compile", *flags, "--max-model-len", "256", "-o", f"{stem}.program"]) == 0
     for name in ("h200", "h100"):
         capsys.readouterr()
         assert main(["simulate", f"{stem}.program", "--machine", name, "--save", stem, "--json"]) == 0

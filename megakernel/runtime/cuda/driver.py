@@ -37,7 +37,7 @@ def check(what: str, answer: tuple[Any, ...]) -> Any:
 
 def _remedy(status: int) -> str:
     if status == _OUT_OF_MEMORY:
-        return ": lower --context or the number of sequences, or free memory of the GPU (nvidia-smi)"
+        return ": lower --max-model-len or the number of sequences, or free memory of the GPU (nvidia-smi)"
     if status == _TOO_LARGE:
         return ": another process holds a part of the GPU (nvidia-smi)"
     return "" if status < 700 else ": the GPU's context is lost, start the process again"

@@ -90,5 +90,5 @@ def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: 
         if need > free:
             raise MegakernelError(
                 f"{checkpoint.name} needs {need / 1e9:.1f} GB on GPU {gpu.ordinal}, but only {free / 1e9:.1f} GB are "
-                "free beside the KV pool: use a smaller model, more GPUs (--tp) or a shorter --context"
+                "free beside the KV pool: use a smaller model, more GPUs (--tp) or a shorter --max-model-len"
             )

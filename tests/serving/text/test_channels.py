@@ -265,5 +265,6 @@ def test_verbs_show_the_answer_without_reasoning(
 
     monkeypatch.setattr(TextStream, "add", add)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
-    status, said, _ = run(capsys, *flags, "--model", model, "--context", "1024", "--threads", "1", "--max-tokens", "40")
+    limits = ["--max-model-len", "1024", "--threads", "1", "--max-tokens", "40"]
+    status, said, _ = run(capsys, *flags, "--model", model, *limits)
     assert status == 0 and said.count("Rome. <|\n") == times and "Hm" not in said and said.count("<|") == times
