@@ -2,6 +2,8 @@
 // failure they return -1 or null, and mk_error() gives the reason.
 #include <string.h>
 
+#include <array>
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -36,6 +38,7 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 struct mk_engine {
   mk::Arena weights;
   int64_t weight_bytes = 0;
+  std::map<std::array<int32_t, 3>, mk::Packed> packed;  // by rank, buffer and layer
   // `interpreter` is declared last, so that it is destroyed before `weights`, which the interpreter reads.
   std::unique_ptr<mk::Interpreter> interpreter;
 };
@@ -72,12 +75,14 @@ MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 MK_API int64_t mk_weight_bytes(mk_engine* engine) { return engine->weight_bytes; }
 
 // Repacks a weight matrix into the layout that the kernels read, in memory that the engine owns, and makes
-// the result the contents of the rank's `buffer` in `layer`.
+// the result the contents of the rank's `buffer` in `layer`. The matrix replaces an earlier one there.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
                        const mk::Matrix* matrix) {
   return guarded(
       [&] {
-        const mk::Packed packed = mk::pack(*matrix, engine->weights, engine->interpreter->threads());
+        mk::Packed& packed = engine->packed[{rank, buffer, layer}];
+        engine->weight_bytes -= packed.bytes;
+        packed = mk::pack(*matrix, packed, engine->weights, engine->interpreter->threads());
         engine->weight_bytes += packed.bytes;
         engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, packed.table);
         return 0;

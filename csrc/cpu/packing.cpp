@@ -245,7 +245,7 @@ Columns columns_of(const Matrix& m, int64_t index) {
 
 }  // namespace
 
-Packed pack(const Matrix& matrix, Arena& arena, int threads) {
+Packed pack(const Matrix& matrix, const Packed& old, Arena& arena, int threads) {
   constexpr int64_t kAlign = 64;
   const int64_t panels = matrix.stacked * matrix.panels();
   const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
@@ -257,8 +257,11 @@ Packed pack(const Matrix& matrix, Arena& arena, int threads) {
     columns.push_back(columns_of(matrix, p));
     begin.push_back(begin.back() + (panel_bytes(columns[p].type, matrix.k) + kAlign - 1) / kAlign * kAlign);
   }
-  const Packed out{arena.allocate(panels * static_cast<int64_t>(sizeof(Panel))), arena.allocate(begin.back()),
-                   begin.back()};
+  const bool fits = old.data != nullptr && old.bytes == begin.back();
+  const Packed out = fits ? old
+                          : Packed{arena.allocate(panels * static_cast<int64_t>(sizeof(Panel))),
+                                   arena.allocate(begin.back()), begin.back()};
+  if (fits) memset(out.data, 0, out.bytes);
   auto work = [&](int64_t first, int64_t end) {
     for (int64_t p = first; p < end; ++p) {
       char* data = static_cast<char*>(out.data) + begin[p];

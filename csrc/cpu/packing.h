@@ -33,9 +33,9 @@ struct Packed {
   int64_t bytes;  // of data
 };
 
-// Packs a matrix into memory allocated from `arena`, on up to `threads` threads. Throws std::bad_alloc if
-// there is not enough memory.
-Packed pack(const Matrix& matrix, Arena& arena, int threads);
+// Packs a matrix on up to `threads` threads: into the memory `old` of a matrix that it replaces, if it fits
+// there exactly, otherwise into memory allocated from `arena`. Throws std::bad_alloc if there is not enough.
+Packed pack(const Matrix& matrix, const Packed& old, Arena& arena, int threads);
 
 // The memory from the first to the last packed weight of a matmul's tile. The tile's panels must be adjacent.
 struct WeightSpan {

@@ -96,7 +96,7 @@ class FileCheckpoint:
         self._tensors = tensors
         self._naming = naming
         _check(tensors, naming)
-        matrices = {buffer: self._layout(buffer) for buffer in _expected_buffers(config) if BUFFERS[buffer].matrix}
+        matrices = {buffer: self._layout(buffer) for buffer in expected_buffers(config) if BUFFERS[buffer].matrix}
         kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
         self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
         self.storage = {buffer: s for buffer, s in matrices.items() if kinds[buffer] - {Dtype.F32, Dtype.BF16}}
@@ -174,7 +174,7 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
     bfloat16 is stored as uint16."""
     split = Split(checkpoint.config.sizes(dtype))
     shapes = expected_shapes(naming)
-    for buffer in _expected_buffers(checkpoint.config):
+    for buffer in expected_buffers(checkpoint.config):
         for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
             left = array_of(checkpoint, buffer, layer, split)
             more, divisor = naming.scaling(buffer)
@@ -196,7 +196,7 @@ def expected_shapes(naming: Naming) -> dict[str, tuple[int, ...]]:
     config = naming.config
     expected: dict[str, tuple[int, ...]] = {}
     split = Split(config.sizes(Dtype.F32))
-    for buffer in _expected_buffers(config):
+    for buffer in expected_buffers(config):
         columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
         for layer in range(config.layers if BUFFERS[buffer].layered else 1):
             rows = Counter[str]()
@@ -207,7 +207,8 @@ def expected_shapes(naming: Naming) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _expected_buffers(config: ModelConfig) -> list[Buffer]:
+def expected_buffers(config: ModelConfig) -> list[Buffer]:
+    """The buffers whose weights the files of a model contain."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
     return [b for b in weights(config) if b not in without]
 

@@ -30,13 +30,15 @@ _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in 
 _HEAD, _EMBED, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 # Prefixes of tensor names in other models, each with the usual prefix in its place. Embedding models, which have no LM
 # head, have no prefix. Models that also see images have one of two, from older or newer software.
-_PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
+PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OF_IMAGES = tuple(
     f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower", "visual")
 )
 
 
-class _Tensor(NamedTuple):
+class Tensor(NamedTuple):
+    """A tensor, the file that has it, and the name of its type."""
+
     path: Path
     dtype: str
     data: NDArray[np.uint8]  # [rows, bytes of a row]
@@ -49,7 +51,7 @@ class SafetensorsFiles:
     def __init__(self, folder: Path) -> None:
         self.left_out = 0
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         single, index = (folder / name for name in INDICES)
         if single.exists():
             self._open(single)
@@ -103,7 +105,7 @@ class SafetensorsFiles:
         check_ranges(path, ranges, 8 + length, len(data))
         for (begin, end, name), dtype in zip(ranges, dtypes, strict=True):
             rows = math.prod(self.shapes[name][:-1] or self.shapes[name])
-            self._tensors[name] = _Tensor(path, dtype, data[begin:end].reshape(rows, -1))
+            self._tensors[name] = Tensor(path, dtype, data[begin:end].reshape(rows, -1))
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -153,18 +155,21 @@ def _unsupported(path: Path, name: str, dtype: Any) -> MegakernelError:
 
 def open_folder(folder: Path, name: str) -> FileCheckpoint:
     """Open a Hugging Face model folder. `name` is the model's name in messages."""
-    config = read_hf_config(folder)
-    tensors = SafetensorsFiles(folder)
-    for old, new in _PREFIXES:
+    return checkpoint_of(read_hf_config(folder), SafetensorsFiles(folder), name or folder.name)
+
+
+def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str) -> FileCheckpoint:
+    """Return the checkpoint `name` of tensors with the names in Hugging Face's files."""
+    for old, new in PREFIXES:
         if old + _NORM.removeprefix(new) in tensors.shapes:
             tensors.rename(old, new)
             config = replace(config, tied=config.tied or _HEAD not in tensors.shapes)
             break
     if config.tied and _EMBED not in tensors.shapes:
         tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
-    _check_tied(config, tensors)
+    check_tied(config, tensors)
     naming = safetensors_naming(config)
-    return FileCheckpoint(name or folder.name, split_experts(tensors), naming, left_out=tensors.left_out)
+    return FileCheckpoint(name, split_experts(tensors), naming, left_out=tensors.left_out)
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:
@@ -172,7 +177,7 @@ def safetensors_naming(config: ModelConfig) -> Naming:
     return Naming(config, "safetensors", ("rotary_emb.inv_freq",))
 
 
-def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
+def check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     """Raise MegakernelError if the configuration says that the LM head and the embedding table are the same matrix
     (tied), but the file has a different LM head. Programs disagree about which matrix to use then."""
     if not config.tied or _HEAD not in tensors.shapes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import StepTable
+from ..isa import Buffer, StepTable
+from ..model.checkpoint import Checkpoint
 from ..program import Program
 from ..trace import Trace
 
@@ -60,6 +62,9 @@ class Backend(Protocol):
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         """Set HISTORY[slot, start : start + len(tokens)], the tokens of a sequence. Allowed only between launches."""
+
+    def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
+        """Replace the weights of some buffers and layers, in the same memory. Allowed only between launches."""
 
     def close(self) -> None:
         """Abort a running launch, and release threads and memory. Further launches are errors."""

@@ -14,7 +14,7 @@ A sequence's results do not depend on the other sequences, bit for bit, so none 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dims, StepTable
+from megakernel.isa import Buffer, Dims, StepTable
+from megakernel.model import Checkpoint
 from megakernel.program import Program
 from megakernel.runtime.backend import Backend, Launch, Output
 from megakernel.runtime.steps import StepRows, Steps
@@ -199,6 +200,14 @@ class Engine:
         """End one choice (completion) of a request, because a stop string was found in its text."""
         self._batch.finish(request.choices[choice], "stop")
         self._settle()
+
+    def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
+        """Replace the weights of some buffers and layers, and empty the prefix cache. Raises MegakernelError if a
+        request waits or runs."""
+        if not self.idle:
+            raise MegakernelError("weights can be replaced only between requests: wait for the running ones")
+        self.reset_prefix_cache()
+        self.backend.load_weights(checkpoint, places)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that requests admitted from now on compute their whole prompts."""

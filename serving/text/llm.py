@@ -17,11 +17,13 @@ from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
+from megakernel.model.memory import is_model, named_tensors, open_memory, replacement
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.model.weight_types import (
     bits_of,
     bytes_by_type,
     for_contexts,
+    kept_as,
     quantised_kv,
     rounds_activations,
     stored_as,
@@ -50,12 +52,13 @@ class LLM:
     """A loaded model that is ready to generate.
 
     `model` is a known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, a folder, a .gguf file, random:NAME
-    for random weights, or a Checkpoint (without tokenizer). `more` are the other arguments of `EngineArgs`, which
-    explains them all. `tp` and `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
+    for random weights, a model of transformers, a tuple of a configuration and an iterable of pairs (name, tensor),
+    or a Checkpoint. The last three have no tokenizer. `more` are the other arguments of `EngineArgs`, which explains
+    them all. `tp` and `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
 
     def __init__(
         self,
-        model: str | Checkpoint,
+        model: Any,
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         dtype: str = "auto",
@@ -68,11 +71,11 @@ class LLM:
         self._read_texts(model, args)
         self.engine = self._start(checkpoint, backend, args)
 
-    def _open(self, model: str | Checkpoint, args: EngineArgs) -> tuple[Checkpoint, str]:
+    def _open(self, model: Any, args: EngineArgs) -> tuple[Checkpoint, str]:
         """Choose the backend and the types in which weights and the KV cache are stored. Returns the checkpoint with
         weights of these types, and the backend's name."""
         wanted, quantised = parse_dtype(args.dtype), quantised_kv(args.kv_cache_dtype)
-        opened = open_checkpoint(model) if isinstance(model, str) else model
+        opened = open_checkpoint(model) if isinstance(model, str) else open_memory(model) if is_model(model) else model
         files = opened if isinstance(opened, FileCheckpoint) else None
         self.widened, self.left_out = (files.widened, files.left_out) if files else ({}, 0)
         checkpoint = stored_as(opened, args.weights)
@@ -81,7 +84,8 @@ class LLM:
         self.dtype = checkpoint.dtype if wanted is None else wanted
         self.machine = rank_machine(backend, args.threads, args.tensor_parallel_size)
         self.threads = machines.host(args.threads).workers
-        self._storage = checkpoint.storage if registered(backend).stores else {}
+        self._kept = checkpoint.storage
+        self._storage = self._kept if registered(backend).stores else {}
         self.weight_bytes = bytes_by_type(self.config, self.dtype, self._storage)
         own = self.dtype.name.lower()
         self.kv_cache = args.kv_cache_dtype if quantised else own
@@ -286,6 +290,16 @@ class LLM:
             self.engine.abort(request)
             raise
         return prefill, decode
+
+    def load_weights(self, weights: Any) -> None:
+        """Replace weights between requests, in the types in which the model keeps them. `weights` are a model of
+        transformers, or pairs of names, as in published files, and tensors of torch or NumPy.
+
+        They may be only some of the weights, but q, k and v of a layer must come together, as must gate and up, and a
+        layer's experts. Cached prefixes are dropped. Raises MegakernelError, before anything is replaced, for a name, a
+        shape or a type that does not fit, and if a request is running."""
+        checkpoint, places = replacement(self.config, named_tensors(weights) if is_model(weights) else weights)
+        self.engine.load_weights(kept_as(checkpoint, self._kept), places)
 
     def close(self) -> None:
         """Free the weights and the KV pool."""

@@ -31,10 +31,10 @@ from mutate import edit
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, StepTable, record, slot_work
+from megakernel.isa import BUFFERS, KV_BLOCK, Buffer, Dims, Dtype, Space, Split, StepTable, record, slot_work
 from megakernel.machine import MACHINES, Machine
 from megakernel.model import families
-from megakernel.model.checkpoint import array_of
+from megakernel.model.checkpoint import WeightRows, array_of
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
@@ -59,8 +59,15 @@ def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Pr
     return compiled(CONFIG, target, tokens, 1, tp, options, max_seqs=2, max_context=256)
 
 
-def _weights(dims: Dims) -> RandomCheckpoint:
-    return RandomCheckpoint(dims.changed(tp=1), tied=CONFIG.tied, biased=False)
+def _weights(dims: Dims, kind: type[RandomCheckpoint] = RandomCheckpoint) -> RandomCheckpoint:
+    return kind(dims.changed(tp=1), tied=CONFIG.tied, biased=False)
+
+
+class _Others(RandomCheckpoint):
+    """Other weights."""
+
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
+        return super().rows(buffer, layer + 7, split)
 
 
 def _backend(dims: Dims, **options: Any) -> Any:
@@ -107,6 +114,14 @@ def in_process_steps() -> None:
     whole = {id(p): p for p, _ in tables}
     reference = ReferenceBackend(_weights(small.dims), small.dims, PAGES, dtype=Dtype.BF16)
     assert got == [_bits(reference.launch(whole[id(p)], table)) for p, table in tables]
+    places = {(Buffer.W_QKV, 1), (Buffer.ATTN_NORM, 0), (Buffer.EMBED, 0), (Buffer.LM_HEAD, 0)}
+    allocations = library().fake_allocations()
+    for each in (backend, reference):
+        each.load_weights(_weights(small.dims, _Others), places)
+    for (buffer, layer), rank in itertools.product({*places, (Buffer.W_QKV, 0)}, range(tp)):
+        ours, theirs = (np.asarray(each.buffer(buffer, layer, rank)) for each in (backend, reference))
+        np.testing.assert_array_equal(ours.ravel(), theirs.ravel())
+    assert library().fake_allocations() == allocations
     backend.write_history(1, 2, np.array([11, 12], np.int32))
     for rank in range(tp):
         np.testing.assert_array_equal(backend.buffer(Buffer.HISTORY, rank=rank)[1, 2:4], [11, 12])

@@ -162,31 +162,25 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({"max_position_embeddings": None}, {"max_context": 2048}),
         # Programs disagree on whether to apply this window, unless the context fits into it. So it limits the context.
         ({"sliding_window": 128}, {"max_context": 128}),
-        ({"sliding_window": 4096}, {}),
         (
             {**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24},
             {"max_context": 32768, "head_dim": 24, "window": 4096},
         ),
         ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
-        ({**MISTRAL, "sliding_window": 512}, {"window": 512}),
-        ({**QWEN2, "max_position_embeddings": None}, {"qkv_bias": True, "max_context": 32768}),
         ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "window": 256, "full_layers": (0,)}),
         (
             {**QWEN2, **USED, "layer_types": [WINDOW, FULL], "sliding_window": 256},
             {"qkv_bias": True, "window": 256, "full_layers": (1,)},
         ),
         ({**QWEN2, **USED, "max_window_layers": 2, "sliding_window": 256}, {"qkv_bias": True}),
-        ({**QWEN3, **USED, "sliding_window": None}, {}),
         (SEED_OSS, {"qkv_bias": True, "head_dim": 128}),
         ({**SEED_OSS, "head_dim": 16, "attention_bias": False, "attention_out_bias": True}, {"o_bias": True}),
         (
             {**ERNIE, "use_bias": True, "rms_norm_eps": None},
             {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tied": True, "rope": Rope(5e5)},
         ),
-        ({**ERNIE, "tie_word_embeddings": False, "rope_theta": 7.0}, {"rope": Rope(7.0)}),
         ({**MINISTRAL, "layer_types": [FULL, WINDOW]}, {"window": 64, "full_layers": (0,)}),
         (MINISTRAL, {"window": 64}),
-        ({**MINISTRAL, "layer_types": [FULL, FULL]}, {}),
         (MINISTRAL3, {}),
         (
             {**MINISTRAL3, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 512}},
@@ -226,10 +220,6 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             | {"logits_scaling": 8.0, "mlp_bias": True},
         ),
         (MIXTRAL, {"experts": 8, "experts_per_token": 2, "normalised_routes": True}),
-        (
-            {**MIXTRAL, "sliding_window": 64},
-            {"experts": 8, "experts_per_token": 2, "normalised_routes": True, "window": 64},
-        ),
         (MOE | {"use_qk_norm": True}, {"ffn": 24, "experts": 8, "experts_per_token": 3}),
         (
             {**MOE, "num_local_experts": 8, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 99},
@@ -289,9 +279,6 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("sliding_window", {**QWEN2, **USED, "sliding_window": 0}),
         ("equal distances", {**MINISTRAL, "num_hidden_layers": 5, "layer_types": [WINDOW, FULL, FULL, WINDOW, FULL]}),
         ("layer_types", {**QWEN2, "layer_types": [FULL, WINDOW]}),
-        ("layer_types", {**QWEN3, "layer_types": [WINDOW, FULL]}),
-        ("mlp_bias", {**QWEN3, "mlp_bias": True}),
-        ("attention_bias", {**QWEN2, "attention_bias": True}),
         ("decoder_sparse_step", {**MOE, "decoder_sparse_step": 2}),
         ("mlp_only_layers", {**MOE, "mlp_only_layers": [1]}),
         ("num_experts is missing|num_local_experts is missing", {**MOE, "num_experts": None}),
@@ -299,22 +286,16 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("num_experts_per_tok = 9", {**MOE, "num_experts_per_tok": 9}),
         ("num_experts_per_tok = 0", {**MOE, "num_experts_per_tok": 0}),
         ("num_local_experts = 513", {**MIXTRAL, "num_local_experts": 513}),
-        ("norm_topk_prob", {**MOE, "norm_topk_prob": "yes"}),
-        ("num_experts", {"num_experts": 8}),
         ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
         ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
         ("text_config", {**IMAGES, "text_config": "mistral"}),
-        ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 1.5}),
         ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 0.01}),
-        ("partial_rotary_factor", {**GLM, "partial_rotary_factor": "half"}),
         ("5 rotated elements of a head of 16", {**PHI3, "partial_rotary_factor": 0.33}),
         ("RoPE factors must be 4", {**PHI3, "partial_rotary_factor": 0.5, "rope_scaling": LONG}),
         ("yarn", {**PHI3, "rope_scaling": YARN}),
         ("full_attn_mod", {**PHI3, "full_attn_mod": 2}),
-        ("mlp_bias", {**GLM, "mlp_bias": True}),
         ("final_logit_softcapping", {**GEMMA3, "final_logit_softcapping": 30.0}),
         ("hidden_activation", {**GEMMA3, "hidden_activation": "gelu"}),
-        ("hidden_activation", {**GEMMA, "hidden_act": "gelu", "hidden_activation": "gelu"}),
         ("hidden_act", {**GEMMA3, "hidden_act": "silu"}),
         ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}),
         ("sliding_window is null", {**OLMO3, "sliding_window": None}),
@@ -331,18 +312,13 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("sliding_attention: rope_type", {**GEMMA3, "rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear"}}}),
         ("use_bidirectional_attention", {**GEMMA3, "use_bidirectional_attention": True}),
         ("residual_multiplier", {**GRANITE, "residual_multiplier": 0}),
-        ("attention_multiplier", {**GRANITE, "attention_multiplier": -0.5}),
         ("logits_scaling", {**GRANITE, "logits_scaling": "8"}),
-        ("embedding_multiplier", {"embedding_multiplier": 12.0}),
         ("no_rope_layers", {**SMOLLM3, "no_rope_layers": [1]}),
-        ("no_rope_layers", {**SMOLLM3, "no_rope_layers": "all"}),
         ("no_rope_layer_interval", {**SMOLLM3, "no_rope_layer_interval": 0}),
         ("use_sliding_window", {**SMOLLM3, "use_sliding_window": True}),
         ("llama_4_scaling_beta", {"rope_parameters": {**LLAMA3, "llama_4_scaling_beta": 0.1}}),
         ("attn_logit_softcapping", {"attn_logit_softcapping": 30.0}),
         ("some_new_key", {"some_new_key": 1}),
-        ("rope_interleaved", {"rope_interleaved": True}),
-        ("logit_scale", {"logit_scale": 0.5}),
         ("factor", {"rope_scaling": {"type": "yarn", "factor": 0}}),
         ("factor", {"rope_scaling": {"type": "yarn"}}),
         ("original_max_position_embeddings", {"rope_scaling": {**YARN, ORIGINAL: 1}}),
@@ -355,25 +331,20 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("dynamic", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
         ("long_factor", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
         ("long_factor", {"rope_parameters": {**LONG, "long_factor": [1.0, "x"]}}),
-        ("RoPE factors must be 8", {"rope_parameters": {**LONG, "short_factor": [1.0] * 7}}),
         ("RoPE factors must be 8", {"rope_parameters": {**LONG, "long_factor": [1.0] * 7 + [0.0]}}),
         ("low_freq_factor", {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}),
         ("factor", {"rope_scaling": {"type": "linear"}}),
-        ("factor", {"rope_scaling": {"type": "linear", "factor": 0}}),
         ("beta_fast", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}),
         ("rope_type", {"rope_scaling": {"factor": 2.0}}),
         ("rope_theta", {"rope_theta": float("nan")}),
         ("rope_theta", {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
-        ("rms_norm_eps", {"rms_norm_eps": "small"}),
         ("rms_norm_eps", {"rms_norm_eps": 10**400}),
         ("heads", {"num_key_value_heads": 3}),
         ("head size 100 .*load 8 elements", {"head_dim": 100}),
         ("hidden_size", {"hidden_size": 66}),
         ("hidden is -64", {**GEMMA, "hidden_size": -64}),
         ("num_attention_heads", {"num_attention_heads": 0}),
-        ("layers", {"num_hidden_layers": 0}),
         ("layers", {"num_hidden_layers": 10**8}),
-        ("hidden_size", {"hidden_size": 10**400}),
         ("vocab", {"vocab_size": 2 * 10**9}),
         ("vocab_size", {"vocab_size": None}),
         ("vocab is 0; it must be between 1 and 16777216", {"vocab_size": 0}),
@@ -405,13 +376,8 @@ def test_families_that_run_do_not_lack_anything() -> None:
 def test_yarn_lengthens_the_context_as_in_vllm() -> None:
     assert parse(rope_scaling=YARN).max_context == 512
     assert parse(rope_scaling=YARN, max_position_embeddings=128).max_context == 512
-    assert parse(rope_scaling={**YARN, ORIGINAL: None}).max_context == 2048
-    assert (
-        parse(
-            rope_scaling={**YARN, ORIGINAL: None, "finetuned": True}, original_max_position_embeddings=256
-        ).max_context
-        == 1024
-    )
+    tuned = {**YARN, ORIGINAL: None, "finetuned": True}
+    assert [parse(rope_scaling=tuned, **{ORIGINAL: size}).max_context for size in (None, 256)] == [2048, 1024]
 
 
 def test_generation_config_adds_ends(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import extras
 import pytest
 import tokenizers
-from tokenizer_support import BYTES, TEKKEN, byte_backend, hf_folder, loaded, pieces
+from tokenizer_support import TEKKEN, byte_backend, hf_folder, loaded, pieces
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
-from megakernel.model.tokenizer import UnknownTokenizer, byte_alphabet
+from megakernel.model.tokenizer import UnknownTokenizer
 
 pytestmark = pytest.mark.usefixtures("templates_here")
 
@@ -104,16 +104,6 @@ def test_templates_see_what_they_see_in_transformers(
     tokenizer, messages = loaded(tmp_path), [{"role": "user", "content": "x"}]
     assert tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(messages)["input_ids"]
     assert (257 + 1 in tokenizer.eos_ids) == ("eos_token" in mapped)
-
-
-SCOPES = "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }} {{ documents is none }}"
-
-
-def test_the_environment_of_templates_is_that_of_transformers(tmp_path: Path) -> None:
-    hf_folder(tmp_path, byte_backend(), chat_template=SCOPES)
-    messages = [{"role": "user", "content": "x"}]
-    expected = PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).apply_chat_template(messages)["input_ids"]
-    assert loaded(tmp_path).apply_chat_template(messages) == expected
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja", "chat_template.json"])
@@ -345,28 +335,6 @@ def test_tekken_alone(tmp_path: Path) -> None:
     (folder / "tekken.json").write_text('{"config": {}}')
     with pytest.raises(UnknownTokenizer, match=r"tekken\.json does not have the known form"):
         load_tokenizer(str(folder))
-
-
-def test_tekken_is_the_owners(tmp_path: Path) -> None:
-    # No extra installs mistral-common, because it requires an older NumPy.
-    owner = pytest.importorskip("mistral_common.tokens.tokenizers.tekken").Tekkenizer
-    text = Path(__file__).read_text()
-    path = hf_folder(tmp_path, None) / "tekken.json"
-    tekken(path, ranked(text))
-    ours, theirs = loaded(tmp_path), owner.from_file(str(path))
-    for line in [*text.replace("<", "").replace("[", "").splitlines(), "naïve 你好 12345\n\n  x/"]:
-        assert ours.encode(line, add_special=False) == theirs.encode(line, bos=False, eos=False), line
-
-
-def ranked(text: str) -> list[bytes]:
-    """Return all bytes, and the tokens that BPE learns from a text."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=BYTES)
-    backend.train_from_iterator([text], trainer)
-    letters = byte_alphabet()
-    merged = ["".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-    return [*(bytes([i]) for i in range(256)), *(bytes(letters[c] for c in token) for token in dict.fromkeys(merged))]
 
 
 def test_a_sentencepiece_model_alone(tmp_path: Path) -> None:

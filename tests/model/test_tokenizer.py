@@ -117,9 +117,9 @@ def transformers_tokenizer(folder: Path, bos: str, eos: str, template: str) -> P
 TEMPLATE = """{{ bos_token }}
 {%- for m in messages %}
     {%- if m['role'] not in ['user', 'system'] %}{{ raise_exception('odd role') }}{% endif %}
-    {% generation %}
+    {% set before = 1 %}{% generation %}{% set before = 2 %}
 {{ m['role'] }}: {{ m['content'] | tojson }}{{ eos_token }}
-    {% endgeneration %}
+    {% endgeneration %}{{ before }} {{ documents is none }}
 {%- endfor %}
 {%- if add_generation_prompt %}A:{% endif %}
 """

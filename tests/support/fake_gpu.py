@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,13 +280,9 @@ def _reference_on(a: Arguments, pages: int) -> Any:
     from megakernel.runtime.reference import ReferenceBackend
 
     class OnDevice(ReferenceBackend):
-        def _load(self, checkpoint: Any, buffer: Buffer) -> None:
-            layered = BUFFERS[buffer].layered
+        def _load(self, checkpoint: Any, buffer: Buffer, changed: Collection[int]) -> None:
             for rank, arrays in enumerate(self._arrays):
-                parts = [
-                    a.buffer(rank, buffer, layer, 0).copy() for layer in range(a.dims.model.layers if layered else 1)
-                ]
-                arrays[buffer] = parts if layered else parts[0]
+                arrays[buffer] = {layer: a.buffer(rank, buffer, layer, 0).copy() for layer in changed}
 
     checkpoint: Any = SimpleNamespace(config=a.config(), storage={})
     return OnDevice(checkpoint, a.dims, pages, dtype=Dtype.BF16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -85,6 +86,10 @@ class CpuBackend:
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         for rank in range(self.dims.split.tp):
             write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
+
+    def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
+        if self.name != "null":
+            self._ranks.load_weights(checkpoint, places)
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> _Launch:
         """Start to execute one step. The previous launch must have ended, by `wait` or `abort`."""

@@ -57,13 +57,14 @@ class CpuRanks:
         self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
-            self._load_weights(checkpoint)
+            self.load_weights(checkpoint, [(b, layer) for b in self._weights for layer in _layers(b, dims)])
 
     # -- weights
 
-    def _load_weights(self, checkpoint: Checkpoint) -> None:
+    def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
+        """Load weights, or replace loaded ones in the same memory. `places` are buffers with layers."""
         for buffer in self._weights:
-            for layer in _layers(buffer, self.dims):
+            for layer in [layer for layer in _layers(buffer, self.dims) if (buffer, layer) in places]:
                 for rank in self.ranks:
                     home = self._home(rank, buffer)
                     if buffer is Buffer.LM_HEAD and self._tied:
@@ -101,7 +102,7 @@ class CpuRanks:
     def _put(self, rank: int, buffer: Buffer, layer: int, array: NDArray[np.generic]) -> None:
         """Store the rank's part of a buffer of vectors, and tell the native engine where it is."""
         shape = self._shape(rank, buffer)
-        if layer == 0:
+        if (rank, buffer) not in self._arrays:
             self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *shape), array.dtype))
         self._arrays[rank, buffer][layer] = array.reshape(shape)
 

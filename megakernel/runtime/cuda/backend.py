@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +161,9 @@ class CudaBackend:
             raise MegakernelError("launches by phases cannot be traced: turn off either tracing or launches by phases")
         loaded.synchronise(self.synchronised and self.ablation is Ablation.NONE)
         return CudaLaunch(self, loaded, table, trace=trace)
+
+    def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
+        load_weights(self._heap, checkpoint, self.dims, places)
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         return self.start(program, table, trace=trace).wait()

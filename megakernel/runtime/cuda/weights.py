@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ...errors import MegakernelError
@@ -17,28 +17,34 @@ from .maps import layers
 _THREADS = 8  # threads, each of which reads one tensor at a time
 
 
-def load_weights(heap: Heap, checkpoint: Checkpoint, dims: Dims) -> None:
-    """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share what they all need."""
+def load_weights(
+    heap: Heap, checkpoint: Checkpoint, dims: Dims, places: Collection[tuple[Buffer, int]] | None = None
+) -> None:
+    """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share what they all need. `places` are the
+    buffers and layers to copy again; None means that nothing has been copied."""
     ranks = dims.ranks
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
     homes = {(d.split.rank, b): _home(heap, ranks, d, b) for d in ranks for b in own}
-    _check_memory(heap, checkpoint, ranks, homes)
+    if places is None:
+        _check_memory(heap, checkpoint, ranks, homes)
     for buffer in own:
-        for d in ranks:
+        for d in ranks if places is None else []:
             if homes[d.split.rank, buffer] == d.split.rank:
                 size = layers(buffer, d) * copy_bytes(buffer, d, 0)
                 heap.bind(d.split.rank, buffer, heap.keep(heap.node.gpu(d.split.rank), size))
             else:
                 heap.bind(d.split.rank, buffer, heap.address(homes[d.split.rank, buffer], buffer))
         holders = [d for d in ranks if homes[d.split.rank, buffer] == d.split.rank]
-        for d, layer, rows in _read_ahead(checkpoint, buffer, holders):
+        every = range(layers(buffer, ranks[0]))
+        wanted = [layer for layer in every if places is None or (buffer, layer) in places]
+        for d, layer, rows in _read_ahead(checkpoint, buffer, wanted, holders):
             begin = 0
             for part in rows:
                 array = part.data.view(part.dtype.numpy)
                 heap.write(d.split.rank, buffer, layer, array, at=begin)
                 begin += array.size
-    if checkpoint.config.tied:
+    if checkpoint.config.tied and places is None:
         for d in ranks:
             before = d.split.first_vocab * d.model.hidden * Dtype(d.model.dtype).itemsize
             heap.bind(d.split.rank, Buffer.LM_HEAD, heap.address(d.split.rank, Buffer.EMBED) + before)
@@ -54,13 +60,13 @@ def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
 
 
 def _read_ahead(
-    checkpoint: Checkpoint, buffer: Buffer, ranks: list[Dims]
+    checkpoint: Checkpoint, buffer: Buffer, wanted: list[int], ranks: list[Dims]
 ) -> Iterator[tuple[Dims, int, list[WeightRows]]]:
-    """Yield a weight buffer's rows for each layer and rank. Meanwhile, other threads read the rows of later layers."""
+    """Yield a buffer's rows for each wanted layer and each rank. Meanwhile, other threads read later layers."""
     threads = min(_THREADS, os.cpu_count() or 1)
     waiting: deque[Future[list[tuple[Dims, int, list[WeightRows]]]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for layer in range(layers(buffer, ranks[0])):
+        for layer in wanted:
             waiting.append(pool.submit(_read, checkpoint, buffer, layer, ranks))
             if len(waiting) > threads:
                 yield from waiting.popleft().result()

@@ -9,7 +9,7 @@ Every rank has its own copies of all buffers, and no instruction can read anothe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,8 @@ class ReferenceBackend:
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.split.tp)]
         self._codes: dict[tuple[int, Buffer, int], list[tuple[int, Codes]]] = {}  # by rank, buffer, layer
         self._set_dims(dims)
-        for buffer in weights(checkpoint.config):
-            self._load(checkpoint, buffer)
+        layers = {b: range(dims.model.layers if BUFFERS[b].layered else 1) for b in weights(checkpoint.config)}
+        self.load_weights(checkpoint, [(buffer, layer) for buffer, own in layers.items() for layer in own])
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
@@ -62,8 +62,12 @@ class ReferenceBackend:
         self._counters: dict[int, Counters] = {}
         self._size_for(dims)
 
-    def _load(self, checkpoint: Checkpoint, buffer: Buffer) -> None:
-        """Load a weight buffer. Matrices that are stored in the types of their file become float32."""
+    def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
+        for buffer in weights(checkpoint.config):
+            self._load(checkpoint, buffer, [layer for changed, layer in places if changed is buffer])
+
+    def _load(self, checkpoint: Checkpoint, buffer: Buffer, changed: Collection[int]) -> None:
+        """Load some layers of a weight buffer. Matrices that are stored in the types of their file become float32."""
         spec = BUFFERS[buffer]
         kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims.model)
         whole = spec.shape(self.dims.changed(tp=1, rank=0), 0)
@@ -72,11 +76,10 @@ class ReferenceBackend:
             if dims.split.rank and shape == whole:  # ranks share a weight that each has as a whole
                 arrays[buffer] = self._arrays[0][buffer]
                 continue
-            layers = range(dims.model.layers if spec.layered else 1)
-            parts = [array_of(checkpoint, buffer, layer, dims.split, kind).reshape(shape) for layer in layers]
-            arrays[buffer] = parts if spec.layered else parts[0]
+            own = arrays.setdefault(buffer, {})
+            own |= {n: array_of(checkpoint, buffer, n, dims.split, kind).reshape(shape) for n in changed}
             if buffer in checkpoint.storage and buffer is not Buffer.EMBED and dims.model.q8_activations:
-                for layer in layers:
+                for layer in changed:
                     rows = checkpoint.rows(buffer, layer, dims.split)
                     first = np.cumsum([0, *(len(part.data) for part in rows)]).tolist()
                     self._codes[dims.split.rank, buffer, layer] = [
@@ -100,8 +103,9 @@ class ReferenceBackend:
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
         """A view of a rank's copy of a buffer (of one layer, if layered), in the shape and type it is declared with."""
-        array = self._arrays[rank][buffer]
-        view: NDArray[Any] = array[layer] if BUFFERS[buffer].layered else array
+        array, spec = self._arrays[rank][buffer], BUFFERS[buffer]
+        whole = array[0] if spec.space is Space.WEIGHT and not spec.layered else array
+        view: NDArray[Any] = whole[layer] if spec.layered else whole
         return view
 
     def execute(
