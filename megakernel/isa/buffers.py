@@ -286,7 +286,7 @@ _SPECS: tuple[BufferSpec, ...] = (
     ),
     _vector(
         _B.QK_NORM,
-        "RMS norm scales of q heads and k heads, of each head if norms span all heads",
+        "RMS norm scales of q, then of k: those of one head, or of all heads if norms span all heads",
         WeightSpec((_q_norm, _k_norm), folded=lambda s: s.model.head_dim, rotated=2, norm=True),
     ),
     # -- experts

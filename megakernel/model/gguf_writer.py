@@ -38,8 +38,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
         raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
     if config.experts and not config.normalised_routes:
         raise MegakernelError(
-            f"cannot write {path}: programs would divide the weights of a token's experts by their sum, which this "
-            "model does not"
+            f"cannot write {path}: programs that read it would divide the weights of a token's experts by their "
+            "sum, which this model does not"
         )
     writer = gguf.GGUFWriter(path, family.gguf[0])
     _add_config(writer, config)

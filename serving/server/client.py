@@ -181,7 +181,7 @@ class Answers:
         await self._waiter
 
     def _some(self, arrived: dict[int, list[Token]]) -> dict[int, list[Token]]:
-        """Return as many of the tokens as one `take` may have, and keep the others for a later one."""
+        """Return as many of the tokens as one call of `take` may return, and keep the others for the next call."""
         taken, left = {}, self._most
         for index, tokens in arrived.items():
             if left:

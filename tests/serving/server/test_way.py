@@ -10,7 +10,7 @@ from api_support import serving
 from megakernel import LLM
 
 ROOT = Path(__file__).parents[3]
-# What docs/architecture.md places beside the way: the gate before the route, counters, and the step's table.
+# What the tables of docs/architecture.md leave out: checks before the route, counters, and the step's table.
 BESIDE = re.compile(
     r"serving/server/(http|limits|board|metrics|host|frontend)\.py|serving/engine/(live|programs)\.py"
     r"|megakernel/(runtime|isa|targets|roofline|machine|program)/.*|megakernel/settings\.py"
