@@ -22,6 +22,7 @@ from .gguf_tokenizer import CONTROL, NAMED_TOKENS, NORMAL, USER_DEFINED, ggml_to
 from .hf_config import read_json
 from .limits import MOST_VOCABULARY
 from .tokenizer import Tokenizer, UnknownTokenizer, backend_errors, byte_alphabet
+from .tokenizer_parts import check_parts
 
 _OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
 # The splitting rules of tokenizer classes that are read from vocab.json and merges.txt.
@@ -82,9 +83,11 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    _check_ids(read_json(path), path)
+    declared = read_json(path)
+    _check_ids(declared, path)
     # It is valid JSON, so it may be of a kind that only a later version of the package knows.
     with backend_errors(f"cannot read {path}", UnknownTokenizer):
+        check_parts(declared)
         backend = tokenizers.Tokenizer.from_file(str(path))
     backend.no_truncation()
     backend.no_padding()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,15 @@ def changed(*path: Any, value: Any) -> bytes:
     return json.dumps(declared).encode()
 
 
+PRECOMPILED: dict[str, Any] = {"type": "Precompiled", "precompiled_charsmap": ""}
+# Tables of a normalizer: too short, of a size beyond the file, with a step outside the table, without an end.
+TABLES = ["AAAA", "/P///wAAAAAA", "BAAAAP//fwAA", "BAAAAAAAAIAB", "*"]
+DOUBLING: dict[str, Any] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+UNIGRAM: dict[str, Any] = {"type": "Unigram", "unk_id": 0}
+MANY = {"<s>": {"id": "<s>", "ids": [1] * 100_000, "tokens": ["<s>"] * 100_000}}
+PROCESSOR = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": MANY}
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -239,7 +249,14 @@ def changed(*path: Any, value: Any) -> bytes:
         (changed("model", value=None), "cannot read"),
         (changed("added_tokens", value=[{"id": 5}]), "cannot read"),
         (changed("added_tokens", value="x"), "cannot read"),
-        (changed("normalizer", value={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "cannot read"),
+        *((changed("normalizer", value=PRECOMPILED | {"precompiled_charsmap": t}), "is damaged") for t in TABLES),
+        (changed("normalizer", value={"type": "Sequence", "normalizers": [DOUBLING] * 60}), "texts too long"),
+        (changed("normalizer", value=DOUBLING | {"pattern": {"Regex": ""}, "content": "a" * 99}), "texts too long"),
+        (changed("pre_tokenizer", value={"type": "FixedLength", "length": 0}), "a pre_tokenizer of type FixedLength"),
+        (changed("post_processor", value=PROCESSOR), "texts too long"),
+        (changed("model", value=UNIGRAM | {"vocab": [["a" * 300_000, -1.0]]}), "a token of more than 8192 characters"),
+        (changed("model", value=UNIGRAM | {"vocab": [["a", float("nan")]]}), "is not finite"),
+        (changed("model", "continuing_subword_prefix", value="a" * 999), "a token of more than"),
     ],
 )
 def test_hostile_tokenizers_are_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
@@ -247,6 +264,21 @@ def test_hostile_tokenizers_are_refused_by_name(tmp_path: Path, data: bytes, mes
     (folder / "tokenizer.json").write_bytes(data)
     with pytest.raises(MegakernelError, match=message):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "nfkc_cf"])
+def test_the_normalizers_of_sentencepiece_are_sound(tmp_path: Path, rule: str) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    from sentencepiece import sentencepiece_model_pb2
+
+    made, model = BytesIO(), sentencepiece_model_pb2.ModelProto()
+    options = {"vocab_size": 20, "hard_vocab_limit": False, "normalization_rule_name": rule, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["hello abc"] * 50), model_writer=made, **options)
+    model.ParseFromString(made.getvalue())
+    table = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
+    folder = hf_folder(tmp_path, None)
+    (folder / "tokenizer.json").write_bytes(changed("normalizer", value=PRECOMPILED | {"precompiled_charsmap": table}))
+    assert loaded(folder).decode(loaded(folder).encode("\uff21", add_special=False)).lower() == "a"
 
 
 def test_an_empty_vocabulary_and_ids_with_gaps(tmp_path: Path) -> None:

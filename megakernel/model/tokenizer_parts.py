@@ -1,0 +1,99 @@
+"""Checks the components that a `tokenizer.json` declares, because the package `tokenizers` trusts them: a small file
+can make it allocate all memory or overflow its stack, which ends the process."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .limits import MOST_TOKEN_CHARACTERS, MOST_TOKENIZER_GROWTH, MOST_TOKENIZER_PARTS
+
+# The types of components that may run, by the key that declares them. No decoder runs.
+_TYPES = {
+    "model": "BPE Unigram WordLevel",
+    "normalizer": "Sequence NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents Replace Prepend BertNormalizer"
+    " Precompiled",
+    "pre_tokenizer": "Sequence ByteLevel Split Metaspace Digits Whitespace WhitespaceSplit Punctuation"
+    " BertPreTokenizer UnicodeScripts CharDelimiterSplit",
+    "post_processor": "Sequence ByteLevel TemplateProcessing BertProcessing RobertaProcessing",
+}
+_STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+
+
+def check_parts(declared: dict[str, Any]) -> None:
+    """Raise ValueError for a component of a type that is not supported, or that could take too much memory."""
+    growth, count = 1.0, 0
+    for kind, types in _TYPES.items():
+        for part in _parts(declared.get(kind), kind):
+            count += 1
+            name = part.get("type", "BPE" if kind == "model" else None)  # old files leave out the type of their model
+            if name not in types.split():
+                raise ValueError(f"a {kind} of type {name!s:.40}, which is not supported")
+            growth *= _growth(part) if kind == "normalizer" else 1.0
+            if name == "TemplateProcessing":
+                growth += len(str(part)) / MOST_TOKEN_CHARACTERS
+            if name == "Precompiled" and not _sound(part.get("precompiled_charsmap")):
+                raise ValueError("the table of its normalizer is damaged")
+    if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
+        raise ValueError("its components make texts too long")
+    if any(len(text) > MOST_TOKEN_CHARACTERS for text in _texts(declared)):
+        raise ValueError(f"it has a token of more than {MOST_TOKEN_CHARACTERS} characters")
+
+
+def _parts(part: Any, kind: str) -> Iterator[dict[str, Any]]:
+    waiting = [part]
+    while waiting:
+        if isinstance(part := waiting.pop(), dict):
+            yield part
+            waiting += steps if isinstance(steps := part.get(_STEPS.get(kind)), list) else []
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """Return how many times longer a normalizer can make a text."""
+    added = max((len(value) for key in ("content", "prepend") if isinstance(value := part.get(key), str)), default=0)
+    pattern = part.get("pattern")
+    replaced = pattern.get("String") if isinstance(pattern, dict) else None
+    # A regular expression can match the empty text between any two characters.
+    return max(1.0, added / len(replaced)) if isinstance(replaced, str) and replaced else max(1.0, float(added))
+
+
+def _sound(table: Any) -> bool:
+    """Whether a Precompiled table is a trie whose every step stays inside it, followed by texts. Its first number is
+    the trie's size in bytes. Each node is 32 bits: bit 31 marks a leaf, and the others have the offset of the next."""
+    try:
+        raw = base64.b64decode(table, validate=True) if isinstance(table, str) else b""
+    except binascii.Error:
+        return False
+    size = int.from_bytes(raw[:4], "little")
+    if not 0 < size <= len(raw) - 4 or size % 4:
+        return False
+    nodes = np.frombuffer(raw, "<u4", size // 4, 4).astype(np.int64)
+    ends = (np.arange(len(nodes)) ^ (nodes >> 10 << ((nodes & 512) >> 6))) | 255
+    texts = nodes[nodes >> 31 == 1] & (2**31 - 1)
+    return raw[-1] == 0 and bool((ends[nodes >> 31 == 0] < len(nodes)).all() and (texts < len(raw) - 4 - size).all())
+
+
+def _texts(declared: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of tokens, and what is put around parts of words."""
+    model, added = declared.get("model"), declared.get("added_tokens")
+    found: list[Any] = (
+        [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    )
+    if isinstance(model, dict):
+        vocabulary = model.get("vocab")
+        found += vocabulary if isinstance(vocabulary, (dict, list)) else []
+        around = (model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        found += [text * 64 for text in around if isinstance(text, str)]
+    for entry in found:
+        text = entry[0] if isinstance(entry, list) and entry else entry
+        if isinstance(entry, list) and not (len(entry) == 2 and isinstance(entry[1], (int, float))):
+            raise ValueError(f"the vocabulary has the entry {entry!s:.60}")
+        if isinstance(entry, list) and not math.isfinite(entry[1]):
+            raise ValueError(f"the score of the token {text!s:.40} is not finite")
+        if isinstance(text, str):
+            yield text
