@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,19 +151,19 @@ def run(args: argparse.Namespace) -> int:
             max_waiting=given["max_queued_requests"],
             ceilings=measured_ceilings(llm),
         )
-        frontends = Frontends(
-            listener=sock,
-            count=given["api_server_count"],
-            start=_start(given, host.description, sock, tls),
-            on_gone=lambda identity: host.loop.forget(identity.encode()),
-            on_ready=lambda: _ready(args.json, address, name, llm),
-            on_drain=lambda name: output.stderr.print(
-                f"{name}: finishing the requests in progress; repeat the signal to end at once"
-            ),
-        )
-        host.loop.on_death = frontends.engine_died
         host.start()
         try:
+            frontends = Frontends(
+                listener=sock,
+                count=given["api_server_count"],
+                start=_start(given, host.description, sock, tls),
+                on_gone=lambda identity: host.loop.forget(identity.encode()),
+                on_ready=lambda: _ready(args.json, address, name, llm),
+                on_drain=lambda name: output.stderr.print(
+                    f"{name}: finishing the requests in progress; repeat the signal to end at once"
+                ),
+            )
+            host.loop.on_death = frontends.engine_died
             frontends.run()
         finally:
             host.close()
@@ -204,16 +205,19 @@ def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls:
 
 @contextmanager
 def _listening(given: dict[str, Any]) -> Iterator[socket.socket]:
-    """Open the port or the Unix socket of the server. At the end, the file of a Unix socket is removed."""
+    """Open the port or the Unix socket of the server. At the end, the file of a Unix socket is removed, unless another
+    server has replaced it."""
     from megakernel.serving.server.frontend import listen, listen_on_path
 
     path = given["uds"]
     with listen(given["host"], given["port"]) if path is None else listen_on_path(path) as sock:
+        own = None if path is None else Path(path).lstat()
         try:
             yield sock
         finally:
-            if path is not None:
-                Path(path).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if own is not None and os.path.samestat(own, Path(path).lstat()):
+                    Path(path).unlink()
 
 
 def _template(given: str) -> str:

@@ -13,9 +13,20 @@ from pathlib import Path
 
 from ..errors import MegakernelError
 
+# Seconds that an answer may take for each second of processor time, because a process waits on a busy machine.
+_PATIENCE = 15
+
 
 class Ended(Exception):
-    """Raised if the process ended without an answer. The text says why."""
+    """Raised if the work took too much time or memory. The text says why."""
+
+
+class HelperLost(MegakernelError):
+    """Raised if a process cannot start, or if it was killed or stopped from outside. The request may succeed later."""
+
+
+class _Killed(Exception):
+    pass
 
 
 class LimitedProcess:
@@ -23,7 +34,8 @@ class LimitedProcess:
     memory. `more` is passed to the script as further arguments.
 
     The process starts at the first request, and its first input line is `begin`. Each answer is one line of JSON,
-    {kind: text}. After an answer of the kind "broken", the next request starts a new process.
+    {kind: text}. After an answer of the kind "broken", the next request starts a new process. If the process is killed,
+    a new one gets the request once more.
     """
 
     def __init__(self, script: Path, begin: object, seconds: float, memory_bytes: int, *more: int) -> None:
@@ -33,15 +45,24 @@ class LimitedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, values: object) -> tuple[str, str]:
-        """Send `values` to the process as JSON, and return the kind and the text of its answer. Raises Ended."""
+        """Send `values` to the process as JSON, and return the kind and the text of its answer. Raises Ended, or
+        HelperLost if two processes were killed."""
         with self._lock:
-            if self._process is None:
-                process = self._start()
-                kind, text = self._exchange(process, self._begin)
-                if kind != "text":
-                    return kind, text
-            assert self._process is not None
-            return self._exchange(self._process, values)
+            try:
+                return self._asked(values)
+            except _Killed:
+                try:
+                    return self._asked(values)
+                except _Killed as e:
+                    raise HelperLost(f"a helper process was lost twice: {e}: try again later") from e
+
+    def _asked(self, values: object) -> tuple[str, str]:
+        if self._process is None:
+            kind, text = self._exchange(self._start(), self._begin)
+            if kind != "text":
+                return kind, text
+        assert self._process is not None
+        return self._exchange(self._process, values)
 
     def _start(self) -> subprocess.Popen[str]:
         try:
@@ -54,7 +75,7 @@ class LimitedProcess:
                 process_group=0,  # so that Ctrl-C does not reach this process
             )
         except OSError as e:
-            raise MegakernelError(f"cannot start a process with limits: {e.strerror}") from e
+            raise HelperLost(f"cannot start a process with limits: {e.strerror}") from e
         weakref.finalize(self, _end, process)
         return process
 
@@ -62,6 +83,9 @@ class LimitedProcess:
         """Send `values` and return the answer. A process that ended or was interrupted is not used again."""
         assert process.stdin is not None and process.stdout is not None
         self._process = None
+        late = threading.Timer(self._seconds * _PATIENCE, process.kill)
+        late.daemon = True
+        late.start()
         try:
             process.stdin.write(json.dumps(values) + "\n")
             process.stdin.flush()
@@ -71,11 +95,15 @@ class LimitedProcess:
         except BaseException:
             _end(process)
             raise
+        finally:
+            late.cancel()
         if not line:
             _end(process)
             if process.returncode == -signal.SIGPROF:
                 raise Ended(f"its process takes more than {self._seconds} s of processor time")
-            raise Ended(f"its process needs more than {self._memory_bytes >> 20} MiB of memory or was killed")
+            if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+                raise _Killed(f"it was killed, or did not answer for {self._seconds * _PATIENCE:g} s")
+            raise Ended(f"its process needs more than {self._memory_bytes >> 20} MiB of memory")
         [(kind, text)] = json.loads(line).items()
         if kind == "broken":
             _end(process)

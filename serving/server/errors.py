@@ -14,6 +14,7 @@ from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
+from megakernel.model.limited import HelperLost
 from megakernel.serving.server.client import EngineDead, Overloaded
 
 _SHOWN = 120  # maximum characters of a client's input that an error quotes
@@ -82,8 +83,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(error.status_code, told, headers=error.headers)
     if isinstance(error, TOO_DEEP):
         return APIError(400, "the JSON of the request is nested too deeply")
-    if isinstance(error, (EngineDead, Overloaded)):
-        return APIError(503, str(error), headers={"Retry-After": "1" if isinstance(error, Overloaded) else "30"})
+    if isinstance(error, (EngineDead, Overloaded, HelperLost)):
+        return APIError(503, str(error), headers={"Retry-After": "30" if isinstance(error, EngineDead) else "1"})
     if isinstance(error, MegakernelError):
         return APIError(400, str(error))
     return APIError(500, "internal error: the server's log has the details")

@@ -60,8 +60,9 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a TCP socket bound to `host` and `port`; for port 0, the operating system chooses a free port. Raises
-    MegakernelError if the address cannot be bound."""
+    """Return a TCP socket that listens on `host` and `port`; for port 0, the operating system chooses a free port. It
+    listens at once, because two sockets may be bound to one address until one of them listens. Raises MegakernelError
+    if another server has the address."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -71,14 +72,15 @@ def listen(host: str, port: int) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD)
         sock.bind(address)
+        sock.listen(_BACKLOG)
     except OSError as e:
         raise MegakernelError(f"cannot listen on {host} port {port}: {e.strerror or e}: choose another --port") from e
     return sock
 
 
 def listen_on_path(path: str) -> socket.socket:
-    """Return a bound Unix socket. It replaces a socket on which nobody listens any more. Raises MegakernelError if the
-    path cannot be bound."""
+    """Return a Unix socket that listens. It replaces a socket on which nobody listens any more. Raises MegakernelError
+    if the path cannot be bound."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         if Path(path).is_socket():
@@ -87,6 +89,7 @@ def listen_on_path(path: str) -> socket.socket:
                 raise OSError("another server listens there")
             Path(path).unlink()
         sock.bind(path)
+        sock.listen(_BACKLOG)
     except OSError as e:
         raise MegakernelError(f"cannot listen on {path}: {e.strerror or e}: choose another --uds") from e
     return sock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from types import FrameType
 
 import msgspec
@@ -22,6 +24,7 @@ from megakernel.serving.server.frontend import READY, Start
 log = logging.getLogger(__name__)
 
 _DIED = b"D"  # sent to `run` when the engine has died
+_GRACE = 5.0  # seconds after the time for running requests until frontends that have not ended are killed
 
 
 @dataclass(eq=False)
@@ -53,6 +56,7 @@ class Frontends:
     _failed: str = ""
     _made: int = 0
     _said_ready: bool = False
+    _kill_at: float = float("inf")
 
     def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -72,8 +76,12 @@ class Frontends:
                 for number in range(1, self.count + 1):
                     self._spawn(number)
                 while self._running:
-                    for key, _ in self._selector.select():
+                    left = self._kill_at - monotonic()
+                    for key, _ in self._selector.select(None if left == float("inf") else max(0.0, left)):
                         self._wakened() if key.fileobj is self._wake else self._heard(key.data)
+                    if monotonic() >= self._kill_at:
+                        log.error("a frontend process did not end in time: it is killed")
+                        break
             finally:
                 for frontend in self._running:
                     frontend.process.kill()
@@ -146,6 +154,7 @@ class Frontends:
     def _drain(self) -> None:
         """Stop accepting connections and send SIGTERM to all frontends, which then finish their requests."""
         self._draining = True
+        self._kill_at = monotonic() + self.start.drain_seconds + _GRACE
         self.listener.close()
         for frontend in self._running:
             frontend.process.terminate()
@@ -164,6 +173,7 @@ class Frontends:
         if self.ended_by:
             for frontend in self._running:
                 frontend.process.kill()
+            shutil.rmtree(self.start.description.folder, ignore_errors=True)
             os._exit(128 + number)
         self.ended_by = signal.Signals(number)
         self._waker.send(b"S")

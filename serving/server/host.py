@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import weakref
 
 import zmq
 
@@ -35,6 +36,7 @@ class EngineHost:
         rates. Without `ceilings`, they are not, and no step can be traced."""
         engine, dims = llm.engine, llm.engine.dims
         folder = tempfile.mkdtemp(prefix="megakernel-")  # `mkdtemp` makes a folder that other users cannot enter
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.description = Description(
             source=source,
             name=llm.model,
@@ -99,4 +101,4 @@ class EngineHost:
     def close(self) -> None:
         self.loop.close()
         self._context.term()
-        shutil.rmtree(self.description.folder, ignore_errors=True)
+        self._remove()

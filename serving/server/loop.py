@@ -23,6 +23,7 @@ import zmq
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
+from megakernel.model.limited import HelperLost
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request
@@ -277,7 +278,7 @@ class EngineLoop:
         try:
             yield
         except MegakernelError as e:
-            refusal = messages.Refused(key[1], str(e), isinstance(e, Overloaded))
+            refusal = messages.Refused(key[1], str(e), isinstance(e, (Overloaded, HelperLost)))
             self._socket.send_multipart([key[0], messages.encode(refusal)])
 
     def _check_room(self, asked: messages.Submit) -> None:

@@ -19,7 +19,8 @@ import numpy as np
 from fastapi.responses import Response
 
 from megakernel.errors import MegakernelError
-from megakernel.model.tokenizer import Limit, Tokenizer, TooLong
+from megakernel.model.chat_template import TooLong
+from megakernel.model.tokenizer import Limit, Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams, TokenIds
 from megakernel.serving.engine.scheduler import ClientQueue
 from megakernel.serving.server.board import Board

@@ -1,14 +1,17 @@
 """Runs `megakernel serve` in separate processes."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from api_support import Live
+from api_support import Live, until
 from commands import command
 
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-len", "2048")
@@ -54,3 +57,31 @@ def begin_stream(server: Live, tokens: int) -> socket.socket:
 
 def rest(sock: socket.socket) -> bytes:
     return sock.makefile("rb").read()
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of the child processes of `pid` that have not ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return sorted(child for child in found if state(child) not in "ZX")
+
+
+def state(pid: int) -> str:
+    """Return the state letter of a process from /proc, such as T for stopped, or X if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+@contextmanager
+def asleep(pid: int) -> Iterator[None]:
+    """Suspend a process with SIGSTOP for the duration of the `with` block."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state(pid) == "T")
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,7 +278,7 @@ def test_the_longest_that_fits_is_tokenised(live: Live) -> None:
     assert live.post(TOKENIZE, {"prompt": "a" * CONTEXT})["count"] == CONTEXT
     assert live.post(DETOKENIZE, {"tokens": [7] * CONTEXT})["prompt"]
     chat = live.post(TOKENIZE, {"messages": [{"role": "user", "content": "a" * CONTEXT}]}, 400)
-    assert f"{TOO_LONG}, but the request has {CONTEXT + len('<user><assistant>')}" in chat["error"]["message"]
+    assert f"{TOO_LONG}, but the conversation has {CONTEXT + len('<user><assistant>')}" in chat["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -306,22 +305,3 @@ def test_the_event_loop_never_tokenises(
     monkeypatch.setattr(live.service.tokenizer, name, watched)
     live.post(path, body)
     assert on_loop and not any(on_loop)
-
-
-def test_encoding_lets_other_threads_run(live: Live) -> None:
-    """Another thread runs while one encodes a long text. Some functions of `tokenizers` would hold the interpreter lock
-    until they return."""
-    assert live.service.tokenizer is not None
-    ticks, done = 0, threading.Event()
-
-    def encode() -> None:
-        assert live.service.tokenizer is not None
-        live.service.tokenizer.encode("a b" * 200_000)
-        done.set()
-
-    worker = threading.Thread(target=encode)
-    worker.start()
-    while not done.wait(0.001):
-        ticks += 1
-    worker.join()
-    assert ticks > 3

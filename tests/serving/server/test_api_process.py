@@ -33,17 +33,6 @@ def test_a_signal_lets_finish_what_has_begun(model: str) -> None:
         assert err.count("\n") == 1 and "finishing the requests in progress; repeat the signal to end at once" in err
 
 
-@pytest.mark.slow
-def test_a_second_signal_ends_at_once(model: str) -> None:
-    with process("--model", model) as (server, _, live), begin_stream(live, 2000) as sock:
-        server.send_signal(signal.SIGTERM)
-        assert server.stderr is not None
-        assert "SIGTERM" in server.stderr.readline()
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 128 + signal.SIGTERM
-        assert b"[DONE]" not in rest(sock)
-
-
 def test_what_does_not_finish_in_time_is_told(model: str) -> None:
     flags = ("--model", model, "--shutdown-timeout", "0.1")
     with process(*flags) as (server, _, live), begin_stream(live, 2000) as sock:
@@ -58,7 +47,7 @@ def test_what_a_person_sees(model: str, capsys: pytest.CaptureFixture[str]) -> N
         serve._ready(False, live.url, llm.model, llm)
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{llm.model} is served at {live.url}/v1"
-        assert "MB in f32" in lines[2] and "tokens in f32: " in lines[3] and "live" in lines[4]
+        assert "MB in f32" in lines[2] and "tokens in f32: " in lines[3] and "chat" in lines[4]
         done = subprocess.run(lines[5], shell=True, capture_output=True, text=True, timeout=60)
     if done.returncode != 127:  # 127: there is no curl
         assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
@@ -199,13 +188,9 @@ def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], t
         ("- port\n", "must contain flags and their values"),
         ("port: [\n", "is not YAML"),
         ("[" * 1500, "is not YAML"),
-        ("port: " + "{a: " * 1500, "is not YAML"),
-        ("port: 2020-99-99\n", "is not YAML"),
         ("port: " + "9" * 5000 + "\n", "is not YAML"),
         ("port: 0x" + "f" * 5000 + "\n", "the value of port is not text, a number"),
         ("port: {a: 1}\n", "the value of port is not text, a number"),
-        ("port:\n", "the value of port is not text, a number"),
-        ("? [1, 2]\n: 3\n", "is not YAML"),
         ("8000: port\n", "a key that is not text is not a flag"),
         ("port: &a [x, x]\nhost: [*a, *a]\n", "the value of host is not text, a number"),
         (None, "cannot read"),

@@ -6,14 +6,13 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
 import pytest
 from api_support import Live, until
-from serve_process import at, begin_stream, process, rest, started
+from serve_process import asleep, at, begin_stream, children, process, rest, started, state
 
 from megakernel.serving.engine.engine import Step
 
@@ -23,33 +22,6 @@ TWO = ("--api-server-count", "2")
 BRIEF = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
-
-
-def children(pid: int) -> list[int]:
-    """Return the ids of the child processes of `pid` that have not ended."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return sorted(child for child in found if state(child) not in "ZX")
-
-
-def state(pid: int) -> str:
-    """Return the state letter of a process from /proc, such as T for stopped, or X if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
-@contextmanager
-def asleep(pid: int) -> Iterator[None]:
-    """Suspend a process with SIGSTOP for the duration of the `with` block."""
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: state(pid) == "T")
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def stream_of(frontend: int, other: int, live: Live) -> socket.socket:

@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
+import sys
 from collections import Counter
+from pathlib import Path
 from threading import Event
 from typing import Any
 from unittest.mock import Mock
@@ -10,8 +14,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from api_support import Live, user
+from serve_process import asleep, children, started, state
 
 from megakernel import LLM
+from megakernel.cli import serve
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
 from megakernel.model.chat_template import ChatTemplate
@@ -19,10 +25,10 @@ from megakernel.model.tokenizer import Limit, TooLong
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server import client, scores, writer
 from megakernel.serving.server.client import Answers
+from megakernel.serving.server.frontend import listen, listen_on_path
 from megakernel.serving.server.routes.chat import ChatRequest, _ChatWriter
 from megakernel.serving.server.routes.completions import CompletionRequest, _CompletionWriter
-from megakernel.serving.server.routes.responses import ResponsesRequest, _ResponseWriter
-from megakernel.serving.server.writer import Asked
+from megakernel.serving.server.writer import WAITING, Asked, Writer
 from megakernel.serving.text.codec import Codec, Token, Transcript
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -31,12 +37,7 @@ MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 
 @pytest.mark.parametrize(
     ("path", "filler"),
-    [
-        (COMPLETIONS, b": waiting\n\n"),
-        (CHAT, b": waiting\n\n"),
-        (RESPONSES, b": waiting\n\n"),
-        (MESSAGES, b'event: ping\ndata: {"type":"ping"}\n\n'),
-    ],
+    [(CHAT, WAITING), (RESPONSES, WAITING), (MESSAGES, b'event: ping\ndata: {"type":"ping"}\n\n')],
 )
 def test_a_stream_begins_before_its_first_token(
     null: Live, monkeypatch: pytest.MonkeyPatch, path: str, filler: bytes
@@ -46,10 +47,8 @@ def test_a_stream_begins_before_its_first_token(
     monkeypatch.setattr(writer, "SILENCE", 0.05)
     step, go_on = null.host.loop.engine.step, Event()
     monkeypatch.setattr(null.host.loop.engine, "step", lambda **more: (go_on.wait(30), step(**more))[1])
-    question = {"prompt": "x", "input": "x", "messages": user("x")["messages"]}
-    names = {COMPLETIONS: ("prompt", "max_tokens"), RESPONSES: ("input", "max_output_tokens")}
-    asked, most = names.get(path, ("messages", "max_tokens"))
-    with null.send(path, {asked: question[asked], most: 2, "stream": True}) as sock:
+    body = {"input": "x", "max_output_tokens": 2} if path == RESPONSES else {**user("x"), "max_tokens": 2}
+    with null.send(path, body | {"stream": True}) as sock:
         seen = b""
         while seen.count(filler) < 3:
             seen += sock.recv(1000)
@@ -64,24 +63,22 @@ async def joined(parts: Any) -> bytes:
 
 
 PROMPT = [65] * 3000
-WRITERS: dict[str, Any] = {
-    "chat": (_ChatWriter, lambda **more: ChatRequest(**user("x"), logprobs=True, **more)),
-    "completions": (
-        lambda asked, body: _CompletionWriter(asked, body, ["A" * 3000], asked.tokenizer),
-        lambda top_logprobs, **more: CompletionRequest(prompt=PROMPT, logprobs=top_logprobs, echo=True, **more),
-    ),
-    "responses": (
-        _ResponseWriter,
-        lambda n, stop, prompt_logprobs, **more: ResponsesRequest(input="x", stop=stop, **more),
-    ),
-}
+
+
+def chat_writer(asked: Asked, top: int, **more: Any) -> Writer:
+    return _ChatWriter(asked, ChatRequest(**user("x"), logprobs=True, top_logprobs=top, **more))
+
+
+def completion_writer(asked: Asked, top: int, **more: Any) -> Writer:
+    body = CompletionRequest(prompt=PROMPT, logprobs=top, echo=True, **more)
+    return _CompletionWriter(asked, body, ["A" * 3000], asked.tokenizer)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", WRITERS)
+@pytest.mark.parametrize("make", [chat_writer, completion_writer])
 @pytest.mark.parametrize(("n", "tokens", "top", "stops"), [(16, 100, 20, 0), (1, 3000, 20, 0), (16, 100, 0, 64)])
 def test_long_answers_leave_other_clients_their_turn(
-    model: str, monkeypatch: pytest.MonkeyPatch, api: str, stream: bool, n: int, tokens: int, top: int, stops: int
+    model: str, monkeypatch: pytest.MonkeyPatch, make: Any, stream: bool, n: int, tokens: int, top: int, stops: int
 ) -> None:
     """Between two turns of other tasks on the event loop, the work for one answer is bounded. Work is counted in tokens
     that are appended, and in texts of tokens that are shown."""
@@ -99,9 +96,7 @@ def test_long_answers_leave_other_clients_their_turn(
     monkeypatch.setattr(Transcript, "add", added)
     monkeypatch.setattr(scores, "token_text", shown)
     monkeypatch.setattr("megakernel.serving.server.routes.completions.token_text", shown)
-    n = 1 if api == "responses" else n
     stop = ["ab" * 16 + chr(0x100 + i) for i in range(stops)]
-    make, body = WRITERS[api]
     tokenizer, prompt = load_tokenizer(model), np.array(PROMPT, np.int32)
     params = SamplingParams(n=n, max_tokens=tokens, stop=stop, logprobs=top, prompt_logprobs=top)
 
@@ -112,8 +107,8 @@ def test_long_answers_leave_other_clients_their_turn(
         answers.scores[0] = [-1.0] * 2999, [best] * 2999
         for index in range(n * tokens):
             answers.put(Token(index % n, 65, -1.0, best, "length" if index >= n * (tokens - 1) else None, 1.0))
-        asked = body(n=n, stop=stop, top_logprobs=top, prompt_logprobs=None if stream else top)
-        one = make(Asked("m", [prompt], answers, tokenizer), asked)
+        asked = Asked("m", [prompt], answers, tokenizer)
+        one = make(asked, top, n=n, stop=stop, prompt_logprobs=None if stream else top)
         writing = asyncio.ensure_future(joined(one.chunks()) if stream else one.whole())
         while not writing.done():
             work["most"] = max(work["most"], work.pop("units", 0))
@@ -130,23 +125,20 @@ def test_long_answers_leave_other_clients_their_turn(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (EMBEDDINGS, {"input": "{}"}),
-        (EMBEDDINGS, {"input": "{}", "truncate_prompt_tokens": -1}),
-        (COMPLETIONS, {"prompt": "{}", "max_tokens": 0, "echo": True, "logprobs": 1}),
-        (COMPLETIONS, {"prompt": "{}", "max_tokens": 0, "echo": True, "truncate_prompt_tokens": 256}),
-        ("/tokenize", {"prompt": "{}"}),
+        (EMBEDDINGS, {}),
+        (EMBEDDINGS, {"truncate_prompt_tokens": -1}),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"max_tokens": 0, "echo": True, "truncate_prompt_tokens": 256}),
+        ("/tokenize", {}),
     ],
 )
 def test_nothing_generated_needs_no_room(null: Live, path: str, body: dict[str, Any]) -> None:
     """An input may fill the context if no answer follows it."""
-
-    def sent(length: int) -> Any:
-        return {name: "a" * length if value == "{}" else value for name, value in body.items()}
-
-    got = null.post(path, sent(256))
+    name = "input" if path == EMBEDDINGS else "prompt"
+    got = null.post(path, body | {name: "a" * 256})
     assert got.get("count") or got["usage"]["prompt_tokens"] == 256
     if "truncate_prompt_tokens" not in body:
-        told = null.post(path, sent(257), 400)["error"]["message"]
+        told = null.post(path, body | {name: "a" * 257}, 400)["error"]["message"]
         assert "maximum context length is 256 tokens" in told and "answer" not in told
 
 
@@ -188,3 +180,52 @@ def test_a_template_that_prints_too_much_is_stopped_early(model: str) -> None:
     tokenizer.set_chat_template(ChatTemplate("{{ 'a' * 1000000 }}", "here"))
     with pytest.raises(MegakernelError, match="the conversation has 1000000 characters, more than 600"):
         tokenizer.apply_chat_template(user("x")["messages"], limit=Limit(600))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize("kind", ["template", "grammar"])
+def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """A request whose helper process was killed or stopped is answered by a new process, and with a 503 if the new one
+    is killed too."""
+    body = user("x") | {"max_tokens": 1}
+    assert null.post(CHAT, body | {"guided_regex": "a"})["choices"]
+    templates, grammars = null.service.tokenizer._templates, null.host.loop._grammars  # type: ignore[union-attr]
+    limited: Any = templates["default"]._process if kind == "template" else grammars._checker
+    monkeypatch.setattr("megakernel.model.limited._PATIENCE", 2)
+    os.kill(limited._process.pid, number)
+    assert null.post(CHAT, body | {"guided_regex": "b"})["choices"]
+    monkeypatch.setattr(limited, "_command", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    os.kill(limited._process.pid, number)
+    status, headers, data = null.request("POST", CHAT, body | {"guided_regex": "c"})
+    assert (status, headers["retry-after"]) == (503, "1") and b"helper process was lost twice" in data
+
+
+def test_an_address_is_taken_by_the_first_server(tmp_path: Path) -> None:
+    """Two servers that start together cannot both get one address, and none removes the other's socket."""
+    with listen("127.0.0.1", 0) as first, pytest.raises(MegakernelError, match="Address already in use"):
+        listen("127.0.0.1", first.getsockname()[1])
+    path = tmp_path / "socket"
+    with serve._listening({"uds": str(path)}):
+        with pytest.raises(MegakernelError, match="another server listens there"):
+            listen_on_path(str(path))
+        path.unlink()
+        with listen_on_path(str(path)):  # the server that replaces this one
+            pass
+    assert path.exists()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_nothing_outlives_a_server(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signals: int) -> None:
+    """A frontend that is stopped is killed after --shutdown-timeout, and no folder remains."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    brief = "from megakernel.serving.server import frontends; frontends._GRACE = 0.1"
+    with started("--json", "--model", model, "--shutdown-timeout", "0.1", first=brief) as server:
+        assert server.stdout is not None and server.stdout.readline() and list(tmp_path.glob("megakernel-*"))
+        [frontend] = children(server.pid)
+        with asleep(frontend):
+            server.terminate()
+            if signals == 2:
+                assert server.stderr is not None and "SIGTERM" in server.stderr.readline()
+                server.terminate()
+            assert server.wait(timeout=30) == (128 + signal.SIGTERM if signals == 2 else 0)
+        assert state(frontend) in "ZX" and not list(tmp_path.glob("megakernel-*"))

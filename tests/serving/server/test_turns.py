@@ -71,10 +71,6 @@ def test_a_client_leaves_a_thread_for_the_others() -> None:
     asyncio.run(run())
 
 
-def test_one_client_gets_the_only_thread() -> None:
-    assert asyncio.run(ThreadTurns(1).run(lambda: 7)) == 7
-
-
 @pytest.mark.parametrize("when", ["waiting", "given", "running"])
 def test_who_leaves_frees_the_thread(when: str) -> None:
     async def run() -> None:
