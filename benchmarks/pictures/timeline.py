@@ -1,11 +1,11 @@
 """Takes the pictures of docs/timeline.md.
 
-    python benchmarks/pictures/record_cpu.py FOLDER
-    python benchmarks/pictures/timeline.py [--cpu FOLDER]
+    megakernel timeline --model smollm2-135m --backend cpu -o cpu.html
+    python benchmarks/pictures/timeline.py [--cpu cpu.html]
 
 The script simulates two decode steps on a node of eight H100s: two layers of Llama-3.1-70B with 4,096 decode rows, once
-with and once without pipelining across instructions. `--cpu FOLDER` also takes pictures of the timelines that
-record_cpu.py wrote to FOLDER.
+with and once without pipelining across instructions. `--cpu` also takes a picture of a timeline that was recorded on
+this machine's CPU, while nothing else ran.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def node(page: Browser, step_s: float) -> None:
     take(page, "roles")
 
 
-def worst(page: Browser, name: str) -> None:
+def worst(page: Browser, _: float) -> None:
     """Take a picture of the timeline page after a click on the first bar under its heading WAITS, the largest wait."""
     page.run("[...document.querySelectorAll('h2')].find((h) => h.innerText === 'WAITS').nextSibling.firstChild.click()")
     page.keys("0")
-    take(page, name)
+    take(page, "decode")
 
 
 def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
@@ -93,7 +93,7 @@ def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", type=Path, metavar="FOLDER")
+    parser.add_argument("--cpu", type=Path, metavar="FILE.html")
     arguments = parser.parse_args()
     first, second = (resolve(*simulated(pipelined=pipelined)) for pipelined in (True, False))
     with tempfile.TemporaryDirectory() as folder:
@@ -110,8 +110,7 @@ def main() -> None:
         write_html(path, *both, comparison=compare(first, second))
         shoot(lambda page, _: take(page, "compare"))
         if arguments.cpu:
-            shoot(lambda page, _: worst(page, "decode"), arguments.cpu / "decode.html")
-            shoot(lambda page, _: worst(page, "speculation"), arguments.cpu / "speculation.html")
+            shoot(worst, arguments.cpu)
 
 
 if __name__ == "__main__":
