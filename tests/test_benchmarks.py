@@ -133,33 +133,6 @@ def test_memory_that_grows_is_not_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flatness([])["flat"] is None
 
 
-def test_each_kind_of_passage_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS / "correctness")
-    from passages import comments, docstrings, messages, paragraphs
-
-    text = "# Head\n\nOne\n#2 paragraph.\n* an item\n```\ncommand\n```\n| a | b |\n| - | - |\n| 1 | 2 |\n"
-    assert [(one.place, one.context, one.text) for one in paragraphs("x", text)] == [
-        ("x:3", "# Head", "One\n#2 paragraph."),
-        ("x:5", "# Head", "* an item"),
-        ("x:11", "# Head\n| a | b |", "| 1 | 2 |"),
-    ]
-    code = 'def f():\n    """Do it."""\n    # Why\n    # so.\n    a = 1  # one\n    raise E(f"no {a}")\n'
-    assert [(one.place, one.context, one.text) for one in comments("x.py", code)] == [
-        ("x.py:3", '    a = 1  # one\n    raise E(f"no {a}")', "# Why\n    # so."),
-        ("x.py:5", "a = 1", "# one"),
-    ]
-    assert not list(comments("x.py", 'text = "  # no comment"\n'))
-    assert [(one.place, one.context, one.text) for one in docstrings("x", code)] == [("x:2", "def f():", "Do it.")]
-    assert [(one.place, one.context, one.text) for one in messages("x", code)] == [
-        ("x:6", "\n".join(code.splitlines()[2:]), "f'no {a}'")
-    ]
-    flag = 'add("--n", type=int,\n  help="how many")\nname = Field(description="a name")\n'
-    assert [(one.context, one.text) for one in messages("x", flag)] == [
-        ("'--n'", "'how many'"),
-        ('name = Field(description="a name")', "'a name'"),
-    ]
-
-
 def test_committed_results_have_a_run_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS / "support")
     from record import text

@@ -2,7 +2,6 @@
 tests and reports why."""
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,10 +116,8 @@ def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Run
     expected = runner.backend.launch(good, table).logits.copy()
     row = int(np.flatnonzero(good.body.records[:, record.SIGNAL_WORD])[0])
     bad = edit(good, "body", row, record.SIGNAL_WORD)
-    begin = time.perf_counter()
     with pytest.raises(MegakernelError, match=r"rank 0 worker \d+ waits in .* for counter"):
         runner.backend.launch(bad, table)
-    assert time.perf_counter() - begin < 20
     np.testing.assert_array_equal(runner.backend.launch(good, table).logits.copy(), expected)
     runner.backend.start(good, table).abort()
     np.testing.assert_array_equal(runner.backend.launch(good, table).logits.copy(), expected)

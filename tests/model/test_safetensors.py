@@ -26,8 +26,6 @@ from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import weights
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.safetensors_checkpoint import safetensors_naming
-from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.reference import ReferenceBackend
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any) -> Checkpoint:
@@ -260,8 +258,8 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
         for layer in (0, 1):
             np.testing.assert_array_equal(loaded(checkpoint, buffer, layer), loaded(expected, buffer, layer))
     checkpoint.dtype = Dtype.F32
-    got = [logits(CpuBackend, checkpoint, 20, tp) for tp in (1, 2)]
-    np.testing.assert_allclose(got, [logits(ReferenceBackend, expected, 20)] * 2, rtol=0, atol=2e-4)
+    got = [logits("cpu", checkpoint, 20, tp) for tp in (1, 2)]
+    np.testing.assert_allclose(got, [logits("reference", expected, 20)] * 2, rtol=0, atol=2e-4)
 
 
 NAME = "model__layers__1__mlp__experts__"

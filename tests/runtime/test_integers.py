@@ -15,7 +15,6 @@ from megakernel.isa.dtypes import BLOCKS
 from megakernel.isa.integers import Codes, codes, multiply, rounded
 from megakernel.model.checkpoint import Storage, StoredRows, WeightRows
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.reference import ReferenceBackend
 
 # Numbers of rows: one, those of the smallest and largest register blocks, and more than one pass takes.
 ROWS = (1, 2, 3, 4, 5, 8, 13, 100)
@@ -129,21 +128,21 @@ def assert_near(got: Array, expected: Array) -> None:
 def test_matrices_of_several_types(rows: int, dtype: Dtype) -> None:
     """In a matrix that has some rows in floats, only the quantised rows are multiplied in integers."""
     mixed = Mixed(RandomCheckpoint(ODD.changed(dtype=int(dtype))), (Dtype.Q4_K, Dtype.F16, Dtype.Q6_K))
-    assert_near(logits(CpuBackend, mixed, rows, q8=True), logits(ReferenceBackend, mixed, rows, q8=True))
+    assert_near(logits("cpu", mixed, rows, q8=True), logits("reference", mixed, rows, q8=True))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_round_the_same_units(tp: int) -> None:
     blocks, _ = quantised(SHARED, Dtype.F32, Dtype.Q5_1)
-    found = logits(CpuBackend, blocks, 13, tp, q8=True)
-    assert_near(found, logits(ReferenceBackend, blocks, 13, tp, q8=True))
-    assert_near(found, logits(CpuBackend, blocks, 13, q8=True))
+    found = logits("cpu", blocks, 13, tp, q8=True)
+    assert_near(found, logits("reference", blocks, 13, tp, q8=True))
+    assert_near(found, logits("cpu", blocks, 13, q8=True))
 
 
 def test_rounding_changes_little() -> None:
     """Rounding activations to 8 bits changes the logits, but only by about the error of 8 bits."""
     blocks, _ = quantised(ODD)
-    q8, floats = (logits(CpuBackend, blocks, 2, q8=q8) for q8 in (True, False))
+    q8, floats = (logits("cpu", blocks, 2, q8=q8) for q8 in (True, False))
     error = np.abs(q8 - floats).max() / np.abs(floats).max()
     assert 1e-4 < error < 0.03
 

@@ -32,7 +32,6 @@ from megakernel.model.weight_types import stored_as
 from megakernel.roofline import step_work
 from megakernel.runtime import choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.reference import ReferenceBackend
 
 # Prompt lengths: one row, two rows, more than the 12 rows of the largest register block, and more than the 96 rows of
 # one pass over the weights.
@@ -41,7 +40,7 @@ PROMPTS = (1, 2, 13, 100)
 
 @cache
 def of_the_reference(kind: Dtype, dtype: Dtype) -> list[Array]:
-    return all_logits(ReferenceBackend, quantised(ODD, dtype, kind, tied=True)[0], PROMPTS)
+    return all_logits("reference", quantised(ODD, dtype, kind, tied=True)[0], PROMPTS)
 
 
 @pytest.mark.slow
@@ -50,8 +49,8 @@ def test_the_bits_of_what_the_blocks_stand_for(simd: str, kind: Dtype, dtype: Dt
     """Weights in each type give the same bits as their float32 values, and the reference's logits up to rounding. The
     LM head shares the embedding table."""
     blocks, floats = quantised(ODD, dtype, kind, tied=True)
-    found = all_logits(CpuBackend, blocks, PROMPTS)
-    of_floats = all_logits(CpuBackend, floats, PROMPTS)
+    found = all_logits("cpu", blocks, PROMPTS)
+    of_floats = all_logits("cpu", floats, PROMPTS)
     for some, others, reference in zip(found, of_floats, of_the_reference(kind, dtype), strict=True):
         np.testing.assert_array_equal(some, others)
         assert_close(some, reference, dtype)
@@ -64,9 +63,9 @@ def test_the_bits_of_what_the_blocks_stand_for(simd: str, kind: Dtype, dtype: Dt
 def test_matrices_of_several_types(dims: str, rows: int) -> None:
     whole = RandomCheckpoint({"ODD": ODD, "SHARED": SHARED}[dims])
     mixed = Mixed(whole, (Dtype.Q4_K, Dtype.Q6_K, Dtype.F16, Dtype.BF16))
-    found = logits(CpuBackend, mixed, rows)
-    np.testing.assert_array_equal(found, logits(CpuBackend, Dequantised(mixed), rows))
-    assert_close(found, logits(ReferenceBackend, mixed, rows), Dtype.F32)
+    found = logits("cpu", mixed, rows)
+    np.testing.assert_array_equal(found, logits("cpu", Dequantised(mixed), rows))
+    assert_close(found, logits("reference", mixed, rows), Dtype.F32)
 
 
 def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
@@ -74,10 +73,10 @@ def test_quantised_weights_are_other_weights(dtype: Dtype) -> None:
     even if the backend computes in bfloat16."""
     blocks, floats = quantised(ODD, dtype)
     whole = RandomCheckpoint(ODD.changed(dtype=int(dtype)))
-    found = [logits(CpuBackend, c, 2) for c in (blocks, floats, whole, stored_as(whole, "f32"))]
+    found = [logits("cpu", c, 2) for c in (blocks, floats, whole, stored_as(whole, "f32"))]
     assert (found[0] != found[2]).mean() > 0.9
     assert (found[2] == found[3]).all() == (dtype is Dtype.F32)
-    assert_close(found[3], logits(ReferenceBackend, stored_as(whole, "f32"), 2), dtype)
+    assert_close(found[3], logits("reference", stored_as(whole, "f32"), 2), dtype)
 
 
 def test_every_scale_of_a_block(simd: str) -> None:
@@ -119,17 +118,17 @@ def test_ranks_share_blocks(tp: int, o: str) -> None:
     """Ranks that divide quantised matrices give the same bits as with float32 values. With eight ranks, the first has
     more FFN columns than the others."""
     blocks, floats = quantised(SHARED, Dtype.BF16)
-    found = logits(CpuBackend, blocks, 13, tp, o=o)
-    np.testing.assert_array_equal(found, logits(CpuBackend, floats, 13, tp, o=o))
-    assert_close(found, logits(ReferenceBackend, blocks, 13, tp, o=o), Dtype.BF16)
+    found = logits("cpu", blocks, 13, tp, o=o)
+    np.testing.assert_array_equal(found, logits("cpu", floats, 13, tp, o=o))
+    assert_close(found, logits("reference", blocks, 13, tp, o=o), Dtype.BF16)
 
 
 def test_a_rank_takes_no_part_of_a_block() -> None:
     """W_O cannot be divided inside a block of 32 weights. Here the second rank's part would begin at column 72."""
     blocks, _ = quantised(DIMS)
     with pytest.raises(MegakernelError, match="cannot divide W_O in q8_0 among ranks: a part would begin inside"):
-        logits(CpuBackend, blocks, 2, 2, o="sharded")
-    assert np.isfinite(logits(CpuBackend, blocks, 2, 2, o="replicated")).all()
+        logits("cpu", blocks, 2, 2, o="sharded")
+    assert np.isfinite(logits("cpu", blocks, 2, 2, o="replicated")).all()
 
 
 # -- memory

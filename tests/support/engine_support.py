@@ -211,8 +211,7 @@ class Known(Reader):
 
 
 class Guesses:
-    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`. A proposer
-    deliberately proposes a wrong token for each position p for which `wrong(p)` is true."""
+    """Creates draft proposers that know each sequence's future tokens, which a test announces with `tell`."""
 
     def __init__(self, wrong: Callable[[int], bool] = lambda place: False) -> None:
         self.wrong = wrong
@@ -221,19 +220,8 @@ class Guesses:
     def tell(self, choice: Any, text: Sequence[int]) -> None:
         self.texts[choice] = text
 
-    def __call__(self, choice: Any) -> "Guess":
-        return Guess(self, self.texts[choice])
-
-
-class Guess(Reader):
-    def __init__(self, guesses: Guesses, text: Sequence[int]) -> None:
-        super().__init__()
-        self.guesses, self.text = guesses, text
-
-    def propose(self, count: int) -> list[int]:
-        start, text = len(self.tokens), self.text
-        tokens = [*text[start : start + count], *[0] * (start + count - len(text))]
-        return [t ^ self.guesses.wrong(start + i) for i, t in enumerate(tokens)]
+    def __call__(self, choice: Any) -> Known:
+        return Known([self.texts[choice]], self.wrong)
 
 
 class Letters(TextStream):

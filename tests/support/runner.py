@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megakernel.isa import Dtype, StepTable
 from megakernel.machine import Machine, host
 from megakernel.model.checkpoint import Checkpoint
+from megakernel.model.weight_types import bits_of
 from megakernel.program import Program
 from megakernel.runtime import build_step, check_step, create
 from megakernel.runtime.backend import Output
@@ -41,11 +42,13 @@ class Runner:
         max_seqs: int = 8,
         max_context: int = 256,
         tp: int = 1,
+        q8: bool = False,
         **options: Any,
     ) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
         self.machine = machine or host(workers)
         self.limits = {"max_seqs": max_seqs, "max_context": max_context, "tp": tp, "options": Options(**options)}
+        self.weights = {"weight_bits": bits_of(checkpoint.config, checkpoint.storage), "q8_activations": q8}
         self._programs: dict[tuple[int, int, int], Program] = {}
         dims = self.program(1, 1).dims
         pages = max_seqs * dims.bucket.pages_per_seq
@@ -59,7 +62,7 @@ class Runner:
         key = tokens, logit_rows, workers or self.machine.workers
         if key not in self._programs:
             machine = replace(self.machine, workers=key[2])
-            sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": logit_rows, **self.limits}
+            sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": logit_rows, **self.limits, **self.weights}
             self._programs[key] = compile_program(Spec(self.checkpoint.config, machine, dtype=self.dtype, **sizes))
         return self._programs[key]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 from compiled import compiled
-from cpu_support import DIMS, PAGES, Array, RandomCheckpoint
+from cpu_support import DIMS, Array, RandomCheckpoint
+from runner import Runner
 
 from megakernel.isa import Buffer, Dims, Dtype, Split, column_share
 from megakernel.machine import host
 from megakernel.model.checkpoint import Checkpoint, Storage, StoredRows, WeightRows, converted
 from megakernel.model.weight_types import bits_of, stored_as
 from megakernel.program import Program
-from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler.options import Options
 
 # Rows of 301 or 333 weights take two chunks of 256 steps along K, and end with a partial quantisation block. The last
@@ -85,29 +85,20 @@ def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, *, q8: bool = Fal
     )
 
 
-def logits(kind: type[Any], checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
+def logits(backend: str, checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:
     """Return the logits of every row of a random prompt of `rows` tokens."""
-    [found] = all_logits(kind, checkpoint, [rows], tp, **options)
+    [found] = all_logits(backend, checkpoint, [rows], tp=tp, **options)
     return found
 
 
-def all_logits(
-    kind: type[Any], checkpoint: Checkpoint, prompts: Sequence[int], tp: int = 1, **options: Any
-) -> list[Array]:
-    """Return the logits of every row of several random prompts, which run one after the other on one backend. `prompts`
-    are their lengths in tokens; the last must be the longest."""
-    programs = [program_of(checkpoint, rows, tp, **options) for rows in prompts]
-    backend = kind(checkpoint, programs[-1].dims, PAGES, dtype=checkpoint.dtype)
-    found = []
+def all_logits(backend: str, checkpoint: Checkpoint, prompts: Sequence[int], **options: Any) -> list[Array]:
+    """Return the logits of random prompts of these lengths, which run one after the other on one backend."""
+    runner = Runner(checkpoint, backend, checkpoint.dtype, max_seqs=3, max_context=400, **options)
     try:
-        for rows, program in zip(prompts, programs, strict=True):
-            tokens = np.random.default_rng(rows).integers(0, program.dims.model.vocab, rows).tolist()
-            sample = [SampleRow(i, store=False) for i in range(rows)]
-            chunk = Chunk(0, 0, tokens, range(program.dims.bucket.pages_per_seq), sample)
-            found.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:rows].copy())
+        vocab = checkpoint.config.vocab
+        return [runner.logits(np.random.default_rng(rows).integers(0, vocab, rows).tolist()) for rows in prompts]
     finally:
-        backend.close()
-    return found
+        runner.close()
 
 
 def assert_close(got: Array, expected: Array, dtype: Dtype) -> None:

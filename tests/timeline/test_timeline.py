@@ -36,7 +36,6 @@ from megakernel.timeline.compare import Comparison
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import Resolved
 from megakernel.timeline.resources import curves, peaks
-from megakernel.timeline.spans import Spans
 from megakernel.timeline.summary import Summary
 from megakernel.timeline.waits import Causes, Signals
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
@@ -106,15 +105,6 @@ def summary(intervals: Rows = CHAIN, p: Program | None = None, target: machine.M
 
 def simulated(p: Program) -> Resolved:
     return resolve(p, synthetic.run(p))
-
-
-def test_span_algebra() -> None:
-    spans = Spans.union(np.array([5, 0, 2, 9, 7]), np.array([6, 3, 4, 9, 8]))
-    assert list(zip(spans.begin.tolist(), spans.end.tolist(), strict=True)) == [(0, 4), (5, 6), (7, 8)]
-    begin, end = np.array([0, 3, 4, -5, 6]), np.array([10, 6, 5, 1, 2])
-    assert spans.covered(begin, end).tolist() == [6, 2, 0, 1, 0]
-    empty = Spans.union(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert empty.covered(begin, end).tolist() == [0] * 5
 
 
 def test_waits_name_the_producers_of_their_counters() -> None:

@@ -291,13 +291,14 @@ def test_a_sequence_begins_with_what_others_have_shown(wrong: bool, first: int) 
 
 def test_many_sequences_share_the_rows_that_pay() -> None:
     """A sequence whose proposals are always right gets all rows that save time; one with wrong proposals gets none."""
-    guesses = Guesses()
-    engine, backend = fake_engine(lambda place: place % 60, speculate=(4, guesses))
-    engine._speculation = Speculation(4, Table(0, 1, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), guesses)
+
+    def known(choice: Any) -> Known:
+        [first] = choice.request.prompt_ids
+        return Known([[first, *(place % 60 for place in range(200))]], lambda place: first == 2)
+
+    engine, backend = fake_engine(lambda place: place % 60)
+    engine._speculation = Speculation(4, Table(0, 1, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), known)
     requests = [engine.add([token], SamplingParams(max_tokens=100)) for token in (1, 2)]
-    text = [0, *(place % 60 for place in range(200))]
-    guesses.tell(requests[0].choices[0], text)
-    guesses.tell(requests[1].choices[0], [61] * 300)
     for _ in range(15):
         engine.step()
     assert dict(backend.steps()[-1]) == {requests[0].choices[0].slot: 5, requests[1].choices[0].slot: 1}
