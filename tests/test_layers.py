@@ -91,17 +91,6 @@ def wrong_imports(path: Path, module: str, table: dict[str, set[str]]) -> Iterat
             yield f"{path}:{line}: only {' and '.join(HEAVY[top])} import {top}"
 
 
-def test_the_documented_table_is_understood() -> None:
-    table = packages()
-    assert {"cli", "serving", "runtime", "timeline", "roofline", "scheduler", "model", *BASE} <= set(table)
-    assert table["serving"] - BASE - BOTTOM == {"tune", "runtime", "scheduler", "model", "timeline", "roofline"}
-    assert table["model"] - BOTTOM == BASE
-    assert table["targets"] - BOTTOM - BASE == {"library"}
-    assert table["verify"] - BASE - BOTTOM == {"targets", "library"}
-    assert table["isa"] == table["machine"] == BOTTOM
-    assert "serving" in table["cli"] and "cli" not in table["serving"]
-
-
 def test_arrows_point_down() -> None:
     table = packages()
     files = list(sources())
@@ -114,16 +103,9 @@ def test_arrows_point_down() -> None:
     [
         ("megakernel.isa.bad", "from ..scheduler import compile_program", "isa imports scheduler"),
         ("megakernel.model.bad", "def f():\n    from megakernel.runtime import Output", "model imports runtime"),
-        ("megakernel.runtime.bad", "import megakernel.serving.engine.engine", "runtime imports serving"),
-        ("megakernel.scheduler.bad", "from megakernel import timeline", "scheduler imports timeline"),
         ("megakernel.scheduler.bad", "from .. import roofline", "scheduler imports roofline"),
-        ("megakernel.timeline.bad", "from ..roofline import Ceilings", "timeline imports roofline"),
         ("megakernel.scheduler.verify.bad", "from ..lower import lower", "verify imports scheduler"),
-        ("megakernel.scheduler.simulate.bad", "from ..verify import verify", "simulate imports verify"),
         ("megakernel.serving.bad", "import torch.nn", "megakernel.serving.bench.peers import torch"),
-        ("megakernel.runtime.bad", "from cuda.bindings import driver", "only megakernel.runtime.cuda and "),
-        ("megakernel.serving.replicas.bad", "import ray", "only megakernel.serving.replicas.cluster import ray"),
-        ("megakernel.scheduler.bad", "from megakernel.runtime.cuda import driver", "scheduler imports runtime"),
         ("megakernel.targets.bad", "from ..runtime.cuda import driver", "targets imports runtime"),
         ("megakernel.novel", "import os", "is in no package"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import command
 from own_package import build_native, link_package
-from worked_example import ROOT, apply, commands, copy_of_the_tree, patched
+from worked_example import ROOT, apply, commands, copy_of_the_tree
 
 from megakernel import library
 
@@ -43,21 +43,3 @@ def test_a_worked_example_works(document: Path, tmp_path: Path) -> None:
 
 def test_both_examples_are_there() -> None:
     assert [document.name for document in DOCUMENTS] == ["adding-a-model.md", "adding-an-instruction.md"]
-
-
-@pytest.mark.parametrize(
-    ("diff", "complaint"),
-    [
-        (" b\n", "changes nothing"),
-        (" x\n+y\n", "not in the file"),
-        (" c\n+y\n", "not in the file"),  # the message says "not in the file exactly once", and this line occurs twice
-        ("b\n", "begins with"),
-    ],
-)
-def test_a_diff_that_does_not_fit_is_refused(diff: str, complaint: str) -> None:
-    with pytest.raises(AssertionError, match=complaint):
-        patched("a\nb\nc\nc\n", diff, "somewhere")
-
-
-def test_a_diff_adds_and_removes() -> None:
-    assert patched("a\nb\nc\nd\n", "-b\n+x\n c\n@@\n d\n+e\n", "somewhere") == "a\nx\nc\nd\ne\n"
