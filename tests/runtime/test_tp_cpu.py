@@ -12,6 +12,7 @@ import pytest
 from compiled import compiled as compiled_for
 from cpu_support import Array, RandomCheckpoint, bits, check_stops
 from handmade import make_dims, make_program, make_queue_program
+from mixed import PAGES, Mixed
 from mutate import edit, rows_of
 from sizes import least_dims
 from twins import CpuTwins
@@ -33,7 +34,6 @@ CUT = ModelConfig(203, 72, 104, 2, 9, 3, 24, 520, qkv_bias=True, o_bias=True, ml
 # There is one KV head. With eight ranks, some have neither attention heads nor FFN columns.
 FEW = ModelConfig(75, 48, 72, 2, 4, 1, 16, 520, tied=True)
 LOWERINGS = [(o, residual) for o in ("sharded", "replicated") for residual in ("dealt", "replicated")]
-PAGES = 40
 
 
 def random_checkpoint(config: ModelConfig, dtype: Dtype = Dtype.F32) -> RandomCheckpoint:
@@ -115,50 +115,12 @@ def compiled(config: ModelConfig, tokens: int, *, tp: int, **options: Any) -> Pr
     return compiled_for(config, machine.host(2), tokens, tokens, tp, Options(**options), dtype=Dtype.F32, **limits)
 
 
-def steps(config: ModelConfig) -> list[list[Chunk]]:
-    """Return two steps. The first has two prompts and the start of a third. The second has decode rows for the tokens
-    sampled in the first, and the rest of the third prompt."""
-    rng = np.random.default_rng(2)
-    vocab = config.vocab
-    first, second, third = (rng.integers(0, vocab, n).tolist() for n in (17, 5, 21))
-    pages = [[3, 14], [0, 9], [1, 5], [8, 2]]
-    end = len(first), len(second)
-    return [
-        [
-            Chunk(0, 0, first, pages[0], [SampleRow(16), SampleRow(4, store=False)]),
-            Chunk(3, 0, second, pages[3], [SampleRow(4, temperature=0.9, seed=5)]),
-            Chunk(1, 0, third[:9], pages[1]),
-        ],
-        [
-            Chunk(3, end[1], [-1], pages[3], [SampleRow(0, temperature=0.9, seed=5)]),
-            Chunk(1, 9, third[9:], pages[1], [SampleRow(11)]),
-            Chunk(0, end[0], [-1], pages[0], [SampleRow(0)]),
-        ],
-    ]
-
-
-def run(backend: Any, config: ModelConfig, make: Any) -> list[tuple[Array, Array]]:
-    """Return the logits and the sampled tokens of every step. `make(n)` returns a program for n token rows."""
-    out = []
-    for chunks in steps(config):
-        program = make(sum(len(c.tokens) for c in chunks) + 3)
-        table = build_step(program.dims, chunks)
-        check_step(table)
-        launched = backend.launch(program, table)
-        live = int((table.logit_rows >= 0).sum())
-        out.append((launched.logits[:live].copy(), launched.tokens[:live].copy()))
-    return out
-
-
-def run_compiled(config: ModelConfig, threads: int = 2, **options: Any) -> list[tuple[Array, Array]]:
-    with cpu(config, compiled(config, 1, **options).dims, threads) as backend:
-        return run(backend, config, lambda tokens: compiled(config, tokens, **options))
-
-
-def same_bits(a: list[tuple[Array, Array]], b: list[tuple[Array, Array]]) -> None:
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_array_equal(x[0], y[0])
-        np.testing.assert_array_equal(x[1], y[1])
+def run(config: ModelConfig, threads: int = 2, **options: Any) -> tuple[Array, list[int]]:
+    """Return the logits and the tokens of steps that mix prompts and decode rows."""
+    programs = [compiled(config, tokens, **options) for tokens in (25, 25, 5)]
+    with cpu(config, programs[0].dims, threads) as backend:
+        mixed = Mixed(backend, *programs)
+        return mixed.run(), mixed.tokens
 
 
 @pytest.mark.parametrize("config", [CUT, FEW], ids=["cut", "few"])
@@ -166,19 +128,18 @@ def test_ranks_compute_what_one_computes(config: ModelConfig) -> None:
     """Several ranks give the logits of one rank up to rounding, and the same tokens. Only dividing or replicating the O
     projection's weights changes the bits. The number of threads, the ranks that store the residual, and the place where
     norms are computed do not."""
-    one = run_compiled(config, tp=1, norm="own")
+    one = run(config, tp=1, norm="own")
     for norm in ("next", "inside"):
-        same_bits(run_compiled(config, tp=1, norm=norm), one)
+        np.testing.assert_array_equal(run(config, tp=1, norm=norm)[0], one[0])
     for o in ("sharded", "replicated"):
-        found = [run_compiled(config, n, tp=8, o=o, residual="dealt", norm="own") for n in (1, 3)]
+        found = [run(config, n, tp=8, o=o, residual="dealt", norm="own") for n in (1, 3)]
         for residual in ("dealt", "replicated"):
-            found.append(run_compiled(config, tp=8, o=o, residual=residual, norm="next"))
-        found.append(run_compiled(config, tp=8, o=o, residual="replicated", norm="inside"))
-        for (logits, tokens), (expected, chosen) in zip(found[0], one, strict=True):
-            np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-            np.testing.assert_array_equal(tokens, chosen)
-        for other in found[1:]:
-            same_bits(other, found[0])
+            found.append(run(config, tp=8, o=o, residual=residual, norm="next"))
+        found.append(run(config, tp=8, o=o, residual="replicated", norm="inside"))
+        np.testing.assert_allclose(found[0][0], one[0], rtol=1e-4, atol=1e-4 * np.abs(one[0]).max())
+        for logits, tokens in found:
+            np.testing.assert_array_equal(logits, found[0][0])
+            assert tokens == one[1]
 
 
 # -- queues

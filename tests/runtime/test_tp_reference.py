@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product, zip_longest
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from handmade import make_dims, make_program, make_queue_program
+from mixed import PAGES, Mixed
 from mutate import edit, rows_of
 from numpy.typing import NDArray
 from tiny_llama import ROPES, error, hf_logits, make_llama
@@ -37,14 +38,12 @@ from megakernel.isa.record import WAIT_WORD, WAITS, WORDS, phase_number
 from megakernel.model.checkpoint import Checkpoint
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
-from megakernel.runtime import Chunk, SampleRow, build_step, check_step
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import Spec, compile_program, describe
+from megakernel.scheduler import Spec, compile_program
 from megakernel.scheduler.options import Options
 from megakernel.serving import LLM, SamplingParams
 
 torch.set_num_threads(1)
-PAGES = 40
 # (replicated_o, replicated_residual). Only replicated_o changes the numerics class, the set of programs that
 # compute the same bits for the same row.
 LOWERINGS = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -62,54 +61,11 @@ def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
     return dims.changed(tp=tp, row_block=block, replicated_o=lowering[0], replicated_residual=lowering[1])
 
 
-class Mixed:
-    """Runs three steps that mix prefill and decode of two prompts; the longer prompt is split over two steps. Decode
-    rows read the token that an earlier step sampled. KV cache that no sequence wrote contains the value `noise`. Step k
-    uses the k-th program, or the last if there are fewer."""
-
-    def __init__(self, checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> None:
-        dims = self.dims = programs[0].dims
-        self.backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), seed=seed)
-        self.programs = programs
-        caches = Buffer.K_CACHE, Buffer.V_CACHE
-        for rank, buffer, layer in product(range(dims.split.tp), caches, range(dims.model.layers)):
-            self.backend.buffer(buffer, layer, rank)[...] = noise
-        self.prompts = [np.random.default_rng(n).integers(0, dims.model.vocab, n).tolist() for n in (17, 26)]
-        self.tokens: list[int] = []
-        self.link_bytes = 0  # bytes that all launches should have stored on other ranks
-
-    def steps(self) -> list[tuple[Program, StepTable]]:
-        pages = np.random.default_rng(1).permutation(PAGES).reshape(2, -1)
-        short, long = self.prompts
-        # The chunks of each step: (sequence slot, first position, token ids, indices of the rows that are sampled).
-        # The id -1 stands for the token in HISTORY, which an earlier step sampled.
-        plan: list[list[tuple[int, int, list[int], list[int]]]] = [
-            [(0, 0, short, [16]), (1, 0, long[:5], [])],
-            [(1, 5, long[5:], [0, 8, 20]), (0, 17, [-1], [0])],
-            [(0, 18, [-1], [0]), (1, 26, [-1], [0])],
-        ]
-        steps = []
-        for pieces, program in zip_longest(plan, self.programs[: len(plan)], fillvalue=self.programs[-1]):
-            chunks = []
-            for slot, start, tokens, sampled in pieces:
-                rows = [SampleRow(i, store=start + i >= 16) for i in sampled]
-                chunks.append(Chunk(slot, start, tokens, pages[slot], rows))
-            table = build_step(program.dims, chunks)
-            check_step(table)
-            steps.append((program, table))
-        return steps
-
-    def run(self) -> NDArray[np.float32]:
-        """Run all steps and return their logits, [rows, vocab]. Appends the sampled tokens to `tokens`."""
-        logits = []
-        for program, table in self.steps():
-            out = self.backend.launch(program, table)
-            rows = int((table.logit_rows >= 0).sum())
-            logits.append(out.logits[:rows].copy())
-            self.tokens += out.tokens[:rows].tolist()
-            stored = int((table.sample_slot >= 0).sum())  # tokens, which go to HISTORY of all other ranks
-            self.link_bytes += describe(program)["link_bytes"] + 4 * (self.dims.split.tp - 1) * stored
-        return np.concatenate(logits)
+def on_reference(checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> Mixed:
+    dims = programs[0].dims
+    return Mixed(
+        ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), seed=seed), *programs, noise=noise
+    )
 
 
 def small(checkpoint: Checkpoint, **overrides: Any) -> Dims:
@@ -120,7 +76,7 @@ def hand_mixed(
     tp: int, workers: int = 1, make: Callable[..., Program] = make_program, layers: int = 1, seed: int | None = None
 ) -> Mixed:
     checkpoint = make_llama(1, layers=layers)[1]
-    return Mixed(checkpoint, make(checkpoint.config, rank_dims(small(checkpoint), tp), workers), seed=seed)
+    return on_reference(checkpoint, make(checkpoint.config, rank_dims(small(checkpoint), tp), workers), seed=seed)
 
 
 def by_hand(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
@@ -147,7 +103,7 @@ def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig, Dims], Program], tp: int) -> None:
     hf, checkpoint = make_llama(1, **SHAPES[shape])
     dims = small(checkpoint)
-    one = Mixed(checkpoint, make(checkpoint.config, dims))
+    one = on_reference(checkpoint, make(checkpoint.config, dims))
     expected, made = one.run(), one.tokens
     short = hf_logits(hf, [*one.prompts[0], made[0], made[4]])
     long = hf_logits(hf, [*one.prompts[1], made[3]])
@@ -155,7 +111,7 @@ def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig
     assert error(expected, wanted) < 1e-4 and made == wanted.argmax(axis=1).tolist()
     found = {}
     for lowering in LOWERINGS:
-        ranks = Mixed(checkpoint, make(checkpoint.config, rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
+        ranks = on_reference(checkpoint, make(checkpoint.config, rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
         found[lowering] = ranks.run()
         assert ranks.tokens == one.tokens
         assert ranks.backend.link_bytes.sum() == ranks.link_bytes > 0
@@ -172,20 +128,20 @@ def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
     dims = rank_dims(small(checkpoint), 2, (replicated_o, 0))
     few = dims.changed(tokens=2, logit_rows=2, row_block=1, replicated_residual=1)
     many, one = (by_hand(checkpoint.config, d) for d in (dims, few))
-    mixed = Mixed(checkpoint, many, many, one)
-    assert error(mixed.run(), Mixed(checkpoint, many).run()) < 1e-6
+    mixed = on_reference(checkpoint, many, many, one)
+    assert error(mixed.run(), on_reference(checkpoint, many).run()) < 1e-6
 
 
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), (4, (1, 1))])
 def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, int]) -> None:
     checkpoint = make_llama(1, **SHAPES["grouped"])[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
-    expected = Mixed(checkpoint, make_program(checkpoint.config, dims)).run()
+    expected = on_reference(checkpoint, make_program(checkpoint.config, dims)).run()
     for seed, program in (
         (1, make_program(checkpoint.config, dims, 3)),
         (2, make_queue_program(checkpoint.config, dims, 5)),
     ):
-        assert (Mixed(checkpoint, program, seed=seed).run() == expected).all()
+        assert (on_reference(checkpoint, program, seed=seed).run() == expected).all()
 
 
 # -- instructions write exactly the cells that they declare
@@ -241,7 +197,7 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
     on other ranks agrees with the declaration."""
     checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
-    mixed = Mixed(checkpoint, make_program(checkpoint.config, dims, 2))
+    mixed = on_reference(checkpoint, make_program(checkpoint.config, dims, 2))
     backend, (program, table) = mixed.backend, mixed.steps()[0]
     copies = list(product(range(tp), SHARED))
     for rank, layer, words in in_order(program, backend, table):
