@@ -265,7 +265,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _events(self, delta: Delta) -> bytes:
-        """Return the events for what is new of a choice."""
+        """Return the events that report the new part of a choice."""
 
     @abstractmethod
     def _whole(self, choices: list[Said]) -> bytes:

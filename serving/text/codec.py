@@ -234,7 +234,7 @@ class Codec:
         schema = asked.schema if asked else None
         if required and asked and schema is None:
             raise MegakernelError(
-                "a required tool call cannot be combined with a format other than JSON: give one of them"
+                "a required tool call cannot be combined with a format that is not JSON: leave out either"
             )
         if self.tokenizer is None or (asked and schema is None) or not (functions or (schema and self.tools.final)):
             return asked
