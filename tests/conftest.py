@@ -1,6 +1,5 @@
 """Fixtures with models that many tests use, and settings for all tests."""
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from megakernel.isa import StepTable
 from megakernel.model import KNOWN_SHAPES, chat_template, pull
+from megakernel.program import Program
 from megakernel.roofline import ceilings
+from megakernel.runtime import buffers
 
 
 @pytest.fixture(scope="session")
@@ -74,9 +76,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Have every step table checked, accept measurements of peak rates on a busy machine, and let Ctrl-C interrupt. A
-    shell makes the processes that it starts in the background ignore Ctrl-C, and child processes inherit this setting.
-    The tests send Ctrl-C to child processes, which must therefore have the default handler."""
-    os.environ["MEGAKERNEL_CHECK_STEPS"] = "1"
+    """Have every step table checked in this process, accept measurements of peak rates on a busy machine, and let
+    Ctrl-C interrupt. A shell makes the processes that it starts in the background ignore Ctrl-C, and child processes
+    inherit this setting. The tests send Ctrl-C to child processes, which must therefore have the default handler."""
+    from step_check import check_step
+
+    check_table = buffers.check_table
+
+    def check_wholly(program: Program, table: StepTable, pages: int) -> None:
+        check_table(program, table, pages)
+        check_step(table)
+
+    buffers.check_table = check_wholly  # before a backend is imported
     ceilings.QUIET = 1.0
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,8 @@
 """The step table is the input of a launch: everything that differs between launches of a program. It is one int32 array
 with a fixed layout. Float fields contain the bits of float32.
 
-The Python views and the C++ `StepView` are generated from `STEP_FIELDS`. `megakernel.runtime.step_check` defines which
-tables are valid. With MEGAKERNEL_CHECK_STEPS=1, every table is checked before its launch.
+The Python views and the C++ `StepView` are generated from `STEP_FIELDS`. `tests/support/step_check.py` defines which
+tables are valid, and in tests, every table is checked before its launch.
 """
 
 from __future__ import annotations

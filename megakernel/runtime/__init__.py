@@ -2,7 +2,6 @@
 
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, rank_machine, registered
-from .step_check import check_step
 from .steps import Chunk, SampleRow, build_step
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "Output",
     "SampleRow",
     "build_step",
-    "check_step",
     "choose_backend",
     "create",
     "rank_machine",

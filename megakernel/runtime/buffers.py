@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dims, StepTable
 from ..program import Program, check
-from ..settings import SETTINGS
-from .step_check import check_step
 
 # The sizes that may differ between a backend's programs. All others depend on the model or on the engine's limits.
 _BUCKET = {
@@ -61,5 +59,3 @@ def check_table(program: Program, table: StepTable, pages: int) -> None:
         raise MegakernelError("the step table was made for another program's sizes")
     if not 0 <= table.block_tables.min() <= table.block_tables.max() < pages:
         raise MegakernelError(f"the step table names a page outside the pool of {pages} pages")
-    if SETTINGS["check_steps"].value() == "1":
-        check_step(table)

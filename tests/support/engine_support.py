@@ -9,6 +9,7 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+from step_check import check_step
 
 from megakernel.isa import Dtype, StepTable
 from megakernel.machine import host
@@ -16,7 +17,6 @@ from megakernel.model import ModelConfig, RandomCheckpoint
 from megakernel.model.tokenizer import TextStream
 from megakernel.program import Program
 from megakernel.runtime.backend import Output
-from megakernel.runtime.step_check import check_step
 from megakernel.scheduler import Spec, compile_program
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs

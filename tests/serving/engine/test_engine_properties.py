@@ -262,7 +262,6 @@ def test_pages_that_all_windows_have_left_are_freed(
     one_after_another: list[list[int]], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     """Three sequences of 500 tokens fit into the pages of one, because windows of 20 tokens leave KV blocks of 128."""
-    monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
     monkeypatch.setattr(llm_module, "kv_capacity", lambda *_, **__: (512, 512))
     with LLM(WINDOWS, backend="cpu", max_context=512, threads=1, **more) as llm:
         for _ in range(2):

@@ -113,7 +113,6 @@ def test_answers_depend_on_nothing_else(
     guesses: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MEGAKERNEL_CHECK_STEPS", "1")
     how, results = one_by_one
     more = 24 * (condition == "crowded")
     texts: list[Sequence[int]] = [r.prompt_token_ids + c.token_ids for r in results for c in r.outputs]

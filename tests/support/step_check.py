@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MegakernelError
-from ..isa import Dims, StepTable
+from megakernel.errors import MegakernelError
+from megakernel.isa import Dims, StepTable
 
 
 def check_step(table: StepTable) -> None:
