@@ -42,12 +42,11 @@ def compile_program(spec: Spec, stages: Stages | None = None) -> Program:
 def build_program(tasks: Tasks, options: Options = _DEFAULT, stages: Stages | None = None) -> Program:
     """Turn tile tasks into a program: add counters for synchronisation, assign tasks to workers, and encode them."""
     stages = stages or Stages()
-    overlap = options.overlap_ranks
-    sync = stages.once((tasks, overlap), lambda: synchronise(tasks, derive(tasks, stages), overlap_ranks=overlap))
+    sync = stages.once(("sync", tasks), lambda: synchronise(tasks, derive(tasks, stages)))
     blocks = panel_blocks(tasks.dims, tasks.machine, options.panel)
     placed = [
         stages.once(
-            (tuple(segment), tasks.dims, blocks, overlap, options.interleave),
+            (tuple(segment), tasks.dims, blocks, options.interleave),
             partial(place, segment, tasks.dims, tasks.machine, options),
         )
         for segment in tasks.segments

@@ -32,7 +32,6 @@ class Options:
     matmul         dot products on CUDA cores (for few rows) or matrix units; `Spec.matmul` decides auto. It has no
                    effect on a CPU
     expert_parallel  whether each rank has some whole experts, instead of a part of every expert
-    overlap_ranks  if off, instructions wait until other ranks have finished a whole operation, instead of some rows
     panel          the number of row blocks (tiles of rows) that share one pass over the weights; 0: the cost model
                    chooses"""
 
@@ -42,7 +41,6 @@ class Options:
     queue: str = "auto"
     matmul: str = "auto"
     interleave: bool = True
-    overlap_ranks: bool = True
     expert_parallel: bool = False
     panel: int = 0
 

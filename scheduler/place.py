@@ -35,16 +35,13 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     alternate, so that both resources are busy. Norms, reductions and sampling between two stages are placed well after
     the producers of their inputs and well before their consumers, so that neither they nor the consumers wait.
 
-    Panels alternate only with both `options.interleave` and `options.overlap_ranks`. Without `overlap_ranks`, a task
-    waits for a whole phase of the other ranks, so it must come after that phase in every stream."""
+    Panels alternate only with `options.interleave`."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)
     panels = [tasks.block // blocks for tasks in segment]
     count = max(int(panel.max()) + 1 for panel in panels)
-    if options.interleave and options.overlap_ranks:
-        starts = _turns(segment, kind, count, dims, machine)
-    else:
-        starts = [(k, 1 / count) for k in kind]
+    apart = [(k, 1 / count) for k in kind]
+    starts = _turns(segment, kind, count, dims, machine) if options.interleave else apart
     keys = [start + panel * step for (start, step), panel in zip(starts, panels, strict=True)]
     workers: dict[int, NDArray[np.int64]] = {}
     for rank in range(dims.split.tp):

@@ -112,10 +112,9 @@ class Sync:
     totals_last: Totals
 
 
-def synchronise(tasks: Tasks, dependencies: Dependencies, *, overlap_ranks: bool = True) -> Sync:
-    """Return the counters by which tasks wait for each other. If `overlap_ranks` is true, a task waits for those row
-    blocks of other ranks' data that it reads, otherwise until the other ranks have finished the whole phase."""
-    graph = _Graph(tasks, dependencies, overlap_ranks)
+def synchronise(tasks: Tasks, dependencies: Dependencies) -> Sync:
+    """Return the counters by which tasks wait for each other. A task waits for those row blocks that it reads."""
+    graph = _Graph(tasks, dependencies)
     attention = _attention_grids(graph)
     rows, final = _final_row_grid(graph, _next([attention]))
     groups, entered = _groups_done(graph, final, _next([attention, rows]))
@@ -139,8 +138,8 @@ class _Graph:
     entering    producer in the prologue -> what waits for it in a layer
     producers   consumer -> what it waits for in the same segment"""
 
-    def __init__(self, tasks: Tasks, found: Dependencies, by_blocks: bool) -> None:
-        self.tasks, self.groups, self.by_blocks = tasks, found.groups, by_blocks
+    def __init__(self, tasks: Tasks, found: Dependencies) -> None:
+        self.tasks, self.groups = tasks, found.groups
         self.items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         by_item = set(self.items)
         if by_item & {consumer for _, consumer in found.onward | found.entering}:
@@ -164,25 +163,23 @@ class _Graph:
         return Signals(self.groups[g].segment, self.groups[g].tasks, self.groups[g].members, words)
 
     def _kind(self, g: int) -> tuple[int, ...]:
-        """Return the key that a group of tasks shares with its siblings, the same tasks on other ranks: the phase and,
-        with `by_blocks`, the row block. Siblings that exchange data with several ranks share one counter."""
+        """Return the key that a group of tasks shares with its siblings, the same tasks on other ranks: the phase and
+        the row block. Siblings that exchange data with several ranks share one counter."""
         group = self.groups[g]
-        phase = (group.segment, group.ordinal, int(group.virtual))
-        return (*phase, group.block) if self.by_blocks else phase
+        return group.segment, group.ordinal, int(group.virtual), group.block
 
     def _all_targets(self, edges: set[tuple[int, int]]) -> dict[int, list[Successors]]:
-        return {producer: self.targets(producer, to) for producer, to in _gathered(sorted(edges)).items()}
+        return {producer: self.targets(to) for producer, to in _gathered(sorted(edges)).items()}
 
-    def targets(self, producer: int, successors: Iterable[int]) -> list[Successors]:
-        """Return which ranks the group `producer` must signal, and its successors there.
+    def targets(self, successors: Iterable[int]) -> list[Successors]:
+        """Return which ranks a group with these successors must signal, and the successors there.
 
         Siblings are the same tasks on different ranks. If successors on several ranks are siblings, all their siblings
-        on ALL_RANKS stand for them. Without `by_blocks`, a task waits until a phase has ended on all ranks. A group
-        then signals ALL_RANKS even if its only successor is on another rank."""
+        on ALL_RANKS stand for them."""
         out: dict[int, set[int]] = defaultdict(set)
         for kind, members in _gathered((self._kind(g), g) for g in successors).items():
             ranks = {self.groups[g].rank for g in members}
-            if len(ranks) > 1 or not (self.by_blocks or self.groups[producer].rank in ranks):
+            if len(ranks) > 1:
                 out[rec.ALL_RANKS].update(self._siblings[kind])
             else:
                 out[ranks.pop()].update(members)
@@ -240,8 +237,7 @@ def _attention_grids(graph: _Graph) -> Links:
         for head in range(heads):
             word = Target(first + item.block * heads + head, item.rank).signal()
             signals.append(Signals(group.segment, group.tasks, group.members[touched[:, head]], [word]))
-    arrivals = _attention_arrivals(graph)
-    return Links(homes, signals, _attention_waits(graph, arrivals), picks, arrivals)
+    return Links(homes, signals, _attention_waits(graph), picks, _attention_arrivals(graph))
 
 
 def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
@@ -270,15 +266,13 @@ def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
     return out
 
 
-def _attention_waits(graph: _Graph, arrivals: Iterable[Target]) -> dict[int, set[int]]:
-    """Return for which counters of the grid for attention's outputs the groups of tasks wait that read these outputs.
-    Without `by_blocks`, they wait for all counters of their rank that get `arrivals`."""
+def _attention_waits(graph: _Graph) -> dict[int, set[int]]:
+    """Return for which counters of the grid for attention's outputs the groups of tasks wait that read these
+    outputs."""
     out: dict[int, set[int]] = defaultdict(set)
     for g, targets in graph.from_items.items():
         for consumer in {c for to in targets for c in to.groups}:
-            here = (graph.groups[consumer].rank, rec.ALL_RANKS)
-            everything = set() if graph.by_blocks else {target.counter for target in arrivals if target.rank in here}
-            out[consumer] |= everything or {graph.groups[g].block}
+            out[consumer].add(graph.groups[g].block)
     return out
 
 
@@ -336,7 +330,7 @@ def _prologue_done(graph: _Graph, entered: Mapping[int, set[Target]], first: int
         for g in {g for consumer in consumers if (g := gate(consumer)) is not None}:
             signallers[min(entered[g])].add(producer)
         # The remaining consumers wait for no previous layer, so they wait for the prologue in layer 0 only.
-        for to in graph.targets(producer, (consumer for consumer in consumers if gate(consumer) is None)):
+        for to in graph.targets(consumer for consumer in consumers if gate(consumer) is None):
             signallers[shared.target("entering", to)].add(producer)
     signallers |= _signallers_of_the_rest(graph.groups, entered, signallers)
     pairs = sorted((producer, target) for target, producers in signallers.items() for producer in producers)

@@ -320,7 +320,7 @@ def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
 @pytest.mark.parametrize("tp", [2, 8])
 def test_every_option_gives_a_program_that_is_proved(options: Options, tp: int) -> None:
     changes = [{"queue": "body"}]
-    changes += [{"queue": "attention"}, {"interleave": False}, {"overlap_ranks": False}] if tp == 2 else []
+    changes += [{"queue": "attention"}, {"interleave": False}] if tp == 2 else []
     for change, tokens in [({}, 1), ({}, 40), *((change, 13) for change in changes)]:
         assert verify(uneven(tokens, tp, replace(options, **change), 3)).violations == [], (change, tokens)
 
@@ -363,16 +363,6 @@ def test_a_norm_gives_way_to_an_earlier_panel_of_the_next_stage() -> None:
     assert queue.index("gate_up_silu") < queue.index("mlp_norm")
 
 
-def test_without_rank_overlap_what_comes_from_a_rank_is_waited_for_by_phases() -> None:
-    options = Options(o="sharded", residual="dealt")
-    apart, together = (uneven(16, 2, replace(options, overlap_ranks=overlap)) for overlap in (True, False))
-    for program, joined in ((apart, False), (together, True)):
-        records = program.body.stream(0)
-        rows = records[phase_number(records) == program.forward.by_name["gate_up_silu"].number]
-        waited = {tuple(sorted(set(words) - {0})) for words in rows[:, ALL_WAITS].tolist()}
-        assert (len(waited) == 1) == joined
-
-
 def test_llama_70b_on_eight_ranks() -> None:
     program = compiled(LLAMA_70B, machine.load("h100"), 8192, 64, 8)
     figures = describe(program)
@@ -384,7 +374,7 @@ def test_llama_70b_on_eight_ranks() -> None:
 def test_flags_of_compile_reach_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "random:llama-3.2-1b", "--workers", "2", "--tp", "4", "--tokens", "8", "--json"]
     forced = ["--o-lowering", "replicated", "--residual", "dealt", "--queue", "attention"]
-    assert main(["compile", *flags, *forced, "--no-interleave", "--no-rank-overlap"]) == 0
+    assert main(["compile", *flags, *forced, "--no-interleave"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["lowering"] == {"o": "replicated", "residual": "dealt", "norm": "own"}
     assert facts["per_layer"]["drain"] == 8 and facts["ranks"] == 4

@@ -58,9 +58,7 @@ def _small() -> Iterator[Callable[[], tuple[str, Program]]]:
         yield _later(workers=2, layers=layers, heads=heads, kv_heads=kv_heads, logit_rows=2)
     for (o, residual), tokens, queue in itertools.product(LOWERINGS, (1, 2, 4), QUEUES):
         yield _later(tp=2, tokens=tokens, rows=1, o=o, residual=residual, queue=queue, cols=64)
-    for interleave, overlap_ranks in ((False, True), (True, False), (False, False)):
-        yield _later(tp=2, tokens=4, rows=1, interleave=interleave, overlap_ranks=overlap_ranks, cols=64)
-    yield _later(tp=2, tokens=4, rows=1, layers=2, norm="next", overlap_ranks=False, cols=64)
+    yield _later(tp=2, tokens=4, rows=1, interleave=False, cols=64)
     for tp, queue in itertools.product((1, 2), QUEUES):
         yield _later(tp=tp, tokens=4, rows=1, layers=2, norm="next", queue=queue, cols=64)
     for tp, queue in itertools.product((1, 2), ("none", "body")):
