@@ -18,7 +18,6 @@ from megakernel.roofline import Ceilings, Measured, kept
 from megakernel.roofline.program_step import rate_of
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.serving.bench import calibration, ceilings
-from megakernel.units import scaled
 
 QUIET, BUSY = 0.01, 0.4
 
@@ -272,8 +271,3 @@ def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys:
     status, out, err = run(capsys, "roofline", "--model", "random:smollm2-135m")
     assert status == 0 and "warning" not in out.lower()
     assert err.count("\n") == 1 and err.startswith("megakernel: warning: other programs used 40% of")
-
-
-def test_large_rates_have_the_largest_prefix_that_fits() -> None:
-    values = {7e14: "700 TF", 1e15: "1 PF", 999e6: "999 MF", 2e9: "2 GF"}
-    assert {value: scaled(value, "F") for value in values} == values

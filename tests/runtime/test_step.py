@@ -326,14 +326,10 @@ def test_an_empty_step_is_all_padding() -> None:
 BROKEN: dict[str, Callable[[StepTable], None]] = {
     "live rows do not come first": lambda t: t.row_seq.__setitem__(1, -1),
     "written twice": lambda t: t.block_tables[1].__setitem__(1999 // 16, t.block_tables[3, 0]),
-    "used by another": lambda t: t.block_tables[0].__setitem__(3, t.block_tables[3, 0]),
     "slot_items does not ascend": lambda t: t.slot_items.__setitem__(1, 99),
-    "outside PARTIALS": lambda t: t.item_partial.__setitem__(t.item_split == 0, 4990),
     "share partials": lambda t: t.item_partial.__setitem__(t.item_split >= 0, 0),
     "its own row block": lambda t: t.item_wait_block.__setitem__(int(t.slot_items[-1]) - 1, 9),
     "sample slot is outside": lambda t: t.sample_slot.__setitem__(0, 8),
-    "bias token": lambda t: t.bias_ids.__setitem__(0, -3),
-    "temperature": lambda t: t.temperature.__setitem__(0, np.nan),
 }
 
 
