@@ -106,6 +106,8 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     @app.get("/v1/models/{name:path}", responses={404: {}})
     async def model(name: str) -> Response:
         """Describe one model."""
+        if not name:
+            return await models()
         return json_response(_model(service, service.model(name)))
 
     @app.post("/tokenize", responses=_POST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -49,20 +50,30 @@ class ClientGone(Exception):
 
 
 class APIError(Exception):
-    """Ends a request with the HTTP status `status`. `param` names the invalid field."""
+    """Ends a request with the HTTP status `status`. `param` names the invalid field. Clients of Anthropic's API may
+    recognise the error by its `details`."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.headers = status, message, param, dict(headers or {})
+        self._details = details
 
     def body(self, path: str = "") -> bytes:
         """Return the error as JSON, in the shape of the API that has the route `path`. Characters that UTF-8 cannot
         represent are escaped."""
         if is_messages(path):
             named = _MESSAGES_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
-            return msgspec.json.encode({"type": "error", "error": {"type": named, "message": printable(self.message)}})
+            more = {"details": self._details} if self._details else {}
+            error = {"type": named, "message": printable(self.message), **more}
+            return msgspec.json.encode({"type": "error", "error": error})
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
         told = {"message": printable(self.message), "type": kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": told})
@@ -142,12 +153,17 @@ _MUST = {
 }
 
 
+# Anthropic's package sends the field `thread` first. After this error, it sends the whole conversation without it.
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+
+
 def _validation(errors: Sequence[Any]) -> APIError:
     """Return the first validation error of a request body as an error of one line."""
     first = errors[0]
-    path = [part for part in first["loc"] if part != "body" and not str(part).startswith("(")]
+    path = [part for part in first["loc"] if part not in ("body", "[key]") and not str(part).startswith("(")]
     if first["type"] == "json_invalid":
-        return APIError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+        why = first["ctx"]["error"].removesuffix(" at")
+        return APIError(400, f"the body is not JSON: {why} at character {first['loc'][-1]}")
     if not path and isinstance(first["input"], bytes):
         return APIError(400, "the body must be JSON, with the header Content-Type: application/json")
     name = ".".join(str(part) for part in path)
@@ -157,9 +173,11 @@ def _validation(errors: Sequence[Any]) -> APIError:
         return APIError(400, first["msg"], param=first["ctx"]["field"])
     if first["type"] == "refused":
         field = ".".join(map(str, [*path, first["ctx"]["field"]]))
-        return APIError(400, f"{name}: {first['msg']}" if name else first["msg"], param=field)
+        told = f"{name}: {first['msg']}" if name else first["msg"]
+        return APIError(400, told, param=field, details=_DETAILS.get(first["ctx"]["field"]))
     must = _MUST.get(first["type"])
     bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in first.get("ctx", {}).items()}
     said = must.format(**bounds) if must else shortened(first["msg"])
+    said = re.sub(r"\b1 (entr|character)(ies|s)\b", lambda m: f"1 {m[1]}{'y' if m[1] == 'entr' else ''}", said)
     got = "" if isinstance(first["input"], (dict, list)) else f", not {quoted(first['input'])}"
     return APIError(400, f"{name or 'the body'} {said}{got}", param=name or None)

@@ -107,7 +107,7 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("use include_stop_str_in_output", "no_stop_trim", False),
     ("this server has no LoRA adapters", "lora_path"),
     ("this server stores nothing: send the whole conversation as input or messages",
-     "previous_response_id conversation prompt context_management session_params"),
+     "previous_response_id conversation prompt context_management session_params thread"),
     ("usage reports the cached tokens; hidden states are not available",
      "return_hidden_states return_routed_experts return_cached_tokens_details", False),
     ("this server has one engine and no n-gram corpora", "bootstrap_host bootstrap_port bootstrap_room"

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Collection
 from contextlib import suppress
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megakernel.serving.server.errors import APIError, ClientGone, quoted
@@ -55,10 +56,14 @@ class Gate:
         send = _with_id(send, headers.get(b"x-request-id", b""))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
-            if [name for name, _ in scope["headers"]].count(b"host") > 1:
-                raise APIError(400, "the request has several Host headers: send one")
+            names = [name for name, _ in scope["headers"]]
+            for name in (b"host", b"authorization", b"x-api-key"):
+                if names.count(name) > 1:
+                    raise APIError(400, f"the request has several {name.decode().title()} headers: send one")
             self._access.check(path, headers)
-            if scope["method"] == "POST" and path in self._takes_body:
+            if scope["method"] == "OPTIONS" and b"origin" not in headers:  # a balancer's check
+                await Response(status_code=204, headers={"Allow": "GET, POST"})(scope, receive, send)
+            elif scope["method"] == "POST" and path in self._takes_body:
                 await self._with_body(headers, scope, receive, send)
             else:
                 await self._app(scope, receive, send)

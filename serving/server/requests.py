@@ -6,7 +6,7 @@ refuses."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ValidationError,
     WrapValidator,
@@ -74,6 +75,27 @@ def one_message(text: str) -> WrapValidator:
             raise PydanticCustomError("shape", text) from None
 
     return WrapValidator(validate)
+
+
+def typed(what: str, types: Collection[str], why: Mapping[str, str] | None = None) -> BeforeValidator:
+    """Return a validator that refuses, by name, an object whose type is none of `types`. `why` has reasons for some
+    types. A part of the type `refusal` is read as text."""
+
+    def check(given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind == "refusal" and "text" in types:
+            return {"type": "text", "text": given.get("refusal")}
+        if isinstance(kind, str) and kind not in types:
+            reason = (why or {}).get(kind, f"the supported types are {', '.join(types)}")
+            told = f"{what} of type {kind[:40]} is not supported: {reason}"
+            raise PydanticCustomError("refused", "{why}", {"why": told, "field": "type"})
+        return given
+
+    return BeforeValidator(check)
+
+
+# Says whether a content is a text or a list of parts, so that errors name the part that is wrong.
+TEXT_OR_PARTS = Discriminator(lambda given: "(parts)" if isinstance(given, list) else "(text)")
 
 
 def contradiction(field: str, text: str) -> PydanticCustomError:

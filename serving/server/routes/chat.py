@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import Response
@@ -17,6 +16,7 @@ from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, O
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from megakernel.serving.server.requests import (
     READ,
+    TEXT_OR_PARTS,
     AddSpecial,
     Body,
     Choices,
@@ -28,6 +28,7 @@ from megakernel.serving.server.requests import (
     TopCount,
     contradiction,
     one_message,
+    typed,
 )
 from megakernel.serving.server.scores import chat_logprobs, written
 from megakernel.serving.server.service import Service, Tools
@@ -112,17 +113,21 @@ class TextPart(Strict):
     text: str
 
 
+Parts = list[Annotated[TextPart, typed("a part", ["text"])]]
+Content = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[Parts, Field(max_length=MAX_PARTS, fail_fast=True), Tag("(parts)")],
+    TEXT_OR_PARTS,
+]
+
+
 class Message(Strict):
     where = "an entry of messages"
     ignored = OF_EARLIER_ANSWERS
     lenient = True
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
-        one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "text", "text": ...}}'),
-    ] = None
-
+    content: Content | None = None
+    refusal: Annotated[str, Field(description="read as content")] | None = None
     tool_calls: Annotated[list[Called], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: Annotated[str, Field(description="the reasoning of an earlier answer")] | None = None
@@ -132,7 +137,7 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read."""
-        content = self.content
+        content = self.content or self.refusal
         text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
         more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
         more["reasoning_content"] = self.reasoning_content or self.reasoning or self.thinking or None
@@ -162,6 +167,7 @@ class Templated(Strict):
     reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
     reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
     add_special_tokens: AddSpecial | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
 
     @model_validator(mode="after")
     def _prompt_has_one_end(self) -> Self:
@@ -176,6 +182,7 @@ class Templated(Strict):
             values["add_generation_prompt"] = self.add_generation_prompt
         return Conversation(
             [message.plain() for message in self.messages],
+            [tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             values=values | (self.chat_template_kwargs or {}),
             continue_final=bool(self.continue_final_message),
             add_special=bool(self.add_special_tokens),
@@ -210,7 +217,6 @@ class ChatRequest(Templated, Choices):
     logprobs: Flag | None = None
     top_logprobs: TopCount | None = None
     echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
     tool_choice: Annotated[Mode | Tool | AllowedChoice | None, TOOL_CHOICE] = None
     parallel_tool_calls: Flag | None = None
 
@@ -244,7 +250,8 @@ TokenizeRequest = Annotated[
 
 async def chat(service: Service, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
-    choice, told = body.tool_choice, [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    asked, choice = body.conversation(), body.tool_choice
+    told = [dict(tool) for tool in asked.tools]
     if isinstance(choice, AllowedChoice):
         allowed = choice.allowed_tools
         tools = Tools(told, allowed.mode, [tool.function.name for tool in allowed.tools], body.parallel_tool_calls)
@@ -254,7 +261,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
         tools = Tools(told, choice, None, body.parallel_tool_calls)
     return await service.converse(
         body,
-        replace(body.conversation(), tools=tools.told),
+        asked,
         tools,
         lambda asked: _ChatWriter(asked, body),
         wanted=body.wanted,

@@ -40,9 +40,10 @@ class InputPart(Strict):
     text: str
 
 
+Parts = list[Annotated[InputPart, requests.typed("a part", ["input_text", "output_text", "text"])]]
 Content = Annotated[
-    str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)],
-    requests.one_message(f'must be text or a list of up to {MAX_PARTS} parts {{"type": "input_text", "text": ...}}'),
+    Annotated[str, Tag("(text)")] | Annotated[Parts, Field(max_length=MAX_PARTS, fail_fast=True), Tag("(parts)")],
+    requests.TEXT_OR_PARTS,
 ]
 
 
@@ -97,12 +98,15 @@ def _kind(given: Any) -> str:
     return f"({kind})" if kind in ("function_call", "function_call_output", "reasoning") else "(message)"
 
 
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_WHY = {"item_reference": "this server stores nothing: send the item itself"}
 InputItem = Annotated[
     Annotated[InputMessage, Tag("(message)")]
     | Annotated[InputCall, Tag("(function_call)")]
     | Annotated[InputResult, Tag("(function_call_output)")]
     | Annotated[InputReasoning, Tag("(reasoning)")],
     Discriminator(_kind),
+    requests.typed("an item", _ITEMS, _WHY),
 ]
 
 

@@ -248,7 +248,7 @@ TOO_LONG = f"maximum context length is {CONTEXT} tokens"
         (CHAT, {"messages": [{"role": "user", "content": "a" * 200}] * 2}, 400, TOO_LONG),
         (DETOKENIZE, {"tokens": [7] * (CONTEXT + 1)}, 400, TOO_LONG),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, 400, f"at most {MAX_MESSAGES}"),
-        (CHAT, user([{"type": "text", "text": ""}] * (MAX_PARTS + 1)), 400, f"up to {MAX_PARTS} parts"),
+        (CHAT, user([{"type": "text", "text": ""}] * (MAX_PARTS + 1)), 400, f"at most {MAX_PARTS} entries"),
         (DETOKENIZE, {"tokens": [7] * MAX_VALUES}, 413, f"more than {MAX_VALUES} JSON values"),
         (TOKENIZE, {"messages": [{"role": "user", "content": ""}] * MAX_VALUES}, 413, f"more than {MAX_VALUES}"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 65}, 400, "up to 64 texts"),

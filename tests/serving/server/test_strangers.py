@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from api_support import Live, user
+from api_support import Live, serving, user
 from serve_process import asleep, children, started, state
 
 from megakernel import LLM
@@ -140,6 +140,18 @@ def test_nothing_generated_needs_no_room(null: Live, path: str, body: dict[str, 
     if "truncate_prompt_tokens" not in body:
         told = null.post(path, body | {name: "a" * 257}, 400)["error"]["message"]
         assert "maximum context length is 256 tokens" in told and "answer" not in told
+
+
+def test_tokenize_counts_what_usage_counts(model: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    said: list[Any] = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]
+    said += [{"role": "assistant", "refusal": "no"}, {"role": "user", "content": "x"}]
+    plain = [{"role": "assistant", "content": "no"}] * 2 + said[2:]
+    with LLM(model, backend="null", max_context=2048, threads=1) as llm, serving(llm) as live:
+        bodies = [{"messages": plain}, {"messages": said}, {"messages": said, "tools": [tool]}]
+        counts = [live.post("/tokenize", body)["count"] for body in bodies]
+        used = [live.post(CHAT, body | {"max_tokens": 1})["usage"]["prompt_tokens"] for body in bodies]
+    assert counts == used and counts[0] == counts[1] < counts[2]
 
 
 def test_a_prompt_that_fills_the_context_is_computed_as_any_other(model: str) -> None:
