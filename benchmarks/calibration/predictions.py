@@ -9,7 +9,7 @@ H200 with parts of the design switched off. Nothing is measured: all times come 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -112,6 +112,7 @@ def predict(
     return facts | {
         "of_peak": {r.name: r.fraction for r in summary.resources},
         "moved_of_reached_rate": {n: b / (rate * done.step_s * tp) for n, (b, rate) in moved.items()},
+        "overlap": asdict(summary.overlap),
         "wait": summary.wait,
         "exposed_communication": summary.exposed_communication,
         "instructions": program.instructions,

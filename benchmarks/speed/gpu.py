@@ -306,7 +306,7 @@ def timeline(program: Any, trace: Any) -> Json:
 
     step = resolve(program, trace)
     summary = dataclasses.asdict(summarise(step))
-    keep = ("step_s", "intervals", "dropped", "busy", "exposed_communication", "imbalance")
+    keep = ("step_s", "intervals", "dropped", "busy", "overlap", "exposed_communication", "imbalance")
     return {k: summary[k] for k in keep} | {"loads_ahead": loads_ahead(trace)} | handoffs(step)
 
 

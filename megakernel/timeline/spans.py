@@ -56,6 +56,20 @@ class Spans:
         return Spans(starts[some], stops[some])
 
 
+def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
+    """Count how many lanes (workers) are active at each time. Time is divided wherever an interval of any group begins
+    or ends. Return the length of each part, and the number of lanes of each group that have an interval in it."""
+    moments = [(group.begin % period, group.end % period) for group in groups]
+    edges = np.unique(np.concatenate([times for pair in moments for times in pair]))
+    counts = []
+    for begin, end in moments:
+        change = np.zeros(len(edges), dtype=np.int64)
+        np.add.at(change, np.searchsorted(edges, begin), 1)
+        np.add.at(change, np.searchsorted(edges, end), -1)
+        counts.append(np.cumsum(change)[:-1])
+    return np.diff(edges), counts
+
+
 def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
     """Sort intervals by begin, and shorten each to what no earlier one covers. Empty ones are left out."""
     order = np.argsort(begin, kind="stable")

@@ -9,9 +9,10 @@ import numpy as np
 from ..isa import MAX_PHASES
 from ..trace import IntervalKind
 from .critical import CriticalPath, critical_path
+from .overlap import Overlap, exposed_communication, overlap
 from .resolve import WORK, Resolved
 from .resources import Resource, resources
-from .spans import Ints, Mask, Spans
+from .spans import Ints
 from .states import BLOCKED, BUSY, LanePlace, Pieces, State, longest, pieces
 from .waterfall import Outliers, Waterfall, outliers, waterfall
 
@@ -86,6 +87,7 @@ class Summary:
     wait: float
     imbalance: float
     exposed_communication: float
+    overlap: Overlap
     resources: list[Resource]
     without_attention: bool
     instructions: list[PhaseTime]
@@ -123,7 +125,8 @@ def summarise(resolved: Resolved) -> Summary:
         / (max(resolved.steps, 1) * resolved.lanes),
         wait=sum(w.wait for w in workers) / len(workers),
         imbalance=max(busy) / mean - 1 if mean else 0.0,
-        exposed_communication=_exposed_communication(resolved),
+        exposed_communication=exposed_communication(resolved),
+        overlap=overlap(resolved),
         resources=used,
         without_attention=resolved.attention is None and len(resolved.of_attention) > 0,
         instructions=instructions,
@@ -133,20 +136,6 @@ def summarise(resolved: Resolved) -> Summary:
         critical_path=critical_path(resolved),
         waterfall=waterfall(resolved, found, used, which, names, far),
     )
-
-
-def _exposed_communication(resolved: Resolved) -> float:
-    """Return the fraction of all workers' time in which a worker does not compute, but waits for another rank's
-    signal."""
-    rank, releaser = resolved.rows["rank"], resolved.releaser
-    remote = (releaser >= 0) & (rank[releaser] != rank)
-    compute = resolved.kind(IntervalKind.COMPUTE)
-
-    def covered(chosen: Mask) -> int:
-        base = resolved.lane[chosen] * resolved.period
-        return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen]).total()
-
-    return (covered(remote | compute) - covered(compute)) / max(resolved.steps * resolved.lanes, 1)
 
 
 def _workers(resolved: Resolved, found: Pieces) -> list[WorkerTimes]:

@@ -32,7 +32,7 @@ def render(summary: Summary, resolved: Resolved, console: Console) -> None:
 
 
 def render_figures(summary: Summary, console: Console) -> None:
-    """Print the figures that need only the summary: waterfall, resources, workers and critical path."""
+    """Print the figures that need only the summary: waterfall, resources, overlaps and critical path."""
     console.print(Group(_waterfall(summary, console.width), Text()))
     _figures(summary, console)
 
@@ -45,7 +45,7 @@ def _figures(summary: Summary, console: Console) -> None:
         if any(r.fraction > 1 for r in summary.resources):
             console.print(Text("a rate exceeds its peak: the machine's description or the clock is wrong", "bold red"))
         console.print()
-    console.print(_workers(summary))
+    console.print(_overlap(summary))
 
 
 def render_comparison(comparison: Comparison, console: Console) -> None:
@@ -205,11 +205,16 @@ def _tables(left: Table, right: Table, width: int) -> RenderableType:
     return Group(grid, Text())
 
 
-def _workers(s: Summary) -> Table:
+def _overlap(s: Summary) -> Table:
     path = s.critical_path
     table = Table.grid(padding=(0, 2))
     rows = (
         ("workers busy", percent(s.busy), f"waiting {percent(s.wait)}, imbalance {percent(s.imbalance)}"),
+        ("loads hidden", percent(s.overlap.inside_worker), "of load time before its own compute, hidden by other work"),
+        ("loads under compute", percent(s.overlap.loads_under_compute), "of load time, its own compute included"),
+        ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside compute-bound work"),
+        ("phases overlapping", percent(s.overlap.phases), "of compute time, two or more (layer, phase) at once"),
+        ("ranks overlapping", percent(s.overlap.across_ranks), "of compute time, ranks in two or more phases at once"),
         ("exposed communication", percent(s.exposed_communication), "of the step, blocked on another rank"),
         (
             "critical path",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from megakernel import LLM, SamplingParams
-from megakernel.model import open_checkpoint
+from megakernel.model import KNOWN_SHAPES, RandomCheckpoint, open_checkpoint
 from megakernel.serving.bench.peers import torch_llama
+from megakernel.timeline import resolve, summarise
 
 PROMPTS = (
     "Name the capital of France.",
@@ -37,3 +40,13 @@ def test_greedy_tokens_and_logprobs(smollm2):
         assert len(tokens) == TOKENS and not (differs & (best[:, 0] - best[:, 1] >= 0.05)).any(), prompt
         want = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
         assert np.abs(want.numpy() - result.logprobs).max() < 1e-3, prompt
+
+
+def test_phases_overlap():
+    """In a prompt of several row blocks, two workers compute different phases at the same time."""
+    checkpoint = RandomCheckpoint("small", replace(KNOWN_SHAPES["smollm2-135m"], layers=4, vocab=1000), 0)
+    with LLM(checkpoint, backend="cpu", dtype="f32", max_context=512, max_num_seqs=1) as llm:
+        prefill, _ = llm.trace_steps(list(range(3, 303)))
+        summary = summarise(resolve(prefill[0].program, prefill[0].output.trace))
+        if llm.threads > 1:
+            assert summary.overlap.phases > 0

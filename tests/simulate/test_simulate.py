@@ -543,7 +543,11 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     assert (tmp_path / "t.pftrace").stat().st_size > 0
     assert main(step) == 0
     shown = capsys.readouterr().out
-    assert f"{found['busy']:.1%}" in shown and "least time" in shown
+    assert (
+        f"{found['busy']:.1%}" in shown
+        and "least time" in shown
+        and f"{found['overlap']['inside_worker']:.1%}" in shown
+    )
 
 
 def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(

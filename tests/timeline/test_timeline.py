@@ -33,6 +33,7 @@ from megakernel.timeline import (
     write_perfetto,
 )
 from megakernel.timeline.compare import Comparison
+from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import Resolved
 from megakernel.timeline.resources import curves, peaks
 from megakernel.timeline.summary import Summary
@@ -146,6 +147,24 @@ def test_a_remote_wait_under_compute_is_not_exposed() -> None:
     again = [(b + 1000, e + 1000, r, 7, *rest) for b, e, r, _, *rest in intervals]
     for launches in (intervals, intervals + again):
         assert summary(launches, two_ranks(body)).exposed_communication == pytest.approx(25 / 200)
+
+
+def test_memory_bound_work_beside_compute_bound_work() -> None:
+    p = chain()
+    balanced = replace(machine.load("h100"), matrix_flops=1.0, memory_bytes_per_s=1.0)
+    assert compute_bound(step(p=p, target=balanced)) == {
+        p.forward.by_name[name].number for name in ("qkv_rope", "o_proj")
+    }
+    starved = replace(balanced, matrix_flops=1e9)
+    assert compute_bound(step(p=p, target=starved)) == set()
+    apart = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 30, 80))
+    assert summary(apart, p, balanced).overlap.across_workers == pytest.approx(10 / 40)
+    assert summary(apart, p, starved).overlap.across_workers == 0
+    both_bound = rows((COMPUTE, 0, 1, 0, 0, 40), (COMPUTE, 1, 2, 0, 0, 40), (COMPUTE, 0, 0, 0, 40, 80))
+    assert summary(both_bound, p, balanced).overlap.across_workers == 0
+    alone = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 0, 1, 0, 30, 80))
+    assert summary(alone, p, balanced).overlap.across_workers == 0  # both instructions run on one worker
+    assert summary(rows((COMPUTE, 0, 1, 0, 0, 40)), p, balanced).overlap.across_workers is None
 
 
 def test_critical_path_of_a_known_chain() -> None:

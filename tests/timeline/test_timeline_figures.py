@@ -415,6 +415,39 @@ def test_the_critical_path_is_the_step(case: Case) -> None:
             assert link["after"] == "wait"
 
 
+def test_overlaps(case: Case) -> None:
+    overlap = case.summary["overlap"]
+    hidden = ahead = under = loaded = 0
+    for rows in lanes(case).values():
+        own: dict[tuple[int, ...], int] = {}
+        for row in rows:
+            key = row.launch, row.layer, row.number
+            if row.kind == COMPUTE:
+                own[key] = min(own.get(key, row.begin), row.begin)
+        parts = [(row.begin, row.end, ("is", row.kind)) for row in rows if row.kind != LOAD]
+        for row in (row for row in rows if row.kind == LOAD):
+            until = min(row.end, own.get((row.launch, row.layer, row.number), row.end))
+            parts += [(row.begin, row.end, ("load", 0)), (row.begin, max(until, row.begin), ("ahead", 0))]
+        for begin, end, active in sweep(parts):
+            computes = ("is", COMPUTE) in active
+            covers = computes or ("is", COUNTER_WAIT) in active or ("is", PAGE_WAIT) in active
+            ahead += (end - begin) * active["ahead", 0]
+            hidden += (end - begin) * active["ahead", 0] * covers
+            loaded += (end - begin) * active["load", 0]
+            under += (end - begin) * active["load", 0] * computes
+    assert overlap["inside_worker"] == (pytest.approx(hidden / ahead) if ahead else None)
+    assert overlap["loads_under_compute"] == (pytest.approx(under / loaded) if loaded else None)
+    work = [(row.begin, row.end, row) for row in case.read.rows if row.kind == COMPUTE]
+    busy = several = ranks = 0
+    for begin, end, active in sweep(work):
+        phases = {(row.layer, phase_number(case.program, row)) for row in active}
+        busy += (end - begin) * bool(active)
+        several += (end - begin) * (len(phases) > 1 and len({(row.rank, row.worker) for row in active}) > 1)
+        ranks += (end - begin) * (len(phases) > 1 and len({row.rank for row in active}) > 1)
+    assert overlap["phases"] == pytest.approx(several / busy)
+    assert overlap["across_ranks"] == (pytest.approx(ranks / busy) if case.program.ranks > 1 else None)
+
+
 def test_resources(case: Case) -> None:
     """The rates of the resources follow from the costs that the executed instructions declare. The FLOPs and bytes of
     attention come from the trace instead."""

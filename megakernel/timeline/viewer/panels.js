@@ -50,7 +50,7 @@ function summary() {
   put("summary", meta.comparison && comparison(meta.comparison), sources.map(summaryOf));
 }
 function summaryOf(source) {
-  const s = source.summary, path = s.critical_path;
+  const s = source.summary, o = s.overlap, path = s.critical_path;
   const numbers = (title, ...all) => [h("h2", null, title), h("div", { class: "numbers" }, all.map(([value, name, why]) => h("div", { title: why }, h("b", null, value), h("span", null, name))))];
   const most = Math.max(...s.instructions.map((x) => x.share)), worst = Math.max(0, ...s.waits.map((x) => x.share));
   const links = Object.entries(path.by_instruction).slice(0, 8).map(([name, t]) => [name, t, colours.accent, longestLinks(source, name), `${name} on the critical path`]);
@@ -64,7 +64,13 @@ function summaryOf(source) {
       [seconds(s.step_s), "per step", "last end − first begin, mean over launches"],
       [percent(s.busy), "workers busy", `COMPUTE or STORE, or a LOAD outside a wait; mean over workers. COMPUTE alone: ${percent(s.computing)}`],
       [percent(s.wait), "workers waiting", "counter or page waits without COMPUTE or STORE; mean over workers"],
-      [percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1"],
+      [percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1"]),
+    numbers("Overlap",
+      [percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, phase) ÷ time in which some worker computes"],
+      [percent(o.inside_worker), "loads hidden", "LOAD time before the load's own instruction computes: the part during waits or another COMPUTE ÷ all of it"],
+      [percent(o.loads_under_compute), "loads under compute", "LOAD time during COMPUTE of the same worker ÷ LOAD time"],
+      [percent(o.across_workers), "memory under compute", "time in which memory-bound and compute-bound instructions run at once ÷ time in which memory-bound ones run"],
+      ...(source.ranks > 1 ? [[percent(o.across_ranks), "ranks overlapping", "time in which ranks compute instructions of two or more (layer, phase) ÷ time in which some worker computes"]] : []),
       [percent(s.exposed_communication), "exposed communication", "time in which a worker computes nothing and waits for a counter whose last arrival is remote ÷ (workers × step)"]),
     bars("Resources, of peak", s.resources.map((x) => bar(x.name, `${rate(x.rate, x.unit)} · ${percent(x.fraction)}`, [[x.fraction, colours.curve]]))),
     s.without_attention && h("p", null, "Without attention: this trace does not contain its work."),
