@@ -157,7 +157,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         args.unless = args.unless | _BATCH
     number = args.runs or (_COMPARED_RUNS if found else _RUNS)
     with open_llm(args) as llm:
-        load = workload(args, llm.config.vocab)
+        load = workload(args, llm.config.vocab, llm.encode)
         sizes = _batch(load, args.max_num_seqs) if found else (0, 0, 0)
         with versus.opened(found, llm, args, sizes, ("batch",)) as peers:
             ceilings = measured_ceilings(llm)

@@ -16,7 +16,7 @@ from rich.text import Text
 from .. import machine
 from ..errors import MegakernelError
 from ..isa import Split
-from ..model import PACKAGES, ModelConfig, load_config, local_checkpoint
+from ..model import PACKAGES, ModelConfig, load_config, load_tokenizer, local_checkpoint
 from ..model.families import forward
 from ..model.weight_types import bits_of, storage_of
 from ..roofline import Ceilings, machine_ceilings
@@ -167,7 +167,16 @@ def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, Mode
         )
     fetch(name)
     config = load_config(name)
-    return name, config, workload(args, config.vocab)
+    tokenizer = None
+
+    def encode(text: str) -> list[int]:
+        nonlocal tokenizer
+        tokenizer = tokenizer or load_tokenizer(name)
+        if tokenizer is None:
+            raise MegakernelError(f"{name} has no tokenizer to count tokens: choose another --model or --dataset")
+        return tokenizer.encode(text)
+
+    return name, config, workload(args, config.vocab, encode)
 
 
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:

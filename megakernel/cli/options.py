@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
     group = parser.add_argument_group("how the compiler places the work")
     names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul")
-    for name in (*names, "no_interleave"):
+    for name in (*names, "no_interleave", "no_rank_overlap"):
         add_setting(group, name)
 
 
@@ -77,6 +77,7 @@ def lowering(args: argparse.Namespace) -> Options:
         matmul=args.matmul,
         expert_parallel=args.enable_expert_parallel,
         interleave=not args.no_interleave,
+        overlap_ranks=not args.no_rank_overlap,
     )
 
 
@@ -209,8 +210,9 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--dataset",
-        choices=(_SHAREGPT, "random"),
-        help=f"random token ids, with the lengths of ShareGPT conversations or with given ones (default: {_SHAREGPT})",
+        metavar="NAME",
+        help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
+        f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
     )
     add_count(group, "--num-prompts", None, f"requests (default: {prompts})")
     add_count(group, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
@@ -233,9 +235,9 @@ def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
     )
 
 
-def workload(args: argparse.Namespace, vocab: int) -> Workload:
+def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
     """Return the requests of a benchmark, as chosen by the flags that `add_workload` adds. `vocab` is the number of
-    token ids. Raises MegakernelError for flags of another workload."""
+    token ids, and `encode` turns a text into ids. Raises MegakernelError for flags of another workload."""
     from megakernel.serving.bench import workload as made
 
     lengths = [name for name in ("input_len", "output_len", "range_ratio") if getattr(args, f"random_{name}")]
@@ -247,8 +249,14 @@ def workload(args: argparse.Namespace, vocab: int) -> Workload:
         raise MegakernelError(f"{flag} does not change the requests of {args.dataset}: add --dataset random")
     if args.dataset == _SHAREGPT:
         return made.sharegpt_lengths(args.num_prompts, vocab, args.seed)
-    sizes = args.random_input_len, args.random_output_len, args.random_range_ratio
-    return made.uniform(*sizes, args.num_prompts, vocab, args.seed)
+    if args.dataset == "random":
+        sizes = args.random_input_len, args.random_output_len, args.random_range_ratio
+        return made.uniform(*sizes, args.num_prompts, vocab, args.seed)
+    path = Path(args.dataset)
+    if path.suffix == ".csv":
+        return made.length_pairs(path, args.num_prompts, vocab, args.seed)
+    with output.busy(f"reading {path.name}"):
+        return made.sharegpt_file(path, encode, args.num_prompts, args.seed)
 
 
 _TEXT = """A river begins where rain, snow or a spring gives it water, usually high in the hills. Small streams join on

@@ -116,7 +116,7 @@ class ServerClient:
         """Send one completion request and read the answer. A failure is returned as an outcome with `error`."""
         request: dict[str, Any] = {
             "model": self.model,
-            "prompt": job.prompt.tolist(),
+            "prompt": job.prompt if isinstance(job.prompt, str) else job.prompt.tolist(),
             "max_tokens": job.output_tokens,
             "temperature": 0.0,
             "ignore_eos": True,

@@ -26,8 +26,8 @@ def measure(
     after_run: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Measure how long the engine takes for all prompts of `load`, `runs` times, and return the figures of each run. A
-    few short requests come first, to fill caches and compile programs. Each run has different prompts. `on_progress`
-    gets (tokens so far, tokens in total), and `after_run` is called after each run."""
+    few short requests come first, to fill caches and compile programs. If the prompts are random, each run has
+    different ones. `on_progress` gets (tokens so far, tokens in total), and `after_run` is called after each run."""
     total = runs * sum(job.output_tokens for job in load.jobs)
     made = 0
 
@@ -57,7 +57,7 @@ def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callabl
         totals.add(step, ended - before)
         on_step(step)
 
-    prompts = [job.prompt.tolist() for job in jobs]
+    prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]
     params = [SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True) for job in jobs]
     before = engine.stats.counts
     began = ended = perf_counter()

@@ -4,40 +4,43 @@ tokens (greedy sampling, ignore_eos), so two servers do the same work."""
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import json
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.errors import MegakernelError
+from megakernel.errors import MegakernelError, regular
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One request of a benchmark. `prompt` has int32 token ids."""
+    """One request of a benchmark. `prompt` is text, or an array of int32 token ids; counts are in tokens."""
 
-    prompt: NDArray[np.int32]
+    prompt: str | NDArray[np.int32]
+    prompt_tokens: int
     output_tokens: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of a benchmark, in the order of sending. `name` is a description for reports. The prompts are random
-    token ids below `vocab`, generated with `seed`."""
+    """The requests of a benchmark, in the order of sending. `name` is a description for reports. If the prompts are
+    random token ids, they were generated with `seed` and are below `vocab`. If they are text, `vocab` is None."""
 
     name: str
     jobs: Sequence[LoadJob]
-    vocab: int = 1
+    vocab: int | None = None
     seed: int = 0
 
     def again(self, number: int) -> Workload:
-        """Return a workload of the same lengths with other random ids, so that no prefix cache helps."""
+        """Return a workload of the same lengths with other random ids, so that no prefix cache helps. A workload of
+        text prompts is returned unchanged."""
+        if self.vocab is None:
+            return self
         pairs = [(job.prompt_tokens, job.output_tokens) for job in self.jobs]
         return replace(self, jobs=_jobs(pairs, self.vocab, np.random.default_rng([self.seed, number])))
 
@@ -47,11 +50,13 @@ def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
     of a prompt and its answer are those of a conversation's first two turns, in Llama-2 tokens. There are 15,277 such
     pairs, with 246 input and 235 output tokens on average. If `count` is larger, the pairs repeat with other ids."""
     text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
-    pairs = [(int(prompt), int(output)) for prompt, output in list(csv.reader(text.splitlines()))[1:]]
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(pairs))
-    jobs = _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng)
-    return Workload("ShareGPT lengths, random ids", jobs, vocab, seed)
+    return _from_csv("ShareGPT lengths, random ids", text, "sharegpt_lengths.csv", count, vocab, seed)
+
+
+def length_pairs(path: Path, count: int, vocab: int, seed: int) -> Workload:
+    """Return prompts of random ids, with the lengths that a CSV file lists. The file has a header line. Each further
+    line has a number of prompt tokens and a number of output tokens."""
+    return _from_csv(f"lengths of {path.name}, random ids", _read(path), str(path), count, vocab, seed)
 
 
 def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int, seed: int) -> Workload:
@@ -69,5 +74,56 @@ def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int
     return Workload(f"random, {prompt} in and {output} out", _jobs(pairs, vocab, rng), vocab, seed)
 
 
+def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int, seed: int) -> Workload:
+    """Return shuffled conversations of a ShareGPT file: turn 1 is the prompt, and turn 2 gives the answer's length.
+    vLLM's filter applies: both turns have at least 4 tokens, the prompt has at most 1,024, and both together have at
+    most 2,048. If fewer than `count` conversations pass the filter, they repeat."""
+    try:
+        conversations = json.loads(_read(path))
+        turns = [[str(t["value"]) for t in c["conversations"][:2]] for c in conversations]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise MegakernelError(
+            f'{path} is not a ShareGPT file, which is a JSON list of {{"conversations": [{{"from", "value"}}, ...]}}:'
+            f" {e!r}"
+        ) from e
+    turns = [t for t in turns if len(t) == 2]
+    random.Random(seed).shuffle(turns)
+    jobs: list[LoadJob] = []
+    for prompt, answer in turns:
+        if len(jobs) == count:
+            break
+        job = LoadJob(prompt, len(encode(prompt)), len(encode(answer)))
+        few = min(job.prompt_tokens, job.output_tokens) < 4
+        if not few and job.prompt_tokens <= 1024 and job.prompt_tokens + job.output_tokens <= 2048:
+            jobs.append(job)
+    if not jobs:
+        raise MegakernelError(f"{path} has no conversation with two turns of suitable length: choose another file")
+    return Workload(f"ShareGPT conversations of {path.name}", [jobs[i % len(jobs)] for i in range(count)])
+
+
+def _read(path: Path) -> str:
+    try:
+        return regular(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise MegakernelError(f"cannot read workload {path}: {e}") from e
+
+
+def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: int) -> Workload:
+    """Return prompts of random ids, with the lengths of the CSV table `text` in shuffled order. Error messages call the
+    table `source`."""
+    rows = list(csv.reader(text.splitlines()))[1:]
+    try:
+        pairs = [(int(prompt), int(output)) for prompt, output in rows]
+    except ValueError as e:
+        raise MegakernelError(
+            f"{source} is not a CSV file with a header and two lengths per line, of prompt and output: {e}"
+        ) from e
+    if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
+        raise MegakernelError(f"{source} must have at least one line of lengths, and every length must be at least 1")
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(pairs))
+    return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)
+
+
 def _jobs(pairs: Sequence[tuple[int, int]], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
-    return [LoadJob(rng.integers(0, vocab, prompt, dtype=np.int32), output) for prompt, output in pairs]
+    return [LoadJob(rng.integers(0, vocab, prompt, dtype=np.int32), prompt, output) for prompt, output in pairs]

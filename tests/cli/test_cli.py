@@ -78,7 +78,7 @@ def test_generate_prints_the_text(capsys: pytest.CaptureFixture[str], model: str
             ["--random-input-len", "8"],
             "--random-input-len does not change the requests of sharegpt",
         ),
-        ("bench throughput", ["--random-range-ratio", "0.5", "--dataset", "sharegpt"], "the requests of sharegpt: add"),
+        ("bench throughput", ["--random-range-ratio", "0.5", "--dataset", "a.csv"], "the requests of a.csv: add"),
         ("compile", ["--machine", "h900"], "unknown machine 'h900'"),
         ("compile", ["--max-model-len", "300"], "context 300 exceeds the model's limit of 256"),
         ("compile", ["--tokens", "4", "--logit-rows", "5"], "--logit-rows 5 exceeds the 4 token rows"),
@@ -258,7 +258,7 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     page, perfetto, stem = tmp_path / "a.html", tmp_path / "a.pftrace", tmp_path / "kept"
     outputs = ["-o", str(page), "--perfetto", str(perfetto)]
     made = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--save", str(stem), *outputs)
-    assert {"busy", "exposed_communication", "critical_path", "dropped", "waterfall"} <= made.keys()
+    assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped", "waterfall"} <= made.keys()
     launches = made.pop("recorded")
     assert len(launches["step_s"]) == 5 and launches["step_s"][launches["median"]] == made["step_s"]
     assert page.stat().st_size > 0 and perfetto.stat().st_size > 0
@@ -302,7 +302,7 @@ def test_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) ->
     status, out, _ = run(capsys, *flags)
     assert status == 0
     assert "> [bold]hello" in out and "tokens/s" in out and page.as_uri() in out
-    keys = {"text", "token_ids", "tokens_per_s", "read_fraction", "busy", "timeline"}
+    keys = {"text", "token_ids", "tokens_per_s", "read_fraction", "busy", "overlap", "timeline"}
     figures = run_json(capsys, *flags)
     assert keys <= figures.keys()
     # The peak rates on the page are measured ones, not the nominal rates of the processor.

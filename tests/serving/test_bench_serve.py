@@ -1,6 +1,7 @@
 """The load generator `megakernel bench serve`: its workloads, HTTP client, arrival times and figures."""
 
 import asyncio
+import json
 from array import array
 from pathlib import Path
 from time import perf_counter
@@ -21,11 +22,11 @@ from megakernel.serving.bench import Load, LoadJob, ServerClient, Workload, alte
 from megakernel.serving.bench.client import CPU
 from megakernel.serving.bench.load import _STEPS, drive
 from megakernel.serving.bench.report import Outcome, cpu_time, report
-from megakernel.serving.bench.workload import sharegpt_lengths, uniform
+from megakernel.serving.bench.workload import length_pairs, sharegpt_file, sharegpt_lengths, uniform
 
 
 def jobs(*pairs: tuple[int, int]) -> list[LoadJob]:
-    return [LoadJob(np.arange(p, dtype=np.int32), o) for p, o in pairs]
+    return [LoadJob(np.arange(p, dtype=np.int32), p, o) for p, o in pairs]
 
 
 def send(fake: FakeServer, pairs: list[tuple[int, int]], **how: Any) -> list[Outcome]:
@@ -62,6 +63,8 @@ def test_every_run_has_its_own_ids() -> None:
         assert (one.prompt_tokens, one.output_tokens) == (two.prompt_tokens, two.output_tokens)
         assert not np.array_equal(one.prompt, two.prompt)
     assert np.array_equal(other.jobs[3].prompt, load.again(1).jobs[3].prompt)
+    text = Workload("text", [LoadJob("a", 1, 2)])
+    assert text.again(1) is text
 
 
 def test_uniform_lengths_stay_in_range() -> None:
@@ -71,6 +74,34 @@ def test_uniform_lengths_stay_in_range() -> None:
     assert {j.output_tokens for j in uniform(5, 7, 0.0, 9, 64, seed=0).jobs} == {7}
     with pytest.raises(MegakernelError, match="range ratio"):
         uniform(5, 7, 1.0, 9, 64, seed=0)
+
+
+def test_sharegpt_file_takes_two_turns_and_filters(tmp_path: Path) -> None:
+    def talk(*turns: str) -> dict[str, Any]:
+        return {"conversations": [{"from": "human", "value": t} for t in turns]}
+
+    file = tmp_path / "a.json"
+    short, long = talk("x" * 3, "b" * 9), talk("y" * 1025, "b" * 9)
+    both = talk("z" * 1000, "b" * 1100)
+    file.write_text(json.dumps([talk("a" * 10, "b" * 20, "c"), short, long, both, talk("lonely")]))
+    load = sharegpt_file(file, list, 3, seed=0)
+    assert [(j.prompt, j.prompt_tokens, j.output_tokens) for j in load.jobs] == [("a" * 10, 10, 20)] * 3
+    for text in ("{", '{"a": 1}', "[1]", '[{"conversations": 3}]', "[]"):
+        file.write_text(text)
+        with pytest.raises(MegakernelError, match=r"a\.json"):
+            sharegpt_file(file, list, 3, seed=0)
+
+
+def test_length_pairs_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("in,out\n3,4\n5,6\n")
+    assert {(j.prompt_tokens, j.output_tokens) for j in length_pairs(file, 4, 10, 0).jobs} == {(3, 4), (5, 6)}
+    for text in ("in,out\n", "in,out\n1,x\n", "in,out\n0,4\n", "in,out\n1\n"):
+        file.write_text(text)
+        with pytest.raises(MegakernelError, match=r"a\.csv"):
+            length_pairs(file, 4, 10, 0)
+    with pytest.raises(MegakernelError, match="cannot read workload"):
+        length_pairs(tmp_path / "none.csv", 4, 10, 0)
 
 
 # -- client
@@ -291,11 +322,15 @@ def test_bound_counts_weights_as_the_file_stores_them(capsys: pytest.CaptureFixt
     assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # MB of weights, to which KV adds little
 
 
-def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tiny_shape: str) -> None:
+def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps([{"conversations": [{"value": "a"}, {"value": "b"}]}]))
     with running(FakeServer(model="somebody/else")) as fake:
         known = [*FLAGS, "--base-url", fake.url, "--model", tiny_shape]
         assert "'somebody/else', whose sizes are unknown" in fails(capsys, *FLAGS, "--base-url", fake.url)
         assert "unknown machine 'x'" in fails(capsys, *known, "--machine", "x")
+        read = ["bench", "serve", "--dataset", str(file), "--base-url", fake.url, "--model", tiny_shape]
+        assert "no tokenizer" in fails(capsys, *read)
     with running(FakeServer(faults={8: 500})) as fake:
         status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url)
         assert status == 1 and "6 failed" in out
