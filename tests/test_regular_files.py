@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from megakernel import machine as machines
-from megakernel.cli.roofline import _achieved
 from megakernel.cli.serve import _flags
 from megakernel.errors import MegakernelError
 from megakernel.model import load_sampling, load_tokenizer, open_checkpoint
@@ -43,7 +42,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a.trace": Trace.load,
     "a.toml": lambda path: machines.load(str(path)),
     "serve.yaml": _flags,
-    "bench.json": _achieved,
     "prompts.json": lambda path: sharegpt_file(path, str.encode, 1, 0),
     "lengths.csv": lambda path: length_pairs(path, 1, 100, 0),
 }
