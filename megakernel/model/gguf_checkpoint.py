@@ -46,6 +46,7 @@ _READ = {
     "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
 _HARMLESS = {"attention.causal", "attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout"}
+_HARMLESS |= {"n_deepstack_layers", "rope.dimension_sections"}  # they concern images
 # Keys that may have a list with a number for each layer. The numbers must be the same.
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 # The keys with the sampling parameters that the model's author recommends, and their names in SamplingParams.

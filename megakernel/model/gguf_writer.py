@@ -36,10 +36,12 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     family, naming = FAMILIES[config.family], gguf_naming(config)
     if not family.gguf:
         raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
-    if config.experts and not config.normalised_routes:
+    # Files do not say whether the weights of a token's experts are divided by their sum.
+    if config.experts and config.normalised_routes != (family.name != "olmoe"):
         raise MegakernelError(
-            f"cannot write {path}: programs that read it would divide the weights of a token's experts by their "
-            "sum, which this model does not"
+            f"cannot write {path}: programs that read it would "
+            + ("not " if config.normalised_routes else "")
+            + "divide the weights of a token's experts by their sum, unlike this model"
         )
     writer = gguf.GGUFWriter(path, family.gguf[0])
     _add_config(writer, config)

@@ -55,7 +55,10 @@ _OF_IMAGES = {
 _IMAGE_ROPE = {"mrope_interleaved", "mrope_section"}
 
 _ORIGINAL = "original_max_position_embeddings"
-_OLD_NAMES = {"su": "longrope"}  # of kinds of RoPE scaling, as in the first files of Phi-3
+_OLD_NAMES = {
+    "su": "longrope",
+    "mrope": "default",
+}  # of kinds of RoPE scaling, in the first files of Phi-3 and Qwen2-VL
 # The keys that each kind of RoPE scaling requires, and those that it may have.
 _NEEDS = {
     RopeKind.DEFAULT: set[str](),
@@ -111,6 +114,12 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
 
     raw = _text_part(raw, source)
     family = _family(raw, source)
+    for other, key in family.aliases.items():
+        if raw.get(other) is not None and raw.get(key) not in (None, raw[other]):
+            raise refuse(f"{other} and {key} are both given and differ")
+        raw = {name: value for name, value in raw.items() if name != other} | (
+            {key: raw[other]} if raw.get(other) is not None else {}
+        )
     default = family.defaults.get
     known = _READ | _IGNORED | family.config_keys
     known |= {key for key in raw if key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")}
@@ -158,11 +167,11 @@ def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
     families = [f for f in FAMILIES.values() if raw.get("architectures") in [[name] for name in f.inside]]
     if not families:
         return raw
-    text = raw.get("text_config")
+    text = raw.get("text_config", raw if "hidden_size" in raw else None)  # old files of Qwen2-VL have one level
     if not isinstance(text, dict):
         raise MegakernelError(f"{source}: text_config is {short(text)}, not an object")
-    inner = {key: value for key, value in text.items() if key != "architectures"}
-    if inner.get("model_type") == f"{raw.get('model_type')}_text":
+    inner = {key: value for key, value in text.items() if key not in _OF_IMAGES or key == "model_type"}
+    if inner.get("model_type") in (raw.get("model_type"), f"{raw.get('model_type')}_text"):
         inner["model_type"] = families[0].name
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(table := inner.get(key), dict):
@@ -177,16 +186,15 @@ def _family(raw: dict[str, Any], source: str) -> Family:
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     for family in FAMILIES.values():
         # Embedding models are saved without an LM head, and then the name of their architecture ends in "Model".
-        same = architectures in ([family.architecture], [family.architecture.replace("ForCausalLM", "Model")])
+        own = family.architecture, family.architecture.replace("ForCausalLM", "Model"), *family.also
+        same = architectures in [[name] for name in own]
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
     if isinstance(model_type, str) and model_type in LACKING:
         raise MegakernelError(f"{source}: {model_type} models are not supported: they need {LACKING[model_type]}")
-    known = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     raise MegakernelError(
         f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "
-        f"supported architectures: {known}, and the text part of "
-        + ", ".join(name for family in FAMILIES.values() for name in family.inside)
+        f"supported are {', '.join(FAMILIES)}"
     )
 
 
@@ -215,6 +223,8 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
         raise MegakernelError(f"{where} must name exactly one rope_type, not {', '.join(sorted(named)) or 'none'}")
     name = named.pop() if named else "default"
+    if name == "dynamic" and set(table) <= {"rope_type", "type", "rope_theta", "factor"}:
+        name = "default"  # frequencies change only beyond max_position_embeddings, which limits the context here
     kind = next((k for k in _NEEDS if k.value == name), None)
     if kind is None:
         known = ", ".join(k.value for k in _NEEDS)

@@ -15,6 +15,7 @@ from ..errors import MegakernelError
 from ..isa import BUFFERS, Buffer, Dtype, all_finite
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, TensorFile, expected_buffers, expected_shapes
 from .hf_config import parse_hf_config
 from .safetensors_checkpoint import PREFIXES, SafetensorsFiles, Tensor, check_tied, checkpoint_of, safetensors_naming
@@ -100,6 +101,7 @@ def replacement(config: ModelConfig, tensors: Named) -> tuple[Checkpoint, set[tu
     form one of them, such as those of q, k and v, must come together. Raises MegakernelError."""
     naming, files = safetensors_naming(config), _Tensors(tensors)
     expected = expected_shapes(naming)
+    files.use(FAMILIES[config.family])
     for old, new in PREFIXES:
         if any(n not in expected and n.startswith(old) and new + n.removeprefix(old) in expected for n in files.shapes):
             files.rename(old, new)

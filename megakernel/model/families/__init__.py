@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
-from .experts import GPT_OSS, GRANITE_MOE, MIXTRAL, QWEN3_MOE
+from .experts import GPT_OSS, GRANITE_MOE, MIXTRAL, OLMOE, QWEN3_MOE
 from .family import Family
 from .lacking import LACKING
 from .like_llama import (
     CWM,
     ERNIE4_5,
+    EXAONE,
     GEMMA,
     GLM,
     GRANITE,
+    GRANITE_HYBRID,
+    HELIUM,
+    INTERNLM3,
+    IQUEST_CODER,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
@@ -23,12 +28,13 @@ from .like_llama import (
     SMOLLM3,
 )
 from .llama import LLAMA
-from .post_norms import GEMMA3, GLM4, OLMO2, OLMO3
+from .post_norms import EXAONE4, GEMMA3, GLM4, OLMO2, OLMO3
 
 # Of two families with the same name in GGUF files, the first reads them.
 _ALL = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3, GPT_OSS, PHI3, OLMO2, OLMO3,
-    SMOLLM3, GRANITE, GRANITE_MOE, GLM, GLM4, ERNIE4_5, SEED_OSS, CWM,
+    OLMOE, SMOLLM3, GRANITE, GRANITE_MOE, GRANITE_HYBRID, GLM, GLM4, ERNIE4_5, SEED_OSS, CWM, EXAONE, EXAONE4,
+    INTERNLM3, IQUEST_CODER, HELIUM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 

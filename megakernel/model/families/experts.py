@@ -1,5 +1,5 @@
 """Families whose MLP is a mixture of experts, of which a router chooses some for each token: Mixtral,
-Granite 3 with experts, Qwen3-MoE and gpt-oss."""
+Granite 3 with experts, OLMoE, Qwen3-MoE and gpt-oss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
 from ..config import Keys, ModelConfig
 from .family import Family, Weight, of_layer
 from .like_llama import GRANITE
-from .llama import AFTER, ATTENTION_BIAS, BEFORE
-from .verbs import add_experts, add_matmul, attention, experts, gated_experts, norm, qkv, route
+from .llama import AFTER, ATTENTION_BIAS, BEFORE, qkv_phases
+from .verbs import add_experts, add_matmul, attention, experts, gated_experts, norm, route
 from .windows import every_nth, layers_of, read_gguf_windows, windows
 
 B = Buffer
@@ -26,7 +26,7 @@ def forward(c: ModelConfig, f: Family) -> Forward:
         BEFORE,
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norms=f.head_norms, output=B.Q),
+            *qkv_phases(c, f),
             attention("attention", inputs=B.Q, sinks=f.sinks, output=B.ATTN),
             add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
             norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
@@ -123,6 +123,28 @@ GRANITE_MOE = replace(
     fields={name: key for name, key in GRANITE.fields.items() if name != "mlp_bias"},
     read=counts,
     keys=_KEYS,
+    read_gguf=gguf_counts,
+    gguf_keys=_GGUF_KEYS,
+)
+
+
+OLMOE = Family(
+    name="olmoe",
+    architecture="OlmoeForCausalLM",
+    gguf=("olmoe",),
+    forward=forward,
+    weights=_weights(
+        "mlp.gate",
+        "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
+        "mlp.experts.{expert}.down_proj",
+    ),
+    adjacent=(),
+    fixed={"whole_norms": True},
+    fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False)},
+    only={"clip_qkv": ()},
+    read=counts,
+    keys=_KEYS,
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     read_gguf=gguf_counts,
     gguf_keys=_GGUF_KEYS,
 )

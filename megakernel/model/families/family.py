@@ -58,6 +58,7 @@ class Family:
 
     `name`            `model_type` in config.json
     `architecture`    the class name in config.json
+    `also`            other class names in config.json, of files that newer software saves
     `inside`          the classes that also see images, whose text part is a model of the family
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
     `forward`         lists the phases of a step, for a configuration and this family
@@ -74,6 +75,8 @@ class Family:
     `read`            returns the other fields of ModelConfig that the reader of config.json does not set for all
                       families. Its result may also have the entry `longest`, a limit of the context in tokens.
     `keys`            the keys that `read` needs, or that have no effect in this family, separated by spaces
+    `aliases`         other names of keys in config.json, with the usual ones
+    `renames`         parts of tensor names in safetensors files, with the usual ones, which replace them
     `defaults`        the values of keys that are absent in config.json, where they are not those of Llama. The key
                       `partial_rotary_factor` is supported only if it is listed here.
     `activations`     the allowed names of the MLP's activation in config.json
@@ -86,6 +89,7 @@ class Family:
 
     name: str
     architecture: str
+    also: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()
     forward: Callable[[ModelConfig, Family], Forward]
@@ -100,6 +104,8 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Callable[[Keys], dict[str, Any]] = lambda keys: {}
     keys: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activations: tuple[str, ...] = ("silu", "swish")
     two_ropes: bool = False

@@ -44,6 +44,31 @@ ERNIE4_5 = Family(
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
 )
 
+EXAONE = Family(
+    name="exaone",
+    architecture="ExaoneForCausalLM",
+    also=("LlamaForCausalLM",),
+    gguf=("exaone",),
+    forward=forward,
+    adjacent=(),
+    fields=BIASES,
+    aliases={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}
+    | {"activation_function": "hidden_act"},
+    renames={
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.h.": "model.layers.",
+        "transformer.ln_f.": "model.norm.",
+        ".attn.attention.out_proj.": ".self_attn.o_proj.",
+        ".attn.attention.": ".self_attn.",
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".mlp.c_fc_0.": ".mlp.gate_proj.",
+        ".mlp.c_fc_1.": ".mlp.up_proj.",
+        ".mlp.c_proj.": ".mlp.down_proj.",
+    },
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+)
+
 GEMMA = Family(
     name="gemma",
     architecture="GemmaForCausalLM",
@@ -86,6 +111,66 @@ GRANITE = Family(
     forward=forward,
     fields=BIASES | {name: (name, 1.0) for name in _MULTIPLIERS},
     gguf_fields={name: (key, 0.0) for name, key in _MULTIPLIERS.items()},
+)
+
+
+def _attention_only(config: Keys) -> dict[str, Any]:
+    """Refuse Granite 4.0 with Mamba layers, without RoPE or with experts."""
+    config.names("layer_types", "attention", "full_attention")
+    config.names("layers_block_type", "attention", "full_attention")
+    config.only("position_embedding_type", "rope", default="nope")
+    config.only("num_local_experts", 0, default=8)
+    if config.get("layer_types") is None and config.get("layers_block_type") is None:
+        raise MegakernelError(f"{config.source}: without layer_types, all layers are Mamba layers, which do not run")
+    return {}
+
+
+GRANITE_HYBRID = replace(
+    GRANITE,
+    name="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    gguf=(),
+    weights={
+        Buffer.W_GATE_UP: of_layer("shared_mlp.input_linear " * 2, "ffn_gate ffn_up"),
+        Buffer.W_DOWN: of_layer("shared_mlp.output_linear", "ffn_down"),
+    },
+    fields={name: key for name, key in GRANITE.fields.items() if name != "mlp_bias"}
+    | {"ffn": ("shared_intermediate_size", 1024)},
+    only={"normalization_function": ("rmsnorm",)},
+    read=_attention_only,
+    keys="init_method layer_types layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head "
+    "mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias num_experts_per_tok num_local_experts "
+    "output_router_logits position_embedding_type router_aux_loss_coef time_step_limit",
+)
+
+HELIUM = Family(
+    name="helium",
+    architecture="HeliumForCausalLM",
+    forward=forward,
+    adjacent=("safetensors", "gguf"),
+    fields={"qkv_bias": ("attention_bias", False), "mlp_bias": ("mlp_bias", False)},
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128},
+)
+
+INTERNLM3 = Family(
+    name="internlm3",
+    architecture="InternLM3ForCausalLM",
+    also=("LlamaForCausalLM",),
+    forward=forward,
+    fields={"qkv_bias": ("qkv_bias", False), "o_bias": ("bias", False), "mlp_bias": ("bias", False)},
+    aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+    defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "head_dim": 128},
+)
+
+IQUEST_CODER = Family(
+    name="iquestcoder",
+    architecture="IQuestCoderForCausalLM",
+    also=("LlamaForCausalLM",),
+    forward=forward,
+    fields=BIASES,
+    only={"clip_qkv": (), "use_sliding_window": (False,)},
+    keys="max_window_layers sliding_window",
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 128},
 )
 
 # GGUF files of the architecture "llama" may also contain Mistral models, because the forward pass is the same.
@@ -155,7 +240,8 @@ def _qwen2(config: Keys) -> dict[str, Any]:
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    gguf=("qwen2",),
+    inside=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    gguf=("qwen2", "qwen2vl"),
     forward=forward,
     adjacent=(),
     fixed={"qkv_bias": True},
@@ -168,7 +254,7 @@ QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     inside=("Qwen3VLForConditionalGeneration",),
-    gguf=("qwen3",),
+    gguf=("qwen3", "qwen3vl"),
     forward=forward,
     head_norms=True,
     adjacent=(),

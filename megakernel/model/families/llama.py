@@ -5,7 +5,20 @@ from __future__ import annotations
 from ...isa import Buffer, Forward, Phase
 from ..config import Keys, ModelConfig
 from .family import Family
-from .verbs import add_matmul, attention, gated_matmul, gather, last_norm, logits, norm, qkv, rope, sample
+from .verbs import (
+    add_matmul,
+    attention,
+    gated_matmul,
+    gather,
+    heads_norm,
+    last_norm,
+    logits,
+    norm,
+    qkv,
+    raw_qkv,
+    rope,
+    sample,
+)
 
 B = Buffer
 
@@ -34,6 +47,17 @@ def forward(c: ModelConfig, f: Family) -> Forward:
         ],
         AFTER,
     )
+
+
+def qkv_phases(c: ModelConfig, f: Family) -> list[Phase]:
+    """q, k and v of the inputs H. If `c.whole_norms`, q and k are normalised over all heads."""
+    bias = c.bias(B.B_QKV)
+    if not c.whole_norms:
+        return [qkv("qkv_rope", B.H, weights=B.W_QKV, bias=bias, head_norms=f.head_norms, output=B.Q)]
+    return [
+        raw_qkv("qkv", inputs=B.H, weights=B.W_QKV, bias=bias, output=B.QKV),
+        heads_norm("qk_norm_rope", inputs=B.QKV, scale=B.QK_NORM, output=B.Q),
+    ]
 
 
 def next_rope(c: ModelConfig) -> list[Phase]:

@@ -1,4 +1,4 @@
-"""Families with norms of what a layer adds to the residual: GLM-4-0414, Gemma 3, OLMo 2 and 3."""
+"""Families with norms of what a layer adds to the residual: EXAONE 4, GLM-4-0414, Gemma 3, OLMo 2 and 3."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ...isa import Buffer, Forward
 from ..config import Keys, ModelConfig
 from .family import Family, of_layer
 from .like_llama import GELU, GEMMA, GLM, scaled_embeddings
-from .llama import AFTER, ATTENTION_BIAS, BEFORE, next_rope
-from .verbs import add_norm, attention, gated_matmul, heads_norm, matmul, norm, qkv, raw_qkv, rounded
-from .windows import every_nth, layers_of, read_gguf_windows, windows_with_rope
+from .llama import AFTER, ATTENTION_BIAS, BEFORE, next_rope, qkv_phases
+from .verbs import add_norm, attention, gated_matmul, matmul, norm, qkv, rounded
+from .windows import every_nth, layers_of, read_gguf_windows, windows, windows_with_rope
 
 B = Buffer
 
@@ -38,13 +38,12 @@ def forward(c: ModelConfig, f: Family) -> Forward:
 
 
 def forward_olmo(c: ModelConfig, f: Family) -> Forward:
-    """Norms only follow attention and the MLP. q and k have norms over all heads."""
+    """Norms only follow attention and the MLP. q and k have norms too."""
     return Forward.of(
         BEFORE,
         [
             rounded("attn_input", inputs=B.X, output=B.H),
-            raw_qkv("qkv", inputs=B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), output=B.QKV),
-            heads_norm("qk_norm_rope", inputs=B.QKV, scale=B.QK_NORM, output=B.Q),
+            *qkv_phases(c, f),
             attention("attention", inputs=B.Q, output=B.ATTN),
             matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.SUBLAYER),
             add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
@@ -119,6 +118,44 @@ GEMMA3 = replace(
     two_ropes=True,
     read_gguf=_gguf_gemma3,
     gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
+)
+
+
+def _exaone4(config: Keys) -> dict[str, Any]:
+    """Read which layers have windows. If some have, only they have RoPE."""
+    layers, pattern = layers_of(config), config.get("sliding_window_pattern")
+    if config.raw.get("sliding_window", 4096) is None:
+        return {}
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        pattern = len(pattern)
+    every = Keys({"sliding_window_pattern": pattern}, config.source).count("sliding_window_pattern", 4)
+    windowed = windows(config, every_nth(layers, every) if every > 0 else ())
+    return windowed | {"nope_layers": windowed.get("full_layers", tuple(layers))}
+
+
+def _gguf_exaone4(config: Keys) -> dict[str, Any]:
+    """Read the windows, which llama.cpp expects in the 32B model only."""
+    windowed = read_gguf_windows(config, 4)
+    return windowed | {"nope_layers": windowed.get("full_layers", ())}
+
+
+EXAONE4 = Family(
+    name="exaone4",
+    architecture="Exaone4ForCausalLM",
+    gguf=("exaone4",),
+    forward=forward_olmo,
+    head_norms=True,
+    weights={
+        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
+    },
+    adjacent=(),
+    fixed={"post_norms": True},
+    read=_exaone4,
+    keys="layer_types sliding_window sliding_window_pattern",
+    defaults={"rms_norm_eps": 1e-5},
+    read_gguf=_gguf_exaone4,
+    gguf_keys="attention.sliding_window_pattern",
 )
 
 
