@@ -222,11 +222,13 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
 def each_way(report: Report, backend: Any, measure: Callable[[str], None]) -> None:
     """Measure the normal launch, one launch per phase (operation) in a CUDA graph, and the launch in which an
     instruction never starts before the previous one has ended."""
+    from phase_graph import by_phases
+
     measure("megakernel")
-    backend.by_phases = True
-    measure("by_phases")
+    with by_phases(backend):
+        measure("by_phases")
     report.keep(phases_ratio=ratio(report, "by_phases"))
-    backend.by_phases, backend.pipelined = False, False
+    backend.pipelined = False
     measure("not_pipelined")
     backend.pipelined = True
 

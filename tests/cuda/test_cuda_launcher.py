@@ -511,6 +511,8 @@ def test_generates() -> None:
 def test_the_interpreter_itself() -> None:
     """The engine, the launcher and the interpreter compute prompts and decode steps as the reference does. A launch
     that runs one phase after the other and a launch without pipelining give the same bits as a normal launch."""
+    from phase_graph import by_phases
+
     no_compiler()
     kernel = HostKernel(os.environ["HOST"])
     params = SamplingParams(temperature=0.0, max_tokens=5)
@@ -526,9 +528,9 @@ def test_the_interpreter_itself() -> None:
     backend = _backend(program.dims)
     table = _table(program.dims, tuple(range(30)))
     first = _bits(backend.launch(program, table))
-    backend.by_phases = True
-    assert _bits(backend.launch(program, table)) == first
-    backend.by_phases, backend.pipelined = False, False
+    with by_phases(backend):
+        assert _bits(backend.launch(program, table)) == first
+    backend.pipelined = False
     assert _bits(backend.launch(program, table)) == first
     assert kernel.wrong == []
     backend.close()

@@ -85,15 +85,17 @@ def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
 
 
 def test_switches_change_no_bit(runner: Runner) -> None:
+    from phase_graph import by_phases
+
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
     expected = runner.logits(tokens)
     for _ in range(20):
         np.testing.assert_array_equal(runner.logits(tokens), expected)
     runner.backend.pipelined = False
     np.testing.assert_array_equal(runner.logits(tokens), expected)
-    runner.backend.pipelined, runner.backend.by_phases = True, True
-    np.testing.assert_array_equal(runner.logits(tokens), expected)
-    runner.backend.by_phases = False
+    runner.backend.pipelined = True
+    with by_phases(runner.backend):
+        np.testing.assert_array_equal(runner.logits(tokens), expected)
     np.testing.assert_array_equal(runner.logits(tokens, trace=True), expected)
     together = runner.step([Piece(3, 0, tokens[:100]), Piece(1, 0, [7] * 50)]).logits
     np.testing.assert_array_equal(together[:100], expected[:100])

@@ -93,7 +93,8 @@ for line in sys.stdin:
 def _forks(module: Path, driver: Path) -> subprocess.Popen[str]:
     """Start a process that uses the fake driver and has imported a test module. It forks for each call of a function of
     this module, so that the imports, which take two seconds, are done once."""
-    code = _FORKS.format(paths=[str(module.parent), str(ROOT / "tests" / "support")], module=module.stem)
+    paths = [module.parent, *(ROOT / folder / "support" for folder in ("tests", "benchmarks"))]
+    code = _FORKS.format(paths=[str(path) for path in paths], module=module.stem)
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code],
         env=os.environ | {"LD_LIBRARY_PATH": str(driver)},

@@ -24,7 +24,6 @@ from .heap import Heap
 from .limits import refusal
 from .loaded import Loaded
 from .node import GpuNode
-from .phases import PhaseGraph
 from .tracing import Tracing
 from .weights import load_weights
 
@@ -73,10 +72,9 @@ class CudaBackend:
     If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch takes
     several times as long and cannot be stopped, its GPUs are lost: every later call raises an error.
 
-    Four attributes are for tests and benchmarks. With `by_phases`, each phase (operation) of a step is a kernel launch
-    of its own, in a CUDA graph, and gives bit-identical results. Without `pipelined`, a thread block fetches an
-    instruction only when the previous one has ended. The other two make results meaningless: without `synchronised`, no
-    instruction waits for another; `ablation` selects a kernel without copies or without arithmetic, also without waits.
+    Three attributes are for tests and benchmarks. Without `pipelined`, a thread block fetches an instruction only when
+    the previous one has ended. The other two make results meaningless: without `synchronised`, no instruction waits for
+    another; `ablation` selects a kernel without copies or without arithmetic, also without waits.
     """
 
     name = "cuda"
@@ -93,13 +91,11 @@ class CudaBackend:
         if why is not None:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages
-        self.by_phases, self.pipelined = False, True
-        self.synchronised, self.ablation = True, Ablation.NONE
+        self.pipelined, self.synchronised, self.ablation = True, True, Ablation.NONE
         self.kernel_s = 0.0  # seconds that the GPU took for the last launch, if `time_launches` was called before
         self._watches: list[Stopwatch] = []
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
-        self._phases: dict[int, PhaseGraph] = {}
         self.running: CudaLaunch | None = None
         self._node = GpuNode(dims.split.tp)
         self._codes: dict[compile.Build, bytes] = {}
@@ -157,8 +153,6 @@ class CudaBackend:
             raise MegakernelError("the previous launch has not ended: wait for it or abort it")
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
-        if self.by_phases and trace:
-            raise MegakernelError("launches by phases cannot be traced: turn off either tracing or launches by phases")
         loaded.synchronise(self.synchronised and self.ablation is Ablation.NONE)
         return CudaLaunch(self, loaded, table, trace=trace)
 
@@ -209,28 +203,29 @@ class CudaBackend:
         loaded.send(table.used)
         for watch in self._watches:
             watch.begin()
-        if self.by_phases:
-            self._by_phases(loaded).launch()
-        else:
-            loaded.launches += 1
-            # Prepare all GPUs' launches before the first starts. Preparing may allocate memory or load code, which may
-            # wait until a running kernel ends. If that kernel waits for a GPU not yet started, both hang.
-            ready = []
-            for grid in loaded.grids:
-                grid.gpu.use()
-                grid.params.launch = loaded.launches % 2**32
-                grid.params.pipelined = self.pipelined
-                self._provide(grid.gpu, grid.params, grid.blocks)
-                if launch.traced:
-                    self._tracing.prepare(grid, loaded.program)
-                kernel = self._kernel(grid.gpu, loaded.program.dims, trace=launch.traced)
-                ready.append((grid.gpu, grid.prepared(kernel)))
-            for gpu, prepared in ready:
-                gpu.use()
-                prepared.begin(together=True)
+        self.run(loaded, traced=launch.traced)
         for watch in self._watches:
             watch.end()
         loaded.fetch()
+
+    def run(self, loaded: Loaded, *, traced: bool) -> None:
+        """Launch the kernel on the GPUs."""
+        loaded.launches += 1
+        # Prepare all GPUs' launches before the first starts. Preparing may allocate memory or load code, which may
+        # wait until a running kernel ends. If that kernel waits for a GPU not yet started, both hang.
+        ready = []
+        for grid in loaded.grids:
+            grid.gpu.use()
+            grid.params.launch = loaded.launches % 2**32
+            grid.params.pipelined = self.pipelined
+            self._provide(grid.gpu, grid.params, grid.blocks)
+            if traced:
+                self._tracing.prepare(grid, loaded.program)
+            kernel = self._kernel(grid.gpu, loaded.program.dims, trace=traced)
+            ready.append((grid.gpu, grid.prepared(kernel)))
+        for gpu, prepared in ready:
+            gpu.use()
+            prepared.begin(together=True)
 
     def ended(self, loaded: Loaded, *, failed: bool) -> None:
         """Record that the launch has ended. If it failed, reset the program's counters."""
@@ -263,22 +258,6 @@ class CudaBackend:
             self._scratch[gpu.ordinal] = address, need
         params.sample_scratch = address
 
-    def _by_phases(self, loaded: Loaded) -> PhaseGraph:
-        key = id(loaded.program)
-        known = self._phases.get(key)
-        if known is None or known.generation != self._heap.generation:
-            if len(loaded.grids) > 1:
-                raise MegakernelError("launches by phases work on a single GPU only: use --tp 1")
-            [grid] = loaded.grids
-            self._provide(grid.gpu, grid.params, grid.blocks)
-            if known is not None:
-                known.close()
-            known = PhaseGraph(
-                loaded.program, grid, self._kernel(grid.gpu, loaded.program.dims, trace=False), self._heap.generation
-            )
-            self._phases[key] = known
-        return known
-
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         slots, length = BUFFERS[Buffer.HISTORY].shape(self.dims, self.pages)
         check_history((slots, length), slot, start, len(tokens))
@@ -292,11 +271,8 @@ class CudaBackend:
         if self.running is not None:
             self.running.abort()
         self._closed = True
-        for phases in self._phases.values():
-            phases.close()
         for loaded in self._programs.values():
             loaded.close()
-        self._phases.clear()
         self._programs.clear()
         self._heap.close()
         for watch in self._watches:

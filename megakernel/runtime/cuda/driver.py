@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -202,18 +201,6 @@ class Gpu:
     def synchronise(self) -> None:
         check("waiting for the GPU", self.driver.cuStreamSynchronize(self.stream))
 
-    def record(self, work: Callable[[], None]) -> Graph:
-        """Return a CUDA graph of the launches that `work` makes. They are recorded, not executed."""
-        self.use()
-        d = self.driver
-        mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check("recording a graph", d.cuStreamBeginCapture(self.stream, mode))
-        try:
-            work()
-        finally:
-            graph = check("recording a graph", d.cuStreamEndCapture(self.stream))
-        return Graph(self, check("making a graph", d.cuGraphInstantiate(graph, 0)), graph)
-
     def close(self) -> None:
         self.use()
         d = self.driver
@@ -252,21 +239,6 @@ class Stopwatch:
         self._gpu.use()
         for event in self._events:
             self._gpu.driver.cuEventDestroy(event)
-
-
-class Graph:
-    """Recorded launches."""
-
-    def __init__(self, gpu: Gpu, handle: Any, source: Any) -> None:
-        self._gpu, self._handle, self._source = gpu, handle, source
-
-    def launch(self) -> None:
-        check("launching a graph", self._gpu.driver.cuGraphLaunch(self._handle, self._gpu.stream))
-
-    def close(self) -> None:
-        self._gpu.use()
-        self._gpu.driver.cuGraphExecDestroy(self._handle)
-        self._gpu.driver.cuGraphDestroy(self._source)
 
 
 class Kernel:
