@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "tokenizer_config.json": lambda path: load_tokenizer(str(path.parent)),
     "tekken.json": lambda path: load_tokenizer(str(path.parent)),
     "tokenizer.model": lambda path: load_tokenizer(str(path.parent)),
-    "chat_template.jinja": lambda path: load_tokenizer(str(path.parent)),
+    "chat_template.jinja": lambda path: load_tokenizer(str(path.parent)).apply_chat_template([]),
     "m.gguf": lambda path: open_checkpoint(str(path)),
     "a.program": load_program,
     "a.trace": Trace.load,

@@ -28,6 +28,7 @@ from fake_gpu import (
 )
 from launch_image import host_map
 from mutate import edit
+from phase_graph import by_phases
 
 from megakernel import LLM, SamplingParams
 from megakernel.errors import MegakernelError
@@ -511,8 +512,6 @@ def test_generates() -> None:
 def test_the_interpreter_itself() -> None:
     """The engine, the launcher and the interpreter compute prompts and decode steps as the reference does. A launch
     that runs one phase after the other and a launch without pipelining give the same bits as a normal launch."""
-    from phase_graph import by_phases
-
     no_compiler()
     kernel = HostKernel(os.environ["HOST"])
     params = SamplingParams(temperature=0.0, max_tokens=5)

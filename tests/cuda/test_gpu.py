@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mutate import edit
+from phase_graph import by_phases
 from runner import Piece, Runner
 from simulated import by_node
 from tiny_llama import ROPES, error, hf_logits, make_llama
@@ -85,8 +86,6 @@ def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
 
 
 def test_switches_change_no_bit(runner: Runner) -> None:
-    from phase_graph import by_phases
-
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
     expected = runner.logits(tokens)
     for _ in range(20):
