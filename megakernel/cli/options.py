@@ -61,7 +61,7 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
     group = parser.add_argument_group("how the compiler places the work")
     names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul")
-    for name in (*names, "no_interleave", "no_rank_overlap"):
+    for name in (*names, "no_interleave"):
         add_setting(group, name)
 
 
@@ -77,7 +77,6 @@ def lowering(args: argparse.Namespace) -> Options:
         matmul=args.matmul,
         expert_parallel=args.enable_expert_parallel,
         interleave=not args.no_interleave,
-        overlap_ranks=not args.no_rank_overlap,
     )
 
 
