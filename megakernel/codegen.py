@@ -4,6 +4,7 @@ csrc/common/isa.h       operations, phases, operand structs, dims, step view, bu
 csrc/cuda/params.h      arguments of a launch of the CUDA interpreter, pages of shared memory
 docs/instructions.md    the reference table
 docs/settings.md        flags and environment variables
+docs/models.md          the table of model families
 
 The pages of docs/ are committed; `--check` exits with 1 if one of them differs from the tables. setup.py writes the
 headers before it builds, so this module imports only packages that pyproject.toml lists for the build.
@@ -369,8 +370,18 @@ def _stale(root: Path, files: dict[str, str]) -> list[str]:
     return [path for path, text in files.items() if not (root / path).exists() or (root / path).read_text() != text]
 
 
+def _models(page: str) -> str:
+    """Return the text of docs/models.md with a new table of families."""
+    from .model.families import table  # the build of the package has none of its dependencies
+
+    title = "| `model_type` | architecture in GGUF files | models |\n| --- | --- | --- |\n"
+    before, _, after = page.partition(title)
+    return before + title + table() + "\n" + after.partition("\n\n")[2]
+
+
 def main(arguments: list[str], root: Path) -> int:
     pages = {"docs/instructions.md": reference(), "docs/settings.md": settings.reference()}
+    pages["docs/models.md"] = _models((root / "docs/models.md").read_text())
     if "--check" in arguments:
         for path in (stale := _stale(root, pages)):
             print(f"{path}: differs from the tables")

@@ -15,7 +15,6 @@ from .like_llama import (
     GLM,
     GRANITE,
     GRANITE_HYBRID,
-    HELIUM,
     INTERNLM3,
     IQUEST_CODER,
     MINISTRAL,
@@ -34,11 +33,17 @@ from .post_norms import EXAONE4, GEMMA3, GLM4, OLMO2, OLMO3
 _ALL = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3, GPT_OSS, PHI3, OLMO2, OLMO3,
     OLMOE, SMOLLM3, GRANITE, GRANITE_MOE, GRANITE_HYBRID, GLM, GLM4, ERNIE4_5, SEED_OSS, CWM, EXAONE, EXAONE4,
-    INTERNLM3, IQUEST_CODER, HELIUM,
+    INTERNLM3, IQUEST_CODER,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 __all__ = ["FAMILIES", "LACKING", "Family", "forward", "weights"]
+
+
+def table() -> str:
+    """The table of families in docs/models.md."""
+    names = {f.name: ", ".join(f"`{name}`" for name in f.gguf) or "—" for f in _ALL}
+    return "".join(f"| `{f.name}` | {names[f.name]} | {f.models} |\n" for f in _ALL)
 
 
 def forward(config: ModelConfig) -> Forward:

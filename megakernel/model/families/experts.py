@@ -91,6 +91,7 @@ def read(config: Keys) -> dict[str, Any]:
 
 MIXTRAL = Family(
     name="mixtral",
+    models="Mixtral 8x7B and 8x22B",
     architecture="MixtralForCausalLM",
     gguf=("llama",),
     forward=forward,
@@ -111,6 +112,7 @@ MIXTRAL = Family(
 GRANITE_MOE = replace(
     GRANITE,
     name="granitemoe",
+    models="Granite 3 with experts, such as granite-3.1-1b-a400m",
     architecture="GraniteMoeForCausalLM",
     gguf=("granitemoe",),
     forward=forward,
@@ -130,6 +132,7 @@ GRANITE_MOE = replace(
 
 OLMOE = Family(
     name="olmoe",
+    models="OLMoE-1B-7B",
     architecture="OlmoeForCausalLM",
     gguf=("olmoe",),
     forward=forward,
@@ -158,6 +161,7 @@ def read_qwen3(config: Keys) -> dict[str, Any]:
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B",
     architecture="Qwen3MoeForCausalLM",
     gguf=("qwen3moe",),
     forward=forward,
@@ -197,6 +201,7 @@ def read_gguf_gpt_oss(config: Keys) -> dict[str, Any]:
 _GATE_UP = "mlp.experts.gate_proj mlp.experts.up_proj"
 GPT_OSS = Family(
     name="gpt_oss",
+    models="gpt-oss-20b and 120b",
     architecture="GptOssForCausalLM",
     gguf=("gpt-oss",),
     forward=forward,

@@ -57,6 +57,7 @@ class Family:
     """Declares a model family: its forward pass, and how to read its files.
 
     `name`            `model_type` in config.json
+    `models`          published models of the family, in Markdown
     `architecture`    the class name in config.json
     `also`            other class names in config.json, of files that newer software saves
     `inside`          the classes that also see images, whose text part is a model of the family
@@ -88,6 +89,7 @@ class Family:
     """
 
     name: str
+    models: str
     architecture: str
     also: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ _ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
 
 CWM = Family(
     name="cwm",
+    models="CWM 32B",
     architecture="CwmForCausalLM",
     forward=forward,
     fields={"mlp_bias": ("mlp_bias", False)},
@@ -36,6 +37,7 @@ CWM = Family(
 
 ERNIE4_5 = Family(
     name="ernie4_5",
+    models="ERNIE-4.5-0.3B",
     architecture="Ernie4_5ForCausalLM",
     gguf=("ernie4_5",),
     forward=forward,
@@ -46,6 +48,7 @@ ERNIE4_5 = Family(
 
 EXAONE = Family(
     name="exaone",
+    models="EXAONE 3.0 and 3.5",
     architecture="ExaoneForCausalLM",
     also=("LlamaForCausalLM",),
     gguf=("exaone",),
@@ -71,6 +74,7 @@ EXAONE = Family(
 
 GEMMA = Family(
     name="gemma",
+    models="Gemma 2B and 7B",
     architecture="GemmaForCausalLM",
     gguf=("gemma",),
     forward=forward,
@@ -88,6 +92,7 @@ GEMMA = Family(
 
 GLM = Family(
     name="glm",
+    models="GLM-4-9B-chat",
     architecture="GlmForCausalLM",
     forward=forward,
     weights={Buffer.W_GATE_UP: _ONE_GATE_UP},
@@ -106,6 +111,7 @@ _MULTIPLIERS = {
 }
 GRANITE = Family(
     name="granite",
+    models="Granite 3 without experts",
     architecture="GraniteForCausalLM",
     gguf=("granite",),
     forward=forward,
@@ -128,6 +134,7 @@ def _attention_only(config: Keys) -> dict[str, Any]:
 GRANITE_HYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
+    models="Granite 4.0 without Mamba and without experts, such as granite-4.0-micro (its GGUF files are `granite`)",
     architecture="GraniteMoeHybridForCausalLM",
     gguf=(),
     weights={
@@ -143,17 +150,9 @@ GRANITE_HYBRID = replace(
     "output_router_logits position_embedding_type router_aux_loss_coef time_step_limit",
 )
 
-HELIUM = Family(
-    name="helium",
-    architecture="HeliumForCausalLM",
-    forward=forward,
-    adjacent=("safetensors", "gguf"),
-    fields={"qkv_bias": ("attention_bias", False), "mlp_bias": ("mlp_bias", False)},
-    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128},
-)
-
 INTERNLM3 = Family(
     name="internlm3",
+    models="InternLM3-8B",
     architecture="InternLM3ForCausalLM",
     also=("LlamaForCausalLM",),
     forward=forward,
@@ -164,6 +163,7 @@ INTERNLM3 = Family(
 
 IQUEST_CODER = Family(
     name="iquestcoder",
+    models="IQuest-Coder-V1",
     architecture="IQuestCoderForCausalLM",
     also=("LlamaForCausalLM",),
     forward=forward,
@@ -176,6 +176,7 @@ IQUEST_CODER = Family(
 # GGUF files of the architecture "llama" may also contain Mistral models, because the forward pass is the same.
 MISTRAL = Family(
     name="mistral",
+    models="Mistral 7B, and the text part of Mistral-Small-3.1 (`Mistral3ForConditionalGeneration`)",
     architecture="MistralForCausalLM",
     inside=("Mistral3ForConditionalGeneration",),
     gguf=("llama", "mistral3"),
@@ -189,6 +190,7 @@ MISTRAL = Family(
 MINISTRAL = replace(
     MISTRAL,
     name="ministral",
+    models="Ministral 8B",
     architecture="MinistralForCausalLM",
     keys="sliding_window layer_types",
 )
@@ -196,6 +198,7 @@ MINISTRAL = replace(
 MINISTRAL3 = replace(
     MISTRAL,
     name="ministral3",
+    models="Ministral 3, with contexts of at most 16,384 tokens",
     architecture="Ministral3ForCausalLM",
     read=lambda config: windows(config) if "sliding_window" in config.raw else {},
     defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
@@ -212,6 +215,7 @@ def _phi3(config: Keys) -> dict[str, Any]:
 
 PHI3 = Family(
     name="phi3",
+    models="Phi-3, Phi-4, Phi-4-mini",
     architecture="Phi3ForCausalLM",
     gguf=("phi3",),
     forward=forward,
@@ -239,6 +243,7 @@ def _qwen2(config: Keys) -> dict[str, Any]:
 
 QWEN2 = Family(
     name="qwen2",
+    models="Qwen2, Qwen2.5, and the text part of Qwen2-VL and Qwen2.5-VL",
     architecture="Qwen2ForCausalLM",
     inside=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     gguf=("qwen2", "qwen2vl"),
@@ -252,6 +257,7 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     name="qwen3",
+    models="Qwen3, and the text part of Qwen3-VL 2B to 32B (`Qwen3VLForConditionalGeneration`)",
     architecture="Qwen3ForCausalLM",
     inside=("Qwen3VLForConditionalGeneration",),
     gguf=("qwen3", "qwen3vl"),
@@ -266,6 +272,7 @@ QWEN3 = Family(
 
 SEED_OSS = Family(
     name="seed_oss",
+    models="Seed-OSS-36B",
     architecture="SeedOssForCausalLM",
     gguf=("seed_oss",),
     forward=forward,
@@ -291,6 +298,7 @@ def _smollm3(config: Keys) -> dict[str, Any]:
 
 SMOLLM3 = Family(
     name="smollm3",
+    models="SmolLM3-3B",
     architecture="SmolLM3ForCausalLM",
     gguf=("smollm3",),
     forward=forward,

@@ -79,6 +79,7 @@ def _window(config: Keys) -> dict[str, int]:
 
 LLAMA = Family(
     name="llama",
+    models="Llama 1 to 3.3, SmolLM2, Falcon3, and all others whose config.json says `LlamaForCausalLM`",
     architecture="LlamaForCausalLM",
     gguf=("llama",),
     forward=forward,

@@ -60,6 +60,7 @@ def forward_olmo(c: ModelConfig, f: Family) -> Forward:
 GLM4 = replace(
     GLM,
     name="glm4",
+    models="GLM-4-9B-0414, GLM-4-32B-0414",
     architecture="Glm4ForCausalLM",
     gguf=("glm4",),
     forward=forward,
@@ -97,6 +98,7 @@ def _gguf_gemma3(config: Keys) -> dict[str, Any]:
 GEMMA3 = replace(
     GEMMA,
     name="gemma3_text",
+    models="Gemma 3 270M and 1B, and the text part of 4B to 27B (`Gemma3ForConditionalGeneration`)",
     architecture="Gemma3ForCausalLM",
     inside=("Gemma3ForConditionalGeneration",),
     gguf=("gemma3",),
@@ -141,6 +143,7 @@ def _gguf_exaone4(config: Keys) -> dict[str, Any]:
 
 EXAONE4 = Family(
     name="exaone4",
+    models="EXAONE 4.0",
     architecture="Exaone4ForCausalLM",
     gguf=("exaone4",),
     forward=forward_olmo,
@@ -166,6 +169,7 @@ def _olmo3(config: Keys) -> dict[str, Any]:
 
 OLMO2 = Family(
     name="olmo2",
+    models="OLMo-2-1B to 32B",
     architecture="Olmo2ForCausalLM",
     gguf=("olmo2",),
     forward=forward_olmo,
@@ -185,6 +189,7 @@ OLMO2 = Family(
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
+    models="Olmo-3-7B and 32B",
     architecture="Olmo3ForCausalLM",
     read=_olmo3,
     keys="layer_types sliding_window",
