@@ -30,7 +30,7 @@ _TABLE = """
     to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
 --generation-config | dir | auto | defaults of sampling: auto (what the model's author recommends), vllm (none, so that
     the API's own defaults apply) or a folder with a generation_config.json
---tensor-parallel-size --tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
+--tensor-parallel-size --tp -tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
 --speculate | depth | 0 | maximum tokens per sequence (0 to 63; 0 is off) that prompt lookup proposes and one step
     verifies, where this is faster; the generated tokens do not change
 --enable-expert-parallel | switch | off | each rank has some whole experts, instead of a part of every expert
@@ -236,7 +236,7 @@ def _setting(line: str) -> tuple[str, Setting]:
     """Return the name and the setting in a line of _TABLE. The name is that of the flag in Python, such as
     `max_num_seqs` for --max-num-seqs, or that of the environment variable in lower case."""
     names, kind, default, what = line.split(" | ")
-    flag, *aliases = [name for name in names.split() if name.startswith("--")] or [""]
+    flag, *aliases = [name for name in names.split() if name.startswith("-")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)
     kind, several = kind.removesuffix("..."), kind.endswith("...")
     read = one_of(*kind.split("/")) if "/" in kind else _TYPES.get(kind, str)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import msgspec
 
@@ -59,17 +60,21 @@ class _Count(msgspec.Struct):
 class PartialAnswer:
     """The part of an answer that has arrived so far. `tokens` is None while the number of its tokens is unknown."""
 
-    text: str = ""
     tokens: int | None = None
     finish_reason: str | None = "stopped"
+    _pieces: list[str] = field(default_factory=list)
     _began: float = field(default_factory=perf_counter)
     _first: float | None = None
     _last: float = 0.0
 
     def add(self, text: str) -> None:
-        self.text += text
+        self._pieces.append(text)
         self._last = perf_counter()
         self._first = self._first or self._last
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
 
     @property
     def ttft_s(self) -> float | None:
@@ -151,6 +156,16 @@ class _RefusedError(MegakernelError):
     """Raised if the server answers a request with an HTTP error."""
 
 
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects, without the API key if they lead to another server."""
+
+    def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Request | None:
+        new = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if new and urlsplit(new.full_url)[:2] != urlsplit(req.full_url)[:2]:
+            new.remove_header("Authorization")
+        return new
+
+
 class RemoteModel:
     """A server with the OpenAI API at `url`, with or without `/v1` at the end. `model` is one of the server's model
     names; None means its first model."""
@@ -211,11 +226,12 @@ class RemoteModel:
         data = None if body is None else json.dumps(body).encode()
         try:
             try:
-                with urlopen(Request(self._url + path, data, self._headers), timeout=_SILENCE_S) as reply:
+                asked = Request(self._url + path, data, self._headers)
+                with build_opener(_Redirects).open(asked, timeout=_SILENCE_S) as reply:
                     yield reply
             except HTTPError as e:
                 raise _RefusedError(_message(_error_in(e.read(_MOST_LINE)))) from None
-        except (OSError, ValueError, http.client.HTTPException) as e:
+        except (OSError, ValueError, OverflowError, http.client.HTTPException) as e:
             why = getattr(e, "reason", None) or e or type(e).__name__
             raise MegakernelError(f"the request to {self._url} failed: {why}") from e
 

@@ -101,6 +101,7 @@ class Answers:
         # Number of choices that the engine has not ended, and of those whose end has not been read.
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
+        self.prompt_tokens = sum(map(len, prompts))
         self._scored = params.prompt_logprobs is not None
         work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
         self._most = max(1, MOST_WORK // work)  # tokens of one `take`
@@ -139,6 +140,9 @@ class Answers:
 
     def close(self) -> None:
         """Abort the choices that are not finished."""
+        if self._metrics and self._left and self.unenforced is not None:
+            self._metrics.aborted(self._left)
+            self._metrics = None
         self._client.abort(self)
 
     def put(self, token: Token) -> None:

@@ -7,10 +7,12 @@ import logging
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
+from time import perf_counter
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megakernel.serving.server.client import Answers
 from megakernel.serving.server.errors import APIError, ClientGone, quoted
 from megakernel.serving.server.limits import (
     BODY_SECONDS,
@@ -21,11 +23,12 @@ from megakernel.serving.server.limits import (
     check_text,
     has_more_values,
 )
-from megakernel.serving.server.service import CLIENT
+from megakernel.serving.server.service import ANSWERS, CLIENT
 from megakernel.serving.server.writer import DIRECT, HEADER, REPLAYED, replayed
 
 log = logging.getLogger(__name__)
 _MOST_ID = 256  # maximum characters of a client's X-Request-Id
+_LEFT = 499  # the status in the log if the client closed the connection before the end of the answer
 
 
 class Gate:
@@ -53,7 +56,9 @@ class Gate:
         REPLAYED.set(replayed(headers.get(HEADER.encode())))
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
-        send = _with_id(send, headers.get(b"x-request-id", b""))
+        began, answers = perf_counter(), list[Answers]()
+        ANSWERS.set(answers)
+        send = noted = _Noted(send, headers.get(b"x-request-id", b""))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             names = [name for name, _ in scope["headers"]]
@@ -68,9 +73,12 @@ class Gate:
             else:
                 await self._app(scope, receive, send)
         except ClientGone:
-            log.debug("a client left %s", scope["path"])
+            noted.status = _LEFT
         except APIError as e:
             await e.response(scope["path"])(scope, receive, send)
+        finally:
+            if scope["method"] == "POST":
+                noted.log(scope["path"], perf_counter() - began, answers)
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body and call the application. Until it is answered, the body counts against the limit on all
@@ -161,13 +169,21 @@ def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
     return receive_and_look, send_and_drop
 
 
-def _with_id(send: Send, given: bytes) -> Send:
-    """Wrap `send` so that it adds the header X-Request-Id: the client's own value, or a new one."""
-    known = given if 0 < len(given) <= _MOST_ID and given.isascii() else secrets.token_hex(16).encode()
+class _Noted:
+    """Sends an answer with the header X-Request-Id (the client's own value, or a new one), and logs its end."""
 
-    async def send_with_id(message: Message) -> None:
+    def __init__(self, send: Send, given: bytes) -> None:
+        self._send, self.status = send, 500
+        self._id = given if 0 < len(given) <= _MOST_ID and given.isascii() else secrets.token_hex(16).encode()
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"x-request-id", known)]
-        await send(message)
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self._id)]
+        await self._send(message)
 
-    return send_with_id
+    def log(self, path: str, seconds: float, answers: list[Answers]) -> None:
+        read, made = (sum(getattr(a, name) for a in answers) for name in ("prompt_tokens", "completion_tokens"))
+        first = min((at - a.submitted_at for a in answers for at, _ in a.times if at), default=seconds)
+        told = "%s POST %.200r: status %d, %d prompt tokens, %d generated, first after %.3f s, %.3f s in all"
+        log.info(told, self._id.decode(), path, self.status, read, made, first, seconds)

@@ -82,7 +82,7 @@ _NUMBERS: tuple[tuple[_Kind, str, str, str], ...] = (
     (_GAUGE, "megakernel:ceiling_flops_per_second", "measured peak FLOP/s of multiply-adds", "ceiling_flops"),
     (_GAUGE, "megakernel:ceiling_bytes_per_second", "measured peak memory read bandwidth", "ceiling_bytes"),
 )
-_REASONS = ("stop", "length")
+_REASONS = ("stop", "length", "abort")
 # The fields of a frontend's row of counters, each with the number of values that it takes. The field of a histogram has
 # the sum of the observed values, followed by one count per bucket. The last bucket is +Inf.
 _FIELDS = [(name, 1) for name in ("cpu_s", "prompt_tokens", "generation_tokens", *_REASONS)]
@@ -124,6 +124,10 @@ class Metrics(Collector):
         self._observe("request_decode_time_seconds", last - first)
         self._observe("request_inference_time_seconds", last - admitted)
         self._observe("request_generation_tokens", tokens)
+
+    def aborted(self, choices: int) -> None:
+        """Count choices that did not finish, because the client left or an error occurred."""
+        self._add("abort", choices)
 
     def _add(self, name: str, value: float) -> None:
         self.row.numbers[self.row.at[name]] += value

@@ -36,6 +36,7 @@ from megakernel.serving.text.tool_calls import Reader
 
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
+ANSWERS: ContextVar[list[Answers]] = ContextVar("answers")  # gets the answers to the current request, for the log
 
 
 class ThreadTurns:
@@ -329,7 +330,9 @@ class Service:
         self.codec.check(params)
         transcripts = [one for prompt in prompts for one in self.codec.transcripts(prompt, params, special=special)]
         seed = replay.seed if replay else None
-        return self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
+        answers = self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
+        ANSWERS.get([]).append(answers)
+        return answers
 
     async def respond(self, body: Sampled, writer: Writer) -> Response:
         """Return the whole answer, or a stream that begins when the engine has accepted the request. On any failure,

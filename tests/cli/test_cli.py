@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_is_a_warning(capsys: pytest.CaptureFixture[st
     large = ("--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4", "--queue", "none")
     status, _, err = run(capsys, "compile", *large)
     assert status == 0 and "warning: the weights of a rank take 141.1 GB, but h100 has 80.0 GB" in err
-    assert not run(capsys, "compile", *large, "--tp", "8")[2]
+    assert not run(capsys, "compile", *large, "-tp", "8")[2]
     assert not run(capsys, "compile", "--model", tiny_shape, "--machine", "h100")[2]
 
 

@@ -139,6 +139,7 @@ HOSTILE: dict[str, tuple[bytes, bytes]] = {
     "endless error": (b"HTTP/1.1 500 OK\r\n\r\n", b"x" * 65536),
     "endless head": (b"HTTP/1.1 200 OK\r\n", b"X: " + b"y" * 60_000 + b"\r\n"),
     "large chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffff\r\n", b"x" * 65536),
+    "huge chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n", b""),
     "odd chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nxxxxx", b""),
     "cut trailer": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b""),
     "no status": (b"HTTP/1.1\r\n\r\n", b""),

@@ -111,25 +111,22 @@ def test_the_host_header_is_one_name(guarded: Live, hosts: list[str], status: in
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and (b"--allowed-hosts" in answer) == (status == 403)
 
 
+HOST = "Host: localhost"
+
+
 @pytest.mark.parametrize(
-    ("request_line", "headers", "status"),
+    ("lines", "status"),
     [
-        ("OPTIONS / HTTP/1.0", (), 204),  # the check of a balancer
-        ("GET /version HTTP/1.0", (), 200),
-        ("GET /version HTTP/1.1", ("Host: localhost", "Authorization: Bearer a", "Authorization: Bearer b"), 400),
-        ("GET /version HTTP/1.1", ("Host: localhost", "X-Api-Key: a", "X-Api-Key: a"), 400),
-        ("GET /v1/models/ HTTP/1.1", ("Host: localhost",), 200),
+        (["OPTIONS / HTTP/1.0"], 204),  # the check of a balancer
+        (["GET /version HTTP/1.0"], 200),
+        (["GET /version HTTP/1.1", HOST, "Authorization: Bearer a", "Authorization: Bearer b"], 400),
+        (["GET /version HTTP/1.1", HOST, "X-Api-Key: a", "X-Api-Key: a"], 400),
+        (["GET /v1/models/ HTTP/1.1", HOST], 200),
+        (["GET /health HTTP/1.1", "Host: evil.com"], 200),
     ],
 )
-def test_headers_that_are_absent_or_sent_twice(
-    guarded: Live, request_line: str, headers: tuple[str, ...], status: int
-) -> None:
-    answer = guarded.said("\r\n".join([request_line, *headers, CLOSE, "", ""]).encode())
-    assert answer.startswith(b"HTTP/1.1 %d " % status)
-
-
-def test_health_has_any_name(guarded: Live) -> None:
-    assert guarded.request("GET", "/health", headers={"Host": "evil.com"})[0] == 200
+def test_headers_that_are_absent_or_sent_twice(guarded: Live, lines: list[str], status: int) -> None:
+    assert guarded.said("\r\n".join([*lines, CLOSE, "", ""]).encode()).startswith(b"HTTP/1.1 %d " % status)
 
 
 @pytest.fixture(scope="module")

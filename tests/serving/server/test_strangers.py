@@ -3,24 +3,25 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
 from threading import Event
+from time import sleep
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from api_support import Live, serving, user
+from api_support import Live, serving, until, user
 from serve_process import asleep, children, started, state
 
 from megakernel import LLM
 from megakernel.cli import serve
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.model.chat_template import ChatTemplate
 from megakernel.model.tokenizer import Limit, TooLong
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server import client, scores, writer
@@ -186,14 +187,6 @@ def test_a_long_text_is_encoded_in_part(model: str, monkeypatch: pytest.MonkeyPa
     assert size < 200_000
 
 
-def test_a_template_that_prints_too_much_is_stopped_early(model: str) -> None:
-    tokenizer = load_tokenizer(model)
-    assert tokenizer is not None
-    tokenizer.set_chat_template(ChatTemplate("{{ 'a' * 1000000 }}", "here"))
-    with pytest.raises(MegakernelError, match="the conversation has 1000000 characters, more than 600"):
-        tokenizer.apply_chat_template(user("x")["messages"], limit=Limit(600))
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
 @pytest.mark.parametrize("kind", ["template", "grammar"])
 def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
@@ -241,3 +234,19 @@ def test_nothing_outlives_a_server(model: str, monkeypatch: pytest.MonkeyPatch, 
                 server.terminate()
             assert server.wait(timeout=30) == (128 + signal.SIGTERM if signals == 2 else 0)
         assert state(frontend) in "ZX" and not list(tmp_path.glob("megakernel-*"))
+
+
+def test_the_log_has_a_line_for_each_request(null: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """Its times and tokens tell an operator what a client saw. Requests of clients that leave are counted too."""
+    caplog.set_level("INFO", "megakernel.serving.server.http")
+    null.request("POST", COMPLETIONS, {"prompt": "abc", "max_tokens": 2, "n": 2}, {"X-Request-Id": "mine"})
+    null.request("POST", COMPLETIONS, {"prompt": ""})
+    null.host.loop.on_step.append(lambda *_: sleep(0.02))
+    with null.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}) as sock:
+        assert sock.recv(100).startswith(b"HTTP/1.1 200 OK")
+    until(lambda: "499" in caplog.text)
+    lines = [record.getMessage() for record in caplog.records]
+    time = r"\d+\.\d{3} s"
+    told = rf"mine POST '/v1/completions': status 200, 3 prompt tokens, 4 generated, first after {time}, {time} in all"
+    assert re.fullmatch(told, lines[0]) and "status 400, 0 prompt tokens" in lines[1] and "status 499, 1" in lines[2]
+    assert null.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 1
