@@ -24,7 +24,7 @@ constexpr int kAccumulators = 10, kWithScales = 8, kMicroRows = 5;
 #elif defined(__aarch64__)
 constexpr int kAccumulators = 24, kWithScales = 24, kMicroRows = 6;
 #else
-constexpr int kAccumulators = 8, kWithScales = 16, kMicroRows = 2;
+constexpr int kAccumulators = 8, kWithScales = 8, kMicroRows = 2;
 #endif
 static_assert(kMicroRows <= kMaxMicroRows);
 // The maximum number of rows that one pass over a tile's weights multiplies.
