@@ -46,7 +46,6 @@ def test_every_term_is_in_use() -> None:
     text = "\n".join(path.read_text() for path in (*DOCUMENTS, *paths))
     found = terms(GLOSSARY.read_text())
     assert not unused(found, text)
-    assert unused(["wobble counter", *found], text) == ["wobble counter"]
 
 
 def test_terms_are_in_order_and_once() -> None:

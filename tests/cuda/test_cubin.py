@@ -149,21 +149,6 @@ def test_every_kind_of_work_uses_its_instructions(built: Built) -> None:
     assert lacking(built.code, TABLES[built.numerics]) == []
 
 
-def test_a_table_that_no_code_meets_fails() -> None:
-    text = """
-	//## File "/a/gemm.h", line 3 inlined at "/a/matmul.h", line 7
-	//## File "/a/matmul.h", line 7
-        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, !UPT ;
-        /*0010*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-"""
-    left = lacking(sass.parse(text), {"gemm.h": TENSOR["gemm.h"], "storer.h": TENSOR["storer.h"]})
-    assert [entry.split(" (")[0] for entry in left] == [
-        "gemm.h: WARPGROUP.DEPBAR.LE gsb0, 0x1",
-        "gemm.h: SHFL.BFLY",
-        *(f"storer.h: {opcode}" for opcode in TENSOR["storer.h"]),
-    ]
-
-
 def budgets() -> dict[str, int]:
     """The number of registers per thread: of service warps, which move data, and of consumers, which compute."""
     text = (cuda.source_folder() / "cuda" / "megakernel.cu").read_text()

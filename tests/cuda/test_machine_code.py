@@ -19,32 +19,6 @@ from megakernel.targets.issue import SAMPLE_GROUP
 # The limits for cycles found in machine code, divided by the declared cycles. Compilers differ a little; beyond these
 # limits, the declared figure is out of date.
 LOWEST, HIGHEST = 0.9, 1.05
-LOOP = """
-.L_x_0:
-	//## File "/a/b.h", line 1
-        /*0000*/                   LDS R0, [R1] ;   /* 0x0000000000000000 */
-                                                    /* 0x000fe60000000800 */
-        /*0010*/              @!P0 BRA `(.L_x_1) ;  /* 0x0000000000000000 */
-                                                    /* 0x000fea0000000800 */
-	//## File "/a/b.h", line 2
-        /*0020*/                   FFMA R0, R1, R2, R3 ; /* 0x0000000000000000 */
-                                                    /* 0x000fde0000000800 */
-.L_x_1:
-        /*0030*/               @P1 BRA `(.L_x_0) ;  /* 0x0000000000000000 */
-                                                    /* 0x000fe00000000800 */
-        /*0040*/                   EXIT ;           /* 0x0000000000000000 */
-                                                    /* 0x000fea0000000800 */
-"""
-
-
-def test_floors_of_a_loop() -> None:
-    code = sass.parse(LOOP)
-    assert [i.stall for i in code.instructions] == [3, 5, 15, 0, 5]
-    assert code.floor([0]) == sass.Floor(3 + 5 + 1, 3)
-    assert code.floor([0], [2]) == sass.Floor(3 + 5 + 15 + 1, 4)
-    assert code.floor([0], ends=[4]) == sass.Floor(9, 3)
-    assert code.floor([0], [4]) is None and code.floor([2], [2], [2]) is None
-    assert code.instructions[2].lines == {("b.h", 2)} and code.instructions[2].sources == {"b.h"}
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +48,6 @@ def test_the_paths_of_an_instruction_are_as_long_as_declared(codes: dict[Units, 
         assert found[1:] == pytest.approx(others, rel=0.2, abs=0.25), name  # nvcc and the NVRTCs differ more in these
     groups = [machine_code.Paths(code, units).sample_entries() for units, code in codes.items()]
     assert min(groups) == SAMPLE_GROUP
-
-
-def test_a_path_waits_for_results_and_counts_its_lines() -> None:
-    code = sass.parse(LOOP)
-    assert code.path([0], ends=[4]) == [0, 1, 3, 4] and code.path([0], [4]) == []
-    assert (code.instructions[0].awaits, code.instructions[0].releases) == (0, None)
-    load, use = (replace(code.instructions[i], **change) for i, change in ((0, {"releases": 2}), (1, {"awaits": 4})))
-    code.instructions[:2] = load, use
-    assert code.waited([0, 1, 3, 4], 100, 29) == 29 + 5 + 1 + 5
-    code.instructions[0] = replace(load, opcode="LDG.E")
-    assert code.waited([0, 1, 3, 4], 100, 29) == 100 + 5 + 1 + 5
-    assert code.lines([0, 1, 3, 4]) == 1
 
 
 @pytest.mark.slow

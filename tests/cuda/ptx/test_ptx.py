@@ -16,7 +16,6 @@ import fake_gpu
 import ptx_steps
 import pytest
 from ptx_faults import FAULTS
-from ptx_table import meaning
 from ptx_world import BUILDS, built, ptx_of
 
 from megakernel.runtime.cuda.compile import Build
@@ -109,13 +108,3 @@ def test_other_builds(name: str, kind: str) -> None:
     if name in ABLATED:
         has, lacks = ABLATED[name]
         assert re.search(has, ptx_of(build)) and not re.search(lacks, ptx_of(build))
-
-
-def test_the_sample_has_faults() -> None:
-    assert {fault.name for faults in FAULTS.values() for fault in faults} >= SAMPLE.keys()
-
-
-@pytest.mark.parametrize("opcode", ["add.s16", "ld.acquire.cta.shared.u32", "fence.acq_rel.gpu", "mbarrier.init.b64"])
-def test_an_unknown_instruction_is_an_error(opcode: str) -> None:
-    with pytest.raises(ValueError, match=f"{opcode} with 2 operands is not in the table"):
-        meaning(opcode, 2)
