@@ -110,7 +110,7 @@ class Paths:
     def passing(self) -> Floor:
         """Return the cycles in which one of two loader warps skips a page that the other one fills."""
         waits, here = self._walk()
-        return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.full[at.slot])"))
+        return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.empty[at.slot])"))
 
     def tiles(self) -> Floor:
         """Return the cycles in which a loader warp fills a page of shared memory for a matmul on tensor cores."""
@@ -120,10 +120,8 @@ class Paths:
         return self._filled("p.load_bytes(", "piece += kPieces", PIECES)
 
     def columns(self) -> Floor:
-        """Return the cycles in which a loader warp fills a page with weights for dot products and prefetches one
-        more."""
-        ahead = self._at("loaders.h", "p.prefetch_columns(", "UTMAPF")
-        return self._filled("p.load_columns(", "if (member) x += kPiece", visits=(ahead,))
+        """Return the cycles in which a loader warp fills a page with weights for dot products."""
+        return self._filled("p.load_columns(", "if (member) x += kPiece")
 
     def _walk(self) -> tuple[set[int], set[int]]:
         """Return two sets of instructions of the loop in which a loader warp fills shared-memory pages for a matmul.

@@ -1,20 +1,21 @@
 // The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kPages
 // pages of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all
 // instructions, lies in slot n % kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
-//   full    both loader warps have arrived for the page, and the bytes that one of them requested are in it.
-//           For an output page, `full` means that the consumer warps may write it
+//   full    the bytes that one of the two loader warps has requested are in the page. For an output page,
+//           `full` means that the consumer warps may write it
 //   ready   output pages only: the consumer warps have written the page
-//   empty   all consumer warps have released the page; a warp releases a page when it no longer needs the
-//           page, but the storer warp releases an output page on behalf of all consumer warps
+//   empty   all consumer warps have released the page, and the other loader has passed it. A warp releases a
+//           page when it no longer needs the page, but the storer warp releases an output page on behalf of
+//           all consumer warps
 //
 // Which pages an instruction uses, and in which order, depends on the instruction alone (plan.h). Every role
 // (loader, consumer, storer) can therefore list the same pages without communicating.
 //
-// One loader warp loads weights and another loads inputs. For every page, both wait until it is empty and
-// both arrive at its `full` barrier, although only one of them fills it. This keeps each loader within kPages
-// pages (the whole ring) of the other loader and of the consumer warps. Without this limit a wait could go
-// wrong: it tests only the parity of a barrier's phase, so it would confuse phases that are two apart. No
-// barrier is ever re-initialised.
+// One loader warp loads weights and another loads inputs. For every page, both wait until its slot is empty,
+// although only one of them fills it; the other one passes it. This keeps each loader within kPages pages
+// (the whole ring) of the other loader and of the consumer warps. Without this limit a wait could go wrong:
+// it tests only the parity of a barrier's phase, so it would confuse phases that are two apart. No barrier is
+// ever re-initialised.
 //
 // A block works on up to kSlots instructions at once. Instruction j uses the shared-memory slot j % kSlots,
 // with its description (the task) and these barriers, which complete one phase per instruction:
@@ -48,14 +49,22 @@ struct Late {
   Where where;
 };
 
+// Where the weight loader prefetches into the L2 cache (loaders.h): page `page` of the weights of instruction
+// j, `pages` pages beyond the page that it loads next. `since`: when it last prefetched. `begin`: when it
+// asked for the first page of its instruction; 0: it has not.
+struct BlockAhead {
+  uint32_t j, since;
+  int32_t page, pages;
+  uint64_t begin;
+};
+
 template <class Barrier>
 struct BlockMemory {
   unsigned char pages[kPages][kPageBytes];  // aligned to 1024 bytes on the device
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
-  Barrier parted;      // completes once both loader warps have finished
-  uint32_t passed[2];  // [loader]: number of pages that the loader had processed when it ended
   Late late[kWarps];
+  BlockAhead ahead;
   Sizes dims;
   StepView step;
   Scratch scratch;

@@ -9,10 +9,7 @@ namespace mk {
 template <class P>
 class Controller {
  public:
-  MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {
-    if constexpr (!kHolds) return;
-    MK_UNROLL for (int i = 0; i < kHeld; ++i) phases_[i] = phases()[i * P::kLanes + p.lane()];
-  }
+  MK_FN Controller(P& p, Block<P>& block, const Params& params) : p_(p), block_(block), params_(params) {}
 
   MK_FN void run() {
     walk();
@@ -37,7 +34,8 @@ class Controller {
     const int32_t* offsets = params_.offsets[where.segment] + block_.rank * params_.workers + block_.worker;
     MK_LOOP for (where.number = offsets[0]; where.number < offsets[1]; ++where.number) {
       const int32_t* record = params_.records[where.segment] + static_cast<int64_t>(where.number) * kWords;
-      if (operation_of(record) == Operation::kDrain && !drain(operands<Drain>(record), where)) return false;
+      if (phase_of(record).operation == Operation::kDrain && !drain(operands<Drain>(record), where))
+        return false;
       if (aborted()) return false;
       publish(record, where);
     }
@@ -82,17 +80,10 @@ class Controller {
   // Returns whether the launch was aborted, as one lane sees it: all lanes must take the same branch.
   MK_FN bool aborted() { return shuffle(p_.aborted(), 0) != 0; }
 
-  MK_FN Operation operation_of(const int32_t* record) const {
-    const int32_t n = record_phase(record);
-    return static_cast<Operation>(shuffle(static_cast<int32_t>(held(n).operation), n % P::kLanes));
+  // Returns the parameters of an instruction's phase (the model's operation, isa.h).
+  MK_FN const Phase& phase_of(const int32_t* record) const {
+    return params_.phases[block_.rank * (kMaxPhases + 1) + (record ? record_phase(record) : 0)];
   }
-  // Returns the parameters of phase number n. If the lanes hold the phases, only the result on lane n %
-  // kLanes is phase n.
-  MK_FN const Phase& held(int32_t n) const {
-    if constexpr (!kHolds) return phases()[n];
-    return phases_[kHeld == 1 ? 0 : n / P::kLanes];
-  }
-  MK_FN const Phase* phases() const { return params_.phases + block_.rank * (kMaxPhases + 1); }
 
   // Hands an instruction's record to the other warps. An experts record is handed over in parts (routes.h). A
   // null record marks the end of the stream.
@@ -127,27 +118,15 @@ class Controller {
   MK_FN void describe(Task& task, const int32_t* record, const Where& where) {
     for (int i = p_.lane(); i < kWords; i += P::kLanes) task.record[i] = record ? record[i] : 0;
     if (p_.lane() == 0) task.where = where;
-    const int32_t n = record ? record_phase(record) : 0;
-    if constexpr (kHolds) {
-      if (p_.lane() == n % P::kLanes) task.phase = held(n);
-    } else {
-      const auto* from = reinterpret_cast<const int32_t*>(&held(n));
-      auto* to = reinterpret_cast<int32_t*>(&task.phase);
-      for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
-    }
+    const auto* from = reinterpret_cast<const int32_t*>(&phase_of(record));
+    auto* to = reinterpret_cast<int32_t*>(&task.phase);
+    for (int i = p_.lane(); i < static_cast<int>(sizeof(Phase) / 4); i += P::kLanes) to[i] = from[i];
   }
 
   P& p_;
   Block<P>& block_;
   const Params& params_;
   uint32_t published_ = 0;
-  // A copy of the rank's phases (the model's operations, isa.h) in registers, divided among the lanes, so
-  // that they need no shared memory. With experts, registers are short, so lanes load a phase from memory,
-  // word by word.
-  static constexpr bool kHolds = !kHasExperts;
-  static constexpr int kHeld = (kMaxPhases + 1) / P::kLanes;
-  static_assert(kHeld * P::kLanes == kMaxPhases + 1);
-  Phase phases_[kHeld];
 };
 
 }  // namespace mk

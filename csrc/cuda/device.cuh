@@ -39,6 +39,10 @@ MK_DEVICE int32_t load_acquire(const int32_t* at, Scope scope) {
 }
 
 class Device {
+  struct None {
+    MK_DEVICE bool operator()() const { return false; }
+  };
+
  public:
   static constexpr int kLanes = 32;
   static constexpr int kTrace = MK_TRACE;
@@ -74,12 +78,24 @@ class Device {
     asm volatile("bar.sync 0;" ::: "memory");
   }
 
-  MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where) { return wait_for(b, parity, where); }
-  MK_DEVICE bool wait_always(Barrier& b, uint32_t parity, const Where& where = between()) {
-    if (wait_for(b, parity, where)) return true;
+  template <class Idle = None>
+  MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where, const Idle& idle = {}) {
+    return wait_for(b, parity, where, idle);
+  }
+  MK_DEVICE bool test(Barrier& b, uint32_t parity) { return try_wait(b, parity, 0); }
+  MK_DEVICE bool passed(uint32_t& since, uint32_t ns) {
+    const uint32_t now = static_cast<uint32_t>(wall_ns());
+    if (now - since < ns) return false;
+    since = now;
+    return true;
+  }
+  template <class Idle = None>
+  MK_DEVICE bool wait_always(Barrier& b, uint32_t parity, const Where& where = between(),
+                             const Idle& idle = {}) {
+    if (wait_for(b, parity, where, idle)) return true;
     uint32_t since = 0;
     bool held = false;
-    while (!held && waited(since) <= kLeaveTicks) held = try_wait(b, parity);
+    while (!held && waited(since) <= kLeaveTicks) held = try_wait(b, parity) || idle();
     return __all_sync(0xFFFFFFFFu, held);
   }
   MK_DEVICE void arrive(Barrier& b, int count = 1) {
@@ -268,21 +284,22 @@ class Device {
 
   // Returns whether the barrier's phase with this parity has completed. If so, this warp sees everything that
   // the arriving warps wrote before they arrived.
-  MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
+  MK_DEVICE bool try_wait(Barrier& b, uint32_t parity, uint32_t suspend_ns = kSuspendNs) {
     uint32_t done;
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;"
         " selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
-        : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
+        : "r"(at(b)), "r"(parity), "r"(suspend_ns)
         : "memory");
     return done != 0;
   }
-  MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where) {
+  template <class Idle>
+  MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where, const Idle& idle) {
     bool held = try_wait(b, parity);
     if (!held) {
       uint32_t since = 0;
-      while (!(held = try_wait(b, parity)) && still_wait(since, &b, parity, where)) {
+      while (!(held = try_wait(b, parity) || idle()) && still_wait(since, &b, parity, where)) {
       }
       if (since != 0) forget_late();
     }

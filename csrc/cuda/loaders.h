@@ -7,9 +7,49 @@
 
 namespace mk {
 
-// Starts the load of a page into slot `slot` of the ring. `rows` is the result of `pieces_of`. If a single
-// copy loads a page of weights for dot products, also prefetches a later page of weights into the L2 cache,
-// so that memory stays busy while workers wait for one another.
+// Whether the weight loader has a window, and prefetches: not in a build for tensor cores, which need more
+// bytes in flight.
+MK_FN bool windowed(const Sizes& d) { return uses_dots(d) && kAblation != Ablation::kCopies; }
+
+// Loads a whole page of weights for dot products, or prefetches it into the L2 cache if `page` is null. Such
+// pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two matrices, the
+// pages have the same columns of one matrix each. With one matrix, page 0 has the even columns of the pair
+// and page 1 the odd ones.
+template <class P>
+MK_FN void fetch_columns(P& p, const Params& params, Block<P>& block, const PageUse& use, unsigned char* page,
+                         typename P::Barrier& full) {
+  const bool two = use.step == 1;
+  const int32_t piece = use.x / kPieceInner, a = two ? use.y : use.member, b = two ? use.member : use.y / 2;
+  const TensorMap& map = map_of(params, block.rank, use.buffer, true);
+  if (page)
+    p.load_columns(page, map, piece, a, b, use.z, full);
+  else
+    p.prefetch_columns(map, piece, a, b, use.z);
+}
+
+// Prefetches weights into the L2 cache while the weight loader waits for room in the ring, so that memory
+// stays busy while workers wait for one another. It goes on to later instructions. Nothing reports when a
+// prefetch is complete, so the loader prefetches a page per kAheadNs, as fast as memory delivers one to each
+// SM. It never has more than kAheadPages pages in the L2 cache that are not in the ring.
+template <class P>
+MK_FN void prefetch_ahead(P& p, Block<P>& block, const Params& params) {
+  BlockAhead& at = block.ahead;
+  if (p.lane() != 0 || at.pages >= kAheadPages || !p.passed(at.since, kAheadNs)) return;
+  MK_LOOP for (;; ++at.j, at.page = 0) {
+    Slot<P>& slot = block.slots[slot_of(at.j)];
+    if (!p.test(slot.fetched, slot_parity(at.j)) || slot.task.end() || is_experts(slot.task)) return;
+    const Matmul m = matmul_of(slot.task);
+    if (!slot.task.is(Operation::kMatmul) || at.page >= dot_weight_pages(m)) continue;
+    const int32_t page = at.page++, pieces = ceil_div(m.phase.inner, kPiece), unit = page / 2 / pieces;
+    const PageUse use = weight_page(block.dims, slot.task, page & 1, (page / 2 - unit * pieces) * kPiece,
+                                    unit * unit_cols(m));
+    ++at.pages;
+    if (use.whole) fetch_columns(p, params, block, use, nullptr, block.full[0]);
+    return;
+  }
+}
+
+// Starts the load of a page into slot `slot` of the ring. `rows` is the result of `pieces_of`.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -20,16 +60,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   if (use.whole) {
     if (p.lane() == 0) {
       if ((kHasExperts || uses_dots(block.dims)) && use.pieces) {
-        // Weight pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two
-        // matrices, the pages have the same columns of one matrix each. With one matrix, page 0 has the even
-        // columns of the pair and page 1 the odd ones.
-        const bool two = use.step == 1;
-        const int32_t piece = use.x / kPieceInner;
-        p.load_columns(page, map, piece, two ? use.y : use.member, two ? use.member : use.y / 2, use.z, full);
-        const Matmul m = matmul_of(task);
-        const int32_t ahead = ahead_cols(m), y = use.y + ahead;
-        if (ahead > 0 && y + unit_cols(m) <= m.tile.col + m.tile.cols)
-          p.prefetch_columns(map, piece, two ? y : use.member, two ? use.member : y / 2, use.z);
+        fetch_columns(p, params, block, use, page, full);
       } else {
         p.load_tile(page, map, use.x, use.y, use.z, full);
       }
@@ -63,40 +94,61 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
   return start + int64_t{part_of(task).expert} * phase.matrices * phase.width * phase.inner * 2;
 }
 
-// Called by a loader (0 weights, 1 inputs) when its stream ends, after `page` pages. It matters after an
-// abort: loads may still be in flight, and a block must not end before they complete. So this function waits
-// for the `full` barriers of all pages in the ring. Both loaders must arrive at each of these barriers. A
-// loader that has processed fewer pages than the other therefore first arrives for the pages that it has
-// missed.
+// The pages among the last kPages that a loader has filled itself, which may still be on their way.
 template <class P>
-MK_FN void settle_loads(P& p, Block<P>& block, int loader, uint32_t page) {
-  if (p.lane() == 0) block.passed[loader] = page;
-  p.arrive(block.parted);
-  if (!p.wait_always(block.parted, 0)) return;
-  const uint32_t other = block.passed[1 - loader], last = page > other ? page : other;
-  MK_LOOP for (; page < last; ++page) p.arrive(block.full[page_of(page).slot]);
-  MK_LOOP for (uint32_t n = last > kPages ? last - kPages : 0; n < last; ++n) {
-    const Page at = page_of(n);
-    if (!p.wait_always(block.full[at.slot], at.parity)) return;
+class Asked {
+ public:
+  // Counts a page of the ring, filled by this loader or not.
+  MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kPages) - 1); }
+
+  // Waits until fewer than kWindowPages pages may be on their way. A full ring is capacity, which need not be
+  // in flight: whatever else goes to memory waits behind the bytes that are. `next` is the number of the next
+  // page.
+  MK_FN bool window(P& p, Block<P>& block, uint32_t next, const Where& where) const {
+    uint32_t late = filled_;
+    MK_UNROLL for (int i = 1; i < kWindowPages; ++i) late &= late - 1;
+    if (late == 0) return true;
+    const Page at = page_of(next - count_bits((late & -late) * 2 - 1));
+    return p.wait(block.full[at.slot], at.parity, where, [&] { return left(p, block, at); });
   }
-}
+  // Waits until all these pages have arrived. It matters after an abort: a block must not end before its
+  // loads.
+  MK_FN void settle(P& p, Block<P>& block, uint32_t next) const {
+    MK_LOOP for (uint32_t n = 1; filled_ >> (n - 1); ++n) {
+      const Page at = page_of(next - n);
+      if (!(filled_ >> (n - 1) & 1)) continue;
+      if (!p.wait_always(block.full[at.slot], at.parity, between(), [&] { return left(p, block, at); }))
+        return;
+    }
+  }
+
+ private:
+  // Whether the page has been released. The other loader may then fill its slot again, so that `full` may be
+  // two phases ahead.
+  MK_FN static bool left(P& p, Block<P>& block, const Page& at) {
+    return p.test(block.empty[at.slot], at.parity);
+  }
+
+  uint32_t filled_ = 0;  // bit n: the loader has filled the last page but n
+};
 
 // Runs the weight loader or the input loader. Both go through the same list of pages. The weight loader fills
-// pages of weights, and the input loader pages of inputs. For all other pages, a loader only arrives at the
-// page's `full` barrier, which needs both loaders.
+// pages of weights, and the input loader pages of inputs. The other loader passes the page: it arrives at the
+// page's `empty` barrier.
 template <class P>
 MK_FN void load(P& p, Block<P>& block, const Params& params) {
   const bool inputs = p.warp() == kInputWarp;
   bool live = true;
   uint32_t page = 0;
+  Asked<P> asked;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
     // In dot products, pages of weights come before pages of inputs. For these weight pages, the input loader
-    // must also wait until their slots in the ring are empty, and arrive at their barriers. It does so before
-    // it waits for the counters of the inputs, because the slots become free earlier.
+    // must also wait until their slots in the ring are empty, and pass them. It does so before it waits for
+    // the counters of the inputs, because the slots become free earlier.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;
@@ -106,34 +158,49 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
       p.arrive(slot.inputs);
     };
     if (waits && !rows) wait();
-    uint64_t begin = 0;
+    if (windowed(block.dims) && !inputs && p.lane() == 0 && block.ahead.pages == 0)
+      block.ahead.j = j, block.ahead.page = 0;
+    [[maybe_unused]] uint64_t& begin = block.ahead.begin;  // in shared memory, because registers are short
+    if (P::kTrace && !inputs && p.lane() == 0) begin = 0;
     live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
              if (inputs && use.opens) {
                if (!wait_item(p, params, block.dims, block.step, task, use.item)) return false;
                p.fence_async();
              }
              const Page at = page_of(page);
-             if (!p.wait(block.empty[at.slot], at.parity ^ 1, task.where)) return false;
+             if (!p.wait(block.empty[at.slot], at.parity ^ 1, task.where, [&] {
+                   if (windowed(block.dims) && !inputs) prefetch_ahead(p, block, params);
+                   return false;
+                 }))
+               return false;
              if (use.pieces && waits && use.fill == Fill::kInputs) {
                wait();
                if (!live) return false;
              }
-             const Fill own = inputs ? Fill::kInputs : Fill::kWeights;
-             if (kAblation != Ablation::kCopies && use.fill == own) {
-               if (begin == 0) begin = p.now();
-               fill(p, block, params, task, use, at.slot, rows);
-             } else {
+             const bool own = inputs == (use.fill != Fill::kWeights);
+             if (!own) {
+               p.arrive(block.empty[at.slot]);
+             } else if (kAblation == Ablation::kCopies || use.fill == Fill::kOutput) {
                p.arrive(block.full[at.slot]);
+             } else {
+               if (windowed(block.dims) && !inputs) {
+                 if (!asked.window(p, block, page, task.where)) return false;
+                 if (p.lane() == 0) block.ahead.pages > 0 ? --block.ahead.pages : ++block.ahead.page;
+               }
+               if (P::kTrace && !inputs && p.lane() == 0 && begin == 0) begin = p.now();
+               fill(p, block, params, task, use, at.slot, rows);
              }
+             asked.count(own);
              ++page;
              return true;
            });
     if (waits) p.arrive(slot.inputs);  // aborted, or there are no rows
-    if (begin && !inputs) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
+    if (P::kTrace && !inputs && p.lane() == 0 && begin)
+      p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
     p.arrive(slot.loaded);
     p.arrive(slot.retired);
   }
-  settle_loads(p, block, inputs ? 1 : 0, page);
+  asked.settle(p, block, page);
 }
 
 }  // namespace mk

@@ -109,10 +109,4 @@ MK_API int32_t mk_output_columns(const Dims* dims, const Phase* phase) {
   return paged ? output_cols({*phase, {}}) : 0;
 }
 
-// Returns how many columns of weights, of all its matrices, a matmul phase prefetches into the L2 cache. Only
-// whole pages are prefetched.
-MK_API int32_t mk_ahead_columns(const Phase* phase) {
-  return phase->inner % kPieceInner == 0 ? phase->matrices * ahead_cols({*phase, {}}) : 0;
-}
-
 }  // namespace mk

@@ -245,59 +245,46 @@ MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.in
 MK_FN int32_t lap_weights(const Sizes& d, const Matmul& m) {
   return higher_of(ring_pages(d) - dot_input_pages(m), 2) & ~1;
 }
-// Returns a table with one 4-bit entry per number of pieces (parts of the inner dimension). Entry n is how
-// many units (groups of columns) have weight pages that fit into kAheadPages if a row has n pieces. The
-// kernel uses a table because an integer division would take as long as the work on a page.
-MK_DIMS_FN constexpr uint32_t ahead_units() {
-  uint32_t bits = 0;
-  for (int pieces = 1; pieces < 8; ++pieces)
-    bits |= static_cast<uint32_t>(kAheadPages / 2 / pieces) << 4 * pieces;
-  return bits;
-}
-static_assert(kAheadPages / 2 < 8, "kAheadPages must be below 16: the table has no entry for eight pieces");
-constexpr uint32_t kAheadUnits = ahead_units();
-
-// Returns the number of columns whose weight pages are prefetched into the L2 cache before the ring has free
-// slots for them. Only whole units are prefetched.
-MK_FN int32_t ahead_cols(const Matmul& m) {
-  const int32_t pieces = ceil_div(m.phase.inner, kPiece);
-  return pieces < 8 ? static_cast<int32_t>(kAheadUnits >> 4 * pieces & 7) * unit_cols(m) : 0;
+// Returns page `member` of a pair of weight pages, whose weights begin at element x and at the tile's column
+// `first`.
+MK_FN PageUse weight_page(const Sizes& d, const Task& task, int32_t member, int32_t x, int32_t first) {
+  const Matmul m = matmul_of(task);
+  const int32_t columns = m.tile.cols - first;
+  return {.fill = Fill::kWeights,
+          .pieces = true,
+          // The host makes a map for whole pages only if the inner length is a multiple of kPieceInner.
+          .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),
+          .buffer = m.phase.weights,
+          .x = x,
+          .y = m.tile.col + first,
+          .z = first_matrix(d, task, 1),
+          .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
+          .per = kPieces,
+          .step = m.two() ? 1 : 2,
+          .member = member,
+          .other = m.two() ? m.phase.width : 1,
+          .inner = m.phase.inner};
 }
 
 template <class Each>
 MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   const Matmul m = matmul_of(task);
   if (kHasExperts && m.tile.rows == 0) return true;  // no row has chosen the expert
-  const int32_t rows = m.tile.rows, pieces = dot_pieces(m);
   // Weight pages still to come: `left` in later laps, `lap` in this one.
   int32_t left = dot_weight_pages(m), lap = 0;
-  int32_t x = 0, first = 0;                      // next weight page: its first element and column
-  int32_t piece = pieces, in_x = 0, in_row = 0;  // next input page: where it begins
-  const int32_t whole = kPieces / rows;          // columns of `rows` pieces that fit into a page
+  int32_t x = 0, first = 0;       // next weight page: its first element and column
+  int32_t piece = dot_pieces(m);  // next input page: its first piece
   while (true) {
-    if (lap == 0 && piece >= pieces) {
+    if (lap == 0 && piece >= dot_pieces(m)) {
       if (left == 0) return true;
       lap = lower_of(left, lap_weights(d, m));
       left -= lap;
-      piece = in_x = in_row = 0;
+      piece = 0;
     }
     PageUse use;
     if (lap > 0) {
-      const int32_t columns = m.tile.cols - first, member = lap & 1;  // pages come in pairs
-      use = {.fill = Fill::kWeights,
-             .pieces = true,
-             // The host makes a map for whole pages only if the inner length is a multiple of kPieceInner.
-             .whole = m.phase.inner % kPieceInner == 0 && columns >= unit_cols(m),
-             .buffer = m.phase.weights,
-             .x = x,
-             .y = m.tile.col + first,
-             .z = first_matrix(d, task, 1),
-             .boxes = lower_of(kPieces, m.two() ? columns : (columns + 1 - member) >> 1),
-             .per = kPieces,
-             .step = m.two() ? 1 : 2,
-             .member = member,
-             .other = m.two() ? m.phase.width : 1,
-             .inner = m.phase.inner};
+      const int32_t member = lap & 1;  // pages come in pairs
+      use = weight_page(d, task, member, x, first);
       --lap;
       if (member) x += kPiece;
       if (x >= m.phase.inner) {
@@ -305,22 +292,17 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
         first += unit_cols(m);
       }
     } else {
+      const int32_t rows = m.tile.rows, column = piece / rows;
       use = {.fill = Fill::kInputs,
              .pieces = true,
              .buffer = m.phase.inputs,
-             .x = in_x,
+             .x = column * kPiece,
              .y = is_experts(task) ? 0 : m.tile.row,
-             .row = in_row,
-             .boxes = lower_of(kPieces, pieces - piece),
+             .row = piece - column * rows,
+             .boxes = lower_of(kPieces, dot_pieces(m) - piece),
              .per = rows,
              .inner = m.phase.inner};
       piece += kPieces;
-      in_x += whole * kPiece;
-      in_row += kPieces - whole * rows;
-      if (in_row >= rows) {
-        in_row -= rows;
-        in_x += kPiece;
-      }
     }
     if (!each(use)) return false;
   }

@@ -22,6 +22,13 @@
 //                                            waits until the phase with that parity has completed, then
 //                                            acquires. For a new barrier, a wait for parity 1 returns at
 //                                            once. Returns false if the launch was aborted
+//   bool wait(Barrier&, uint32_t parity, const Where&, F idle), also of wait_always
+//                                            does the same, but ends when idle(), which it calls again and
+//                                            again while it waits, returns true
+//   bool test(Barrier&, uint32_t parity)     returns whether the phase has completed, and then acquires. One
+//                                            lane may call it
+//   bool passed(uint32_t& since, uint32_t ns)
+//                                            returns whether this time has passed since it last returned true
 //   bool wait_always(Barrier&, parity, const Where& = between())
 //                                            does the same as wait(), but keeps waiting after an abort.
 //                                            Returns false if the phase is still incomplete long after the

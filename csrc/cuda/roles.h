@@ -22,12 +22,12 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     block.dims = sizes_of(dims);
     block.step = step_view(params.step_words, block.dims);
     MK_LOOP for (int i = 0; i < kPages; ++i) {
-      p.init(block.full[i], 2);
+      p.init(block.full[i], 1);
       p.init(block.ready[i], kConsumerWarps);
-      p.init(block.empty[i], kConsumerWarps);
+      p.init(block.empty[i], kConsumerWarps + 1);
     }
-    p.init(block.parted, 2);
     for (Late& late : block.late) late.what = nullptr;
+    block.ahead = {};
     MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);

@@ -26,15 +26,14 @@ MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barr
     if (&barrier == &block.ready[s]) return {Awaited::kReady, s};
     if (&barrier == &block.empty[s]) return {Awaited::kEmpty, s};
   }
-  MK_LOOP for (int32_t s = 0; s < kSlots; ++s) {
+  MK_LOOP for (int32_t s = 0;; ++s) {
     const SlotMemory<Barrier>& slot = block.slots[s];
     if (&barrier == &slot.fetched) return {Awaited::kFetched, s};
     if (&barrier == &slot.inputs) return {Awaited::kInputs, s};
     if (&barrier == &slot.loaded) return {Awaited::kLoaded, s};
     if (&barrier == &slot.outputs) return {Awaited::kOutputs, s};
-    if (&barrier == &slot.retired) return {Awaited::kRetired, s};
+    if (&barrier == &slot.retired || s + 1 == kSlots) return {Awaited::kRetired, s};
   }
-  return {Awaited::kParted, 0};
 }
 
 // Called by each warp before it ends. Reports the wait that lasted too long, if the warp has recorded one.

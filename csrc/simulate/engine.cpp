@@ -108,7 +108,7 @@ class Engine {
   void advance(Worker& w) {
     do w.due = kNever;
     while (end_head(w) || end_body(w) || set_up(w) || load_weights(w) || pass_waits(w) || load_inputs(w) ||
-           begin_computing(w) || end_computing(w) || begin_store(w) || end_store(w));
+           begin_computing(w) || end_computing(w) || begin_store(w) || end_store(w) || prefetch(w));
     if (w.due >= w.alarm) return;
     w.alarm = w.due;
     alarms_.push({w.due, alarms_set_++, &w});
@@ -193,25 +193,30 @@ class Engine {
   bool end_head(Worker& w) {
     if (w.headed == 0 || w.run(w.headed - 1).head_end != kNever || loading(w, kHead)) return false;
     w.run(w.headed - 1).head_end = now_;
-    prefetch(w, w.headed - 1);
     return true;
   }
 
-  // Starts to prefetch some of a task's weights into the L2 cache. Called once the head is loaded (the first
-  // weights, as many as the ring buffer has room for). For each page of the head, the page that is
-  // `ahead_bytes` further on is prefetched, unless the ring buffer has room for it.
-  void prefetch(Worker& w, int64_t number) {
-    Run& run = w.run(number);
-    const Task& task = *run.task;
-    if (run.body_begin != kNever || run.read_ahead || w.flows[kAhead] > 0 || run.rest_missing <= 0) return;
-    const double head = task.weight_bytes - run.rest;
-    const double far = task.weight_bytes - std::max(head, task.ahead_bytes);
-    const double bytes = std::min({head, task.ahead_bytes, far});
-    if (bytes <= 0) return;
-    run.ahead = bytes * run.rest_missing / run.rest;
-    w.ahead = number;
-    ++w.flows[kAhead];
-    devices_[w.rank].memory.add(now_, run.ahead, kParts * w.stream + kAhead);
+  // Prefetches weights into the L2 cache, a page at a time, while no load is in progress because the ring
+  // buffer has no room. Goes on to later tasks, but never has more than `ahead_bytes` that are not loaded
+  // yet.
+  bool prefetch(Worker& w) {
+    if (w.flows[kAhead] > 0 || loading(w, kHead) || loading(w, kBodyPart)) return false;
+    double left = c_.ahead_bytes;
+    for (int64_t n = w.loaded; n < w.fetched; ++n) left -= w.run(n).ahead;
+    for (int64_t n = w.loaded; n < w.fetched; ++n) {
+      Run& run = w.run(n);
+      const bool headed = n < w.headed;
+      const double rest = headed ? run.read_ahead ? 0.0 : run.rest : run.task->weight_bytes;
+      const double bytes = std::min({c_.page_bytes, left, rest - run.ahead});
+      if (run.task->ring_bytes <= 0 || bytes <= 0) continue;
+      run.ahead += bytes;
+      w.ahead = n;
+      ++w.flows[kAhead];
+      devices_[w.rank].memory.add(now_, bytes * (headed ? run.rest_missing / run.rest : 1.0),
+                                  kParts * w.stream + kAhead);
+      return true;
+    }
+    return false;
   }
 
   // Adds the inputs of the task that is being loaded to the bytes that it still has to load.
@@ -262,7 +267,6 @@ class Engine {
       if (task.ring_bytes <= 0 || task.ring_bytes + task.held_bytes > room) return false;
     }
     run.body_begin = now_;
-    run.rest_missing = std::max(0.0, run.rest_missing - run.ahead);
     add_reads(w);
     // If the worker's next task comes from a queue, the worker claims that task when the current task has
     // requested its last data. To find this time, the simulator splits off the last part of the load, as many
@@ -278,9 +282,12 @@ class Engine {
   // the task's waits are satisfied, and kBodyPart afterwards.
   void load_rest(Worker& w, Run& run, Part part, double share) {
     const double bytes = run.rest * share, missing = run.rest_missing * share;
+    const double ahead = std::min(bytes, run.ahead);
     run.rest -= bytes;
     run.rest_missing -= missing;
-    w.flows[part] += devices_[w.rank].load(now_, bytes, missing, kParts * w.stream + part);
+    run.ahead -= ahead;
+    w.flows[part] +=
+        devices_[w.rank].load(now_, bytes, missing * (1.0 - ahead / bytes), kParts * w.stream + part);
     const Task& task = *run.task;
     w.asked[part] = now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes);
   }

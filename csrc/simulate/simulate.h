@@ -38,7 +38,6 @@ struct Task {
   double ring_bytes;
   double held_bytes;    // further bytes of the ring buffer that are occupied until the task is computed
   double output_bytes;  // bytes of the ring buffer that the output occupies until it is stored
-  double ahead_bytes;   // distance, in bytes, of prefetches into the L2 cache from loads
   double ask_s;         // time that the slower of the two loader warps needs to issue all loads
   double compute_s;
   double tail_s;  // compute time after the last bytes have arrived
@@ -86,7 +85,8 @@ struct Costs {
   double dispatch_s, claim_s;
   double signal_s, remote_signal_s;  // from the end of a store until a waiting worker sees the signal
   double launch_s;
-  double window_bytes;      // bytes that one worker asks for ahead, and that may be on their way to it
+  double window_bytes;             // bytes that may be on their way to one worker
+  double ahead_bytes, page_bytes;  // prefetched into the L2 cache by one worker: in all, and at a time
   double ring_bytes;        // a worker's space for data loaded but not yet used, and outputs not yet stored
   int32_t in_flight;        // maximum number of tasks of a worker between set-up and end of store
   int32_t claim_in_flight;  // the maximum in place of in_flight while the next task comes from a queue

@@ -38,9 +38,9 @@ struct Run {
   double begin = kNever, end = kNever;
   double store_begin = 0.0;
   double rest = 0.0, rest_missing = 0.0;  // bytes still to be loaded; how many of them are not in the cache
-  double ahead = 0.0;       // bytes prefetched into the L2 cache because the ring has no room for them yet
-  int32_t slot = 0;         // which of the record's waits was satisfied last
-  bool read_ahead = false;  // whether inputs were loaded early, together with the first weights
+  double ahead = 0.0;                     // bytes prefetched into the L2 cache that are not loaded yet
+  int32_t slot = 0;                       // which of the record's waits was satisfied last
+  bool read_ahead = false;                // whether inputs were loaded early, together with the first weights
   bool began = false;
 
   // Returns one of the arguments, depending on the part of the program to which the task belongs: the

@@ -40,7 +40,6 @@ AWAITED = {
     "loaded": "the loads of the instruction in slot {} to be requested",
     "outputs": "the instruction in slot {} to be computed",
     "retired": "the instruction in slot {} to end",
-    "parted": "the other loader to end",
 }
 
 

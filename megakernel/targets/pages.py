@@ -54,9 +54,10 @@ DOT_PIECE = 1024
 PIECE_INNER = 256
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
-# For matmuls as dot products, an SM prefetches weights into L2 while its shared memory has no room for them yet. It
-# prefetches at most this many pages of weights. The pages of all SMs then fill half of the 50 MB of L2.
-AHEAD_PAGES = 12
+# For matmuls as dot products, at most WINDOW_PAGES pages of weights are on their way to an SM. While its shared memory
+# has no room for weights, it prefetches a page into L2 every AHEAD_NS, in which the memory of an H100 delivers one to
+# each SM. It prefetches at most AHEAD_PAGES pages: those of all SMs fill half of the 50 MB of L2.
+WINDOW_PAGES, AHEAD_PAGES, AHEAD_NS = 3, 12, 800
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
 DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
 NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself
@@ -93,7 +94,6 @@ def _library() -> ctypes.CDLL:
     lib.mk_head_units.argtypes = [pointer, count, pointer, pointer]
     lib.mk_pass_rows.argtypes = lib.mk_kv_pages.argtypes = [pointer]
     lib.mk_output_columns.argtypes = [pointer, pointer]
-    lib.mk_ahead_columns.argtypes = [pointer]
     return lib
 
 
@@ -145,12 +145,6 @@ def kv_pages(dims: Dims) -> int:
 def output_columns(phase: Phase, dims: Dims) -> int:
     """Return how many output columns of a matmul fit into a page; 0 if its outputs are not stored through pages."""
     return int(_library().mk_output_columns(ctypes.byref(dims.native), _words(phase, dims)))
-
-
-def ahead_columns(phase: Phase, dims: Dims) -> int:
-    """Return how many weight columns of a matmul as dot products are prefetched into the L2 cache. The number is 0 if
-    one copy cannot load a whole page."""
-    return int(_library().mk_ahead_columns(_words(phase, dims)))
 
 
 def computed_rows(rows: Ints) -> Ints:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.machine import CPU, HOST, Core, Machine, Path
 from megakernel.targets.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
-from megakernel.targets.pages import QUERY_TILE, STEP_PAGES
+from megakernel.targets.pages import AHEAD_PAGES, QUERY_TILE, STEP_PAGES, WINDOW_PAGES
 
 Floats = NDArray[np.float64]
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
@@ -44,7 +44,9 @@ class TaskCosts:
     signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
-    window_bytes: float  # bytes that one worker asks for ahead, behind which small accesses to memory wait
+    window_bytes: float  # bytes that may be on their way to one worker, behind which small accesses to memory wait
+    ahead_bytes: float  # weights that one worker prefetches into the last-level cache when its ring is full
+    page_bytes: float  # how many of them it prefetches at a time
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
     stage_bytes: float  # bytes that must have arrived together before arithmetic on them starts
 
@@ -71,6 +73,10 @@ class TaskCosts:
         padded = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
         seconds: Floats = padded / np.interp(np.log(rows), np.log(known), rate)
         return seconds
+
+    def windowless(self) -> TaskCosts:
+        """Return costs for workers that ask for data whenever their ring has room, and do not prefetch."""
+        return replace(self, window_bytes=self.ring_bytes, ahead_bytes=0.0)
 
     def unpipelined(self) -> TaskCosts:
         """Return costs with which each worker finishes an instruction before it starts the next one."""
@@ -147,7 +153,9 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         signal_s=HAND_OFF_TRIPS * trip_s + code_s,
         remote_signal_s=machine.remote_signal_s + code_s,
         launch_s=machine.launch_s,
-        window_bytes=float(machine.ring_pages * PAGE_BYTES),
+        window_bytes=float(WINDOW_PAGES * PAGE_BYTES),
+        ahead_bytes=float(AHEAD_PAGES * PAGE_BYTES),
+        page_bytes=float(PAGE_BYTES),
         ring_bytes=float(machine.ring_pages * PAGE_BYTES),
         stage_bytes=float(STEP_PAGES * PAGE_BYTES),
         in_flight=SLOTS,
@@ -190,6 +198,8 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         store_s=0.0,
         claim_s=0.0,
         window_bytes=0.0,
+        ahead_bytes=0.0,
+        page_bytes=0.0,
         ring_bytes=256.0 * 1024,
         stage_bytes=0.0,
         in_flight=1,

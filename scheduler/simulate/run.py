@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import StepTable, cost, slot_work
+from megakernel.isa import StepTable, Units, cost, slot_work
 from megakernel.machine import Machine
 from megakernel.program import Program, check
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
@@ -70,7 +70,7 @@ def simulate(
     """
     check(program)
     target_of(program.dims).check(program)
-    costs = costs or costs_of(machine)
+    costs = _windowed(program, costs or costs_of(machine))
     work = _prepared(program, machine, table, costs)
     most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
@@ -100,13 +100,18 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
     Raises MegakernelError as `simulate` does.
     """
-    costs = costs_of(machine)
+    costs = _windowed(program, costs_of(machine))
     work = _prepared(program, machine, table, costs)
     layers = min(work.layers, _SIMULATED_LAYERS)
     result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, most_s, work.layers - layers)
     if result.step_s < inf:
         _check(program, work, costs, result)
     return float(result.step_s)
+
+
+def _windowed(program: Program, costs: TaskCosts) -> TaskCosts:
+    """Return the costs of a program, of which only those with dot products have a window (csrc/cuda/loaders.h)."""
+    return costs if program.dims.worker.units == Units.DOTS else costs.windowless()
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> Work:

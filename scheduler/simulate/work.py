@@ -45,7 +45,6 @@ from megakernel.targets.issue import matmul_issue, sample_steps
 from megakernel.targets.launch import PAGE_BYTES
 from megakernel.targets.pages import (
     STAGES,
-    ahead_columns,
     attention_pages,
     computed_rows,
     matmul_pages,
@@ -316,9 +315,8 @@ def _paged(
     if dims.worker.units == Units.DOTS:
         # Weights may need more pages than an SM's shared memory has, and fill it several times. Inputs stay for one
         # filling.
-        ahead = ahead_columns(phase, dims) * phase.inner(dims.split) * itemsize(dims.model)
         held = taken.held_inputs
-        tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held, ahead_bytes=float(ahead))
+        tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         computing_s = np.maximum((2 * rows * weights).astype(np.float64) / costs.vector_flops, consumers_s)
         # A lap begins when all its inputs are loaded again. The last of these pages takes the place of an input page of

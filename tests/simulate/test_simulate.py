@@ -202,16 +202,20 @@ def test_the_next_weights_wait_for_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "known", "ends"), [(0, 10, 18), (30, 10, 16), (10, 10, 17), (90, 10, 17), (30, 3, 10)]
+    ("weights", "ahead", "known", "ends"),
+    [([100], 0, 10, 18), ([100], 30, 10, 15), ([100], 900, 10, 14), ([100], 30, 3, 10), ([60, 40], 900, 10, 14)],
 )
-def test_the_cache_gets_weights_that_the_ring_has_no_room_for(ahead: float, known: float, ends: float) -> None:
+def test_the_cache_gets_weights_that_the_ring_has_no_room_for(
+    weights: list[float], ahead: float, known: float, ends: float
+) -> None:
     """While a task waits for a counter, weights for which the ring (on-chip memory) has no room are prefetched into the
-    cache. The ring takes the first 20 of the task's 100 bytes in 2 s. Then the 20 bytes from byte `ahead` of the task
-    on are prefetched, except those that the ring already holds. At time `known`, the wait ends. Memory must then
-    deliver only the bytes that were not prefetched. A prefetch in progress at that time continues."""
-    consumer = Task(weights=100, waits=[0], ahead=ahead)
-    work = hand_work([[Task(compute=known, signals=[(0, 0)])], [consumer]])
-    result, _ = hand_run(work, memory_bytes_per_s=10, cache_bytes_per_s=20, ring_bytes=20)
+    cache, at most `ahead` bytes, 10 at a time. The ring takes the first 20 of 100 bytes in 2 s. At time `known`, the
+    wait ends. Memory must then deliver only the bytes that were not prefetched, and the one page on its way.
+    Prefetches go on to the next task."""
+    consumers = [Task(weights=n, waits=[0]) for n in weights]
+    work = hand_work([[Task(compute=known, signals=[(0, 0)])], consumers])
+    rates = {"memory_bytes_per_s": 10, "cache_bytes_per_s": 20, "ring_bytes": 20}
+    result, _ = hand_run(work, ahead_bytes=ahead, page_bytes=10, **rates)
     assert result.step_s == pytest.approx(ends)
     assert (result.memory_bytes, result.cache_bytes) == (100, 100)
 

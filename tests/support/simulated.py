@@ -20,7 +20,7 @@ from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 # All rates and capacities are practically unlimited and all delays are 0, so that a test sets only what it measures.
 _RATES = "vector_flops memory_bytes_per_s cache_bytes_per_s cache_bytes worker_bytes_per_s egress_bytes_per_s"
 _RATES += " switch_bytes_per_s ring_bytes"
-_SECONDS = "latency_s store_s dispatch_s claim_s signal_s remote_signal_s launch_s window_bytes"
+_SECONDS = "latency_s store_s dispatch_s claim_s signal_s remote_signal_s launch_s window_bytes ahead_bytes page_bytes"
 FREE = TaskCosts(
     matmul_flops=((1.0, 1e30),),
     attention_flops=((1.0, 1e30),),
@@ -46,7 +46,6 @@ class Task:
     weight_key: int = -1
     ask: float = 0.0  # seconds
     output: float = 0.0  # bytes of the ring that the output occupies until it is stored
-    ahead: float = 0.0  # distance in bytes by which prefetches are ahead of loads
     drain: int = 0  # if nonzero, the task runs a queue's records until so many are claimed
 
 
@@ -70,9 +69,7 @@ def hand_work(
     signals = np.array([(to, c, 0, 1) for t in tasks for to, c in t.signals], SIGNAL)
     table = np.zeros(len(tasks), TASK)
     named = {"weight_bytes": "weights", "read_bytes": "reads", "ask_s": "ask", "compute_s": "compute"}
-    for name, attribute in (
-        named | {"weight_key": "weight_key", "output_bytes": "output", "ahead_bytes": "ahead"}
-    ).items():
+    for name, attribute in (named | {"weight_key": "weight_key", "output_bytes": "output"}).items():
         table[name] = [getattr(t, attribute) for t in tasks]
     table["ring_bytes"] = table["weight_bytes"] + table["read_bytes"]
     table["read_key"] = table["write_key"] = table["split"] = -1

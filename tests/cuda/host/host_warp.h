@@ -92,6 +92,10 @@ struct HostBlock {
 };
 
 class HostWarp {
+  struct None {
+    bool operator()() const { return false; }
+  };
+
  public:
   using Barrier = HostBarrier;
   using Accumulators = HostAccumulators;
@@ -108,15 +112,19 @@ class HostWarp {
   void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
   void sync_warp() {}
 
-  bool wait(Barrier& barrier, uint32_t parity, const Where& where) {
+  template <class Idle = None>
+  bool wait(Barrier& barrier, uint32_t parity, const Where& where, const Idle& idle = {}) {
     late_ = {&barrier, parity, where};
-    while (!aborted() && !passed(barrier, parity)) Fibre::pass();
+    while (!aborted() && !test(barrier, parity) && !idle()) Fibre::pass();
     if (!aborted()) late_ = {};
     return !aborted();
   }
-  bool wait_always(Barrier& barrier, uint32_t parity, const Where& where = between()) {
+  bool test(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
+  bool passed(uint32_t&, uint32_t) { return true; }
+  template <class Idle = None>
+  bool wait_always(Barrier& barrier, uint32_t parity, const Where& where = between(), const Idle& idle = {}) {
     if (!aborted()) late_ = {&barrier, parity, where};
-    while (!passed(barrier, parity)) {
+    while (!test(barrier, parity) && !idle()) {
       if (world_.leaving) return false;
       Fibre::pass();
     }
@@ -199,7 +207,6 @@ class HostWarp {
   void note() { block_.memory.late[warp_] = late_; }
 
  private:
-  static bool passed(const Barrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
   void meet(HostBlock::Meeting& meeting, int warps) {
     const int time = meeting.times;
     if (++meeting.here == warps) {

@@ -80,8 +80,8 @@ inline void check_page(const Thread& t, uint32_t offset, const mk::HostMap& map)
 // -- loads
 
 inline std::string name_of(const Block& block, uint32_t barrier) {
-  static const char* const names[] = {"counter", "full",   "ready",   "empty",   "fetched",
-                                      "inputs",  "loaded", "outputs", "retired", "parted"};
+  static const char* const names[] = {"counter", "full",   "ready",   "empty",  "fetched",
+                                      "inputs",  "loaded", "outputs", "retired"};
   const mk::BarrierName name = mk::name_of(*reinterpret_cast<const Memory*>(block.memory + kReserved),
                                            *reinterpret_cast<const DeviceBarrier*>(block.memory + barrier));
   return std::string("barrier ") + names[static_cast<int>(name.what)] + " " + std::to_string(name.slot) +

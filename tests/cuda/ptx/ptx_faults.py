@@ -55,7 +55,7 @@ tensor
   pages are released while wgmma reads them  wgmma.cuh: wgmma.wait_group  aligned 1  aligned 2
   no wgmma.fence  wgmma.cuh: wgmma.fence  wgmma\.fence
   a page expects no bytes  loaders.h: p.expect(full, use.bytes())  expect_tx\.release(.*), \S+$  release\1, 1
-  full is complete after one loader  roles.h: p.init(block.full[i], 2)  (mbarrier\.init\S* \S+), \S+$  \1, 1
+  a page is empty before the other loader has passed it  roles.h: p.init(block.empty[i], kConsumerWarps + 1)  (mbarrier\.init\S* \S+), \S+$  \1, 8
   a consumer does not report the end  consumer.h: p.arrive(slot.retired)  mbarrier\.arrive
   signals go to the next counter  counters.h: p.signal(told.first, 1, scope_)  (red\S+ \[%\w+)\]  \1+4]
   the coordinates of tiles are exchanged  loaders.h: p.load_tile(page  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
