@@ -178,7 +178,7 @@ def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
             inner[key] = {name: value for name, value in table.items() if name not in _IMAGE_ROPE}
     outer = {key: value for key, value in raw.items() if key not in _OF_IMAGES}
     tied = [part["tie_word_embeddings"] for part in (text, raw) if part.get("tie_word_embeddings") is not None]
-    return outer | inner | ({"tie_word_embeddings": any(tied)} if tied else {})
+    return outer | inner | dict(families[0].inside_keys) | ({"tie_word_embeddings": any(tied)} if tied else {})
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:

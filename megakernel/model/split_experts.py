@@ -1,12 +1,14 @@
-"""Reads experts from safetensors files in which one tensor has the rows of gate and up, alternating.
+"""Reads experts from safetensors files in which one tensor has gate and up of all experts of a layer.
 
-A tensor of floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks`
+In gpt-oss, outputs of gate and up alternate, and there are biases. In Qwen3-VL, those of gate come first. A tensor of
+floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks`
 [expert, output, block, 16] has 16 bytes for 32 inputs, and `_scales` [expert, output, block] has one exponent per
 block.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,23 +24,26 @@ _BLOCK = BLOCKS[Dtype.MXFP4].weights
 
 
 class _Part(NamedTuple):
-    """Every `step`-th output of a tensor, from number `first` on. `kind` is the end of the tensor's name."""
+    """Every `step`-th output of a tensor, from number `first` on, of one expert or (None) of all. `kind` is the end of
+    the tensor's name."""
 
     stored: str
     kind: str
     first: int
     step: int
+    expert: int | None = None
 
 
 def split_experts(files: TensorFile) -> TensorFile:
     """A view of files in which gate and up are tensors of their own, if the files have them in one."""
-    return _Split(files) if any(name.endswith(".experts.gate_up_proj_bias") for name in files.shapes) else files
+    return _Split(files) if any(".experts.gate_up_proj" in name for name in files.shapes) else files
 
 
 class _Split:
     def __init__(self, files: TensorFile) -> None:
         self._files = files
         self._parts: dict[str, _Part] = {}
+        alternate = any(name.endswith(".experts.gate_up_proj_bias") for name in files.shapes)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in files.shapes.items():
             stem, _, matrix = name.rpartition(".experts.")
@@ -59,6 +64,13 @@ class _Split:
             outputs = shape[2] if kind == "" else shape[1]
             inputs = {"": shape[1:2], "_blocks": (_BLOCK * shape[-2],)}.get(kind, ())
             parts = ["gate", "up"] if proj == "gate_up" else ["down"]
+            if not alternate:
+                count = outputs // len(parts)
+                for expert, (number, part) in product(range(shape[0]), enumerate(parts)):
+                    own = f"{stem}.experts.{expert}.{part}_proj.weight"
+                    self.shapes[own] = (count, *inputs)
+                    self._parts[own] = _Part(name, kind, number * count, 1, expert)
+                continue
             for first, part in enumerate(parts if kind != "_scales" else []):
                 own = f"{stem}.experts.{part}_proj{kind.removesuffix('_blocks')}"
                 self.shapes[own] = (shape[0], outputs // len(parts), *inputs)
@@ -76,7 +88,9 @@ class _Split:
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         if name not in self._parts:
             return self._files.rows(name, start, end)
-        stored, kind, first, step = self._parts[name]
+        stored, kind, first, step, one = self._parts[name]
+        if one is not None:
+            return self._matrix(stored, kind, one, slice(first + start, first + end, 1))
         if kind == "_bias":
             return np.ascontiguousarray(self._files.rows(stored, start, end)[:, first::step])
         experts, count = self.shapes[name][:2]

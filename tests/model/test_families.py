@@ -16,6 +16,7 @@ from runner import Piece, Runner
 from safetensors.torch import save_file
 from tiny_llama import ROPES, error, hf_logits, make_llama, rounded
 from transformers import (
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Mistral3Config,
@@ -25,7 +26,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
     SiglipVisionConfig,
 )
 from weights import loaded
@@ -258,7 +259,9 @@ def seeing(text: PreTrainedModel) -> PreTrainedModel:
         else:
             vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
             own["rope_parameters"] |= {"mrope_section": [8, 6, 6], "mrope_interleaved": True}
-            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=own, vision_config=vision, **shared))
+            kind = Qwen3VLConfig if inner.model_type == "qwen3" else Qwen3VLMoeConfig
+            model = AutoModelForImageTextToText.from_config(kind(text_config=own, vision_config=vision, **shared))
+    model.config.get_text_config()._experts_implementation = "eager"
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model.eval()
@@ -277,6 +280,8 @@ PREFIXES = [("language_model.", ""), ("model.language_model.", "model."), ("mode
         ("gemma3_text", {"hidden": 96, "kv_heads": 6, "vocab": 131}),
         ("qwen2", {"heads": 5, "head_dim": 8}),
         ("qwen2", {"heads": 5, "head_dim": 8, "kv_heads": 5, "tied": True}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"kv_heads": 1, "tied": True, "norm_topk_prob": False}),
         ("qwen3", {}),
         ("qwen3", {"kv_heads": 1, "attention_bias": False, "tied": True}),
         ("qwen3", {"layers": 3, "heads": 4, "kv_heads": 4, "vocab": 131}),
@@ -290,7 +295,7 @@ def test_text_part_of_a_model_that_sees_images(
     model.save_pretrained(tmp_path)
     outer, inside = prefixes
     names = {
-        outer + name.removeprefix(inside): value
+        outer + name.removeprefix(inside): value.transpose(1, 2).contiguous() if ".experts." in name else value
         for name, value in text.state_dict().items()
         if name != "lm_head.weight"
     }

@@ -161,9 +161,12 @@ def read_qwen3(config: Keys) -> dict[str, Any]:
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
-    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B, and the text part of Qwen3-VL with "
+    "experts (`Qwen3VLMoeForConditionalGeneration`)",
     architecture="Qwen3MoeForCausalLM",
-    gguf=("qwen3moe",),
+    inside=("Qwen3VLMoeForConditionalGeneration",),
+    inside_keys={"norm_topk_prob": True},
+    gguf=("qwen3moe", "qwen3vlmoe"),
     forward=forward,
     head_norms=True,
     weights=_weights(

@@ -61,6 +61,7 @@ class Family:
     `architecture`    the class name in config.json
     `also`            other class names in config.json, of files that newer software saves
     `inside`          the classes that also see images, whose text part is a model of the family
+    `inside_keys`     the values that keys of config.json have in these models, whatever their files say
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
     `forward`         lists the phases of a step, for a configuration and this family
     `head_norms`      each head of q and k is normalised before RoPE
@@ -93,6 +94,7 @@ class Family:
     architecture: str
     also: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
+    inside_keys: Mapping[str, Any] = field(default_factory=dict)
     gguf: tuple[str, ...] = ()
     forward: Callable[[ModelConfig, Family], Forward]
     head_norms: bool = False

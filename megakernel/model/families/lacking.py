@@ -23,8 +23,7 @@ _MODELS = {
     "routes by a sigmoid with a bias, shared experts, and first layers without experts": """afmoe bailingmoe2 dots1
         exaone-moe exaone_moe glm4_moe glm4moe hy_v3 kolibri1 laguna mimo_v2_flash solar_open""",
     "routes by a sigmoid with a bias": "minimax-m2 minimax_m2 minimax_m3_vl_text",
-    "experts of another kind": """arctic dbrx flex_olmo flint grok grovemoe jetmoe mellum phimoe qwen3_vl_moe
-        qwen3vlmoe smallthinker""",
+    "experts of another kind": """arctic dbrx flex_olmo flint grok grovemoe jetmoe mellum phimoe smallthinker""",
     "embeddings of its own in each layer": """gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
         gemma4_unified_assistant gemma4_unified_text""",
     "attention scores or logits capped by tanh": "gemma2 nanochat vaultgemma",
