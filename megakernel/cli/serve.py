@@ -37,6 +37,7 @@ _GROUPS = {
     "replicas": "replicas ray_address routing",
 }
 _SETTINGS = " ".join(_GROUPS.values()).split()
+_WARM_SECONDS = 10.0  # No program is begun later than this before the server is ready. Others are compiled afterwards.
 # Ray's proxy accepts the connections to replicas, so these settings of connections are refused with --replicas.
 _NOT_FOR_REPLICAS = ("uds", "ssl_certfile", "ssl_keyfile", "root_path")
 # Flags that vLLM has and this server lacks, each under the advice that is shown to a user who gives it.
@@ -142,6 +143,8 @@ def run(args: argparse.Namespace) -> int:
     allow_connections()
     # The port is opened before the model is loaded, so that a port in use fails at once.
     with _listening(given) as sock, load(given["model"], given) as llm:
+        with output.busy("compiling"):
+            llm.warm(_WARM_SECONDS)
         name = (given["served_model_name"] or [llm.model])[0]
         address = url(sock, "https" if tls else "http")
         host = EngineHost(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +35,7 @@ from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes
-from megakernel.serving.engine.programs import Programs
+from megakernel.serving.engine.programs import Programs, buckets
 from megakernel.serving.engine.request import VERIFIED_ROWS, Request
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
@@ -237,6 +238,15 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.codec.need("use token ids")
+
+    def warm(self, seconds: float) -> None:
+        """Read all weights once, and compile the programs for prompts of every length, the longest first, so that the
+        first request is answered as fast as later ones. No program is begun after `seconds`."""
+        until, programs = monotonic() + seconds, self.engine.programs
+        self.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        for tokens in (programs.most_tokens, *buckets(programs.most_tokens)):
+            if monotonic() < until:
+                programs.get(tokens, 1)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise MegakernelError if the model can never run this prompt with these parameters."""

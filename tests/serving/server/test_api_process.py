@@ -16,6 +16,7 @@ from serve_process import SMALL, begin_stream, process, rest, started
 
 from megakernel import LLM
 from megakernel.cli import serve
+from megakernel.serving.engine.programs import buckets
 from megakernel.serving.server.frontend import Start
 
 
@@ -71,6 +72,7 @@ def test_flags_win_over_a_file_over_the_environment(
     # Flags override the file, whether they come before --config (--max-model-len) or after it (--served-model-name).
     # No flag sets the API key, so the file's key overrides the environment's.
     llm, start = made_of(capsys, "--config", str(config), "--served-model-name", "c")
+    assert llm.engine.programs._cache.keys() >= {(size, 1) for size in buckets(16)}  # so the first request is fast
     assert (llm.engine.dims.bucket.max_context, start.names, start.access.keys) == (2048, ["c"], ("file",))
     assert made_of(capsys, "--model", model)[1].access.keys == ("environment",)
     assert made_of(capsys, "--model", model, "--max_grammar_bytes=9")[0].grammars._most_bytes == 9
