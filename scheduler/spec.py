@@ -49,7 +49,7 @@ class Spec:
     max_seqs, max_context (tokens)  the engine's limits
     weight_bits     the bits per element of weight matrices that are not stored in `dtype`
     quantised_kv    whether K and V are stored in Q8_0
-    q8_activations  whether the inputs of quantised weights are rounded to 8 bits"""
+    q8_activations  whether the inputs of quantised weights are rounded to integers"""
 
     config: ModelConfig
     machine: Machine

@@ -1,4 +1,4 @@
-"""Measures what rounding activations to 8 bits changes, in megakernel and in llama.cpp.
+"""Measures what rounding activations changes, in megakernel and in llama.cpp.
 
     python benchmarks/correctness/rounding.py --questions mt_bench_question.jsonl --llama DIR -o FILE
 

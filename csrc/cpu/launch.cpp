@@ -31,9 +31,10 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
   for (Memory& m : memory_) {
     m.link_bytes.assign(model.tp, 0);
     Scratch& s = m.scratch;
-    float* counts = nullptr;
+    float *counts = nullptr, *rounded = nullptr;
     const Region regions[] = {
         {&s.activations, std::max<int64_t>(kTileRows, chunks * kMaxMicroRows) * kChunkStride},
+        {&rounded, chunks * kTileRows * kRoundedBytes / int64_t{sizeof(float)}},
         {&s.tile, int64_t{kTileRows} * kTilePanels * kPanel},
         {&s.weights, int64_t{kWidePanels} * kWideStride},
         {&s.keys, model.head_dim * key_stride(model)},
@@ -56,6 +57,7 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
       next += aligned(r.floats);
     }
     s.counts = reinterpret_cast<int32_t*>(counts);
+    s.rounded = rounded;
   }
 }
 

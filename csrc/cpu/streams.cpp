@@ -83,6 +83,7 @@ void Interpreter::run(int thread) {
   const std::vector<Cursor*>& own = dealt_[thread];
   if (own.empty()) return;
   const FlushSubnormals flush;
+  memory_[thread].scratch.rounded_rows = {};
   Backoff backoff(crowded_);
   size_t other = static_cast<size_t>(thread);
   while (left_.load(std::memory_order_acquire) > 0 && !aborted()) {
@@ -422,6 +423,7 @@ void Interpreter::execute(const Dims& dims, const Phase* phases, const int32_t* 
   const Phase& phase = phases[record_phase(record)];
   const int32_t running = 0;
   Memory& memory = memory_[0];
+  memory.scratch.rounded_rows = {};
   Call call{&dims, &phase, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
             layer};
   call.bf16_pairs = kernels_.bf16_pairs;

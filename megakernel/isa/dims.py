@@ -100,7 +100,7 @@ class ModelSizes(Shape):
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless they are quantised; sums are float32
     quantised_kv: int = 0  # 1: K and V are Q8_0, each row of a token and head on its own, which changes results
-    q8_activations: int = 0  # 1: inputs of quantised weights are rounded to 8 bits, which changes the result's bits
+    q8_activations: int = 0  # 1: inputs of quantised weights are rounded to integers, which changes the result's bits
     embed_scale: float = 1.0  # multiplies embeddings
     window_from: int = 0
     full_every: int = 1

@@ -1,9 +1,13 @@
-"""Multiplies quantised weights with activations that are rounded to 8-bit integers (`--activations q8`).
+"""Multiplies quantised weights with activations that are rounded to integers (`--activations q8`).
 
-A row of activations is rounded in units of 32 elements, which share a scale. Weights that share a scale form a group:
-32 weights, or 16 for Q6_K. The integer products of a group are added exactly, so their order does not matter. The
-groups are then added in ascending order: acc = fma(sum, weights' scale * activations' scale, acc). If the weights' type
-has minima, acc = fma(activations' scale * sum of the activations' integers, minimum, acc) follows.
+A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements determine most
+of a rounding error, because they would make the scale coarse for all others. So the two words (of four elements) with
+the largest magnitudes have 15 bits per element, and the scale is chosen for 8 bits of the other 24 elements.
+
+Weights that share a scale form a group: 32 weights, or 16 for Q6_K. The integer products of a group are added exactly,
+so their order does not matter. The groups are then added in ascending order: acc = fma(sum, weights' scale *
+activations' scale, acc). If the weights' type has minima, acc = fma(activations' scale * sum of the activations'
+integers, minimum, acc) follows.
 csrc/cpu/simd/integers.h is the fast version of this module.
 """
 
@@ -17,13 +21,17 @@ from numpy.typing import NDArray
 from .dtypes import BLOCKS, Dtype
 
 UNIT = 32  # neighbouring elements of a row of activations that share a scale
+WORD = 4  # neighbouring elements of a unit that have the same number of bits
+WIDE_WORDS = 2  # words of a unit that have 15 bits per element
 _TINY = np.float32(2.0**-100)  # if all elements of a unit are smaller than this, they become zero
 
 F32 = NDArray[np.float32]
 
 
 class Rounded(NamedTuple):
-    """Rounded activations: `values` [rows, units, UNIT] are integers from -127 to 127, `scale` is [rows, units]."""
+    """Rounded activations: `values` [rows, units, UNIT] are integers, `scale` is [rows, units].
+
+    The integers are from -16,256 to 16,256 in WIDE_WORDS words of each unit, and from -127 to 127 in the others."""
 
     values: NDArray[np.int64]
     scale: F32
@@ -42,14 +50,18 @@ class Codes(NamedTuple):
 
 
 def rounded(a: F32) -> Rounded:
-    """Round float32 activations [rows, inner] to 8-bit integers. Zeros fill up the last unit of 32 elements."""
+    """Round float32 activations [rows, inner] to integers. Zeros fill up the last unit of 32 elements."""
     units = np.pad(a, [(0, 0), (0, -a.shape[1] % UNIT)]).reshape(len(a), -1, UNIT)
-    largest = np.abs(units).max(axis=2)
+    # The lowest four bits of the magnitudes are ignored. Of words with equal magnitudes, the first are wide.
+    words = (np.abs(units).view(np.uint32) | 15).reshape(*units.shape[:2], -1, WORD).max(axis=3)
+    order = np.argsort(-words.astype(np.int64), axis=2, kind="stable")
+    largest, others = (np.take_along_axis(words, order, 2)[..., at].view(np.float32) for at in (0, WIDE_WORDS))
     finite = np.isfinite(largest)
     some = finite & (largest >= _TINY)
     safe = np.where(some, largest, np.float32(1))
-    inverse = np.where(some, np.float32(127) / safe, np.float32(0))
-    scale = np.where(some, safe / np.float32(127), np.where(finite, np.float32(0), np.float32(np.nan)))
+    limit = np.maximum(np.where(some, others, 0), safe / np.float32(128))
+    inverse = np.where(some, np.float32(127) / limit, np.float32(0))
+    scale = np.where(some, limit / np.float32(127), np.where(finite, np.float32(0), np.float32(np.nan)))
     exact = np.where(finite[..., None], units, 0).astype(np.float64) * inverse[..., None]
     return Rounded(np.rint(exact).astype(np.int64), scale)
 

@@ -101,7 +101,7 @@ class ModelConfig(Shape):
     eos_ids: tuple[int, ...] = ()
 
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
-        """The model's sizes for the compute type `dtype`, optionally with a quantised KV cache or 8-bit activations."""
+        """The model's sizes for the compute type `dtype`, with a quantised KV cache or rounded activations if asked."""
         common = {field.name for field in fields(self)} & {field.name for field in fields(ModelSizes)}
         own: dict[str, Any] = {name: int(getattr(self, name)) for name in common - {"window", "rms_eps"}}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2

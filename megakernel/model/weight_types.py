@@ -30,7 +30,7 @@ def quantised_kv(name: str) -> bool:
 
 
 def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
-    """Return whether inputs of quantised weights are rounded to 8 bits, if `--activations` has the value `name`.
+    """Return whether inputs of quantised weights are rounded to integers, if `--activations` has the value `name`.
     `storage` lists the matrices that are not kept in the compute type. Raises MegakernelError for an unknown value."""
     if name not in ("auto", "q8", "float"):
         raise MegakernelError(f"cannot compute activations in {name!r}: choose from auto, q8, float")

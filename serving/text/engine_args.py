@@ -41,7 +41,7 @@ class EngineArgs:
     weights                 type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a
                             GPU)
     kv_cache_dtype          type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
-    activations             how quantised weights are multiplied: q8 (in integers, with activations rounded to 8 bits),
+    activations             how quantised weights are multiplied: q8 (in integers, with rounded activations),
                             float (as the dequantised model) or auto (q8 where weights are quantised)
     threads                 CPU threads; None: one per core that this process may use
     max_model_len           maximum tokens of a sequence; None: the model's limit, or less if memory does not suffice

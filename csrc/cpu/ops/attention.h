@@ -103,6 +103,13 @@ MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, co
     const F32 scale = keys.scale(u, n);
     const int elements = d.head_dim - u * kKvUnit;
     ByteSums<8> sums[R];
+    MK_UNROLL for (int i = 0; i < R; ++i) {
+      const Rounded& query = queries[i * units + u];
+      MK_UNROLL for (int e = 0; e < kWideWords; ++e) {
+        const int j = query.places[e];  // padding is 0 and may be multiplied with any word
+        sums[i].add_high(e, keys.words(u, 4 * j < elements ? j : 0, n), query.high[e]);
+      }
+    }
     MK_UNROLL for (int j = 0; j < kKvUnit / 4; ++j) {
       if (4 * j >= elements) break;
       const U32 words = keys.words(u, j, n);
@@ -262,7 +269,7 @@ inline void load_query(const T* q, int n, Rounded* out) {
   for (int e = 0; e < n; e += kUnit, ++out) {
     float unit[kUnit] = {};
     load_query(q + e, lower_of(n - e, kUnit), unit);
-    round_unit(unit, out);
+    round_row(unit, 1, out);
   }
 }
 

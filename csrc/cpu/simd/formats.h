@@ -134,7 +134,7 @@ MK_INLINE Line line_of(const Exponent& s, int /*unit*/, int /*half*/, int at) {
 // Returns the stored integers of steps 4j to 4j + 3 of a unit (32 steps along K) for kLanes columns from `at`
 // on: in each 32-bit lane, four bytes of one column.
 template <int kBits>
-MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
+MK_INLINE U32 code_words(const Values<kBits>& values, uint32_t j, int at) {
   if constexpr (kBits == 8) {
     return load_words(values.words[j] + at);
   } else {
@@ -150,7 +150,7 @@ MK_INLINE U32 code_words(const Values<kBits>& values, int j, int at) {
 
 // Returns the same for a type that is packed as P. 4-bit floats become integers (doubled_floats).
 template <class P>
-MK_INLINE U32 codes(const Values<P::kValueBits>& values, int j, int at) {
+MK_INLINE U32 codes(const Values<P::kValueBits>& values, uint32_t j, int at) {
   const U32 words = code_words(values, j, at);
   return P::kFloats ? doubled_floats(words) : words;
 }

@@ -293,6 +293,9 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
 
   const bool q8 = call.dims->q8_activations;
   const auto rounds = [&](int p) { return q8 && weights[p].quantised(); };
+  bool any_rounds = false;
+  for (int p = panel; p < panel_end; ++p) any_rounds |= rounds(p);
+  Rounded* const rounded = static_cast<Rounded*>(call.scratch->rounded);
 
   for (int r = tile.row; r < row_end; r += kPassRows) {
     const int rows = lower_of(row_end - r, kPassRows);
@@ -304,59 +307,58 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
     // parts for several rows.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
-    enum class Form { kNone, kFloats, kRounded } held = Form::kNone;  // the form of the inputs in `x`
-    const auto prepare = [&](int begin, Form form) {
-      if (whole_k && held == form) return;
-      held = form;
-      for (int end = whole_k ? k : begin + 1; begin < end; begin += kChunk) {
-        float* const chunk = whole_k ? x + begin / kChunk * chunk_stride : x;
-        inputs.unpack(begin, pairs, chunk);
-        for (int i = 0; form == Form::kRounded && i < rows; ++i)
-          round_row(chunk + i * kChunkStride, ceil_div(lower_of(k - begin, kChunk), kUnit));
+    const RoundedRows own{call.dims, &phase, call.layer, r, rows};
+    if (any_rounds && (from.rows != nullptr || call.scratch->rounded_rows != own)) {
+      for (int begin = 0; begin < k; begin += kChunk) {
+        inputs.unpack(begin, false, x);
+        Rounded* const chunk = rounded + begin / kChunk * rows * kRowUnits;
+        for (int i = 0; i < rows; ++i)
+          round_row(x + i * kChunkStride, ceil_div(lower_of(k - begin, kChunk), kUnit),
+                    chunk + i * kRowUnits);
       }
+      call.scratch->rounded_rows = from.rows == nullptr ? own : RoundedRows{};
+    }
+    bool held = false;  // whether `x` has all that is needed of the inputs as floats
+    const auto prepare = [&](int begin) {
+      for (int end = whole_k ? k : begin + 1; begin < end && !held; begin += kChunk)
+        inputs.unpack(begin, pairs, whole_k ? x + begin / kChunk * chunk_stride : x);
+      held = true;
     };
     for (int p = panel; p < panel_end; p += kTilePanels) {
       const int panels = lower_of(panel_end - p, kTilePanels);
       const int step = whole_k ? whole_units : kChunk;
       for (int begin = 0; begin < whole_units; begin += step) {
         const int steps = lower_of(whole_units - begin, step);
-        for (const Form form : {Form::kFloats, Form::kRounded}) {
-          bool prepared = false;
-          for (int q = 0; q < panels;) {
-            if (rounds(p + q) != (form == Form::kRounded)) {
-              ++q;
-              continue;
-            }
-            if (call.aborted()) return;
-            if (!prepared) prepare(begin, form);
-            prepared = true;
-            const Panel* const first = weights + p + q;
-            const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
-            const auto multiply_block = [&]<class W>() {
-              int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<float>(block_rows);
-              while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
-              multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
-              q += 1 << log2;
-            };
-            if (form == Form::kRounded) {
-              int count = 1;
-              while (q + count < panels && first[count].dtype == first->dtype) ++count;
-              with_packed(first->type(), false, [&]<class P>() {
-                multiply_rounded<P>(x, chunk_stride, rows, first, count, begin, steps, call.scratch->weights,
-                                    part.c, ldc, begin > 0);
-                return true;
-              });
-              q += count;
-              continue;
-            }
-            if constexpr (kMayPair<T>) {
-              if (pairs) {
-                multiply_block.template operator()<Bf16Pairs>();
-                continue;
-              }
-            }
-            with_format(first->type(), multiply_block);
+        held = held && whole_k;
+        for (int q = 0; q < panels;) {
+          if (call.aborted()) return;
+          const Panel* const first = weights + p + q;
+          if (rounds(p + q)) {
+            int count = 1;
+            while (q + count < panels && first[count].dtype == first->dtype) ++count;
+            with_packed(first->type(), false, [&]<class P>() {
+              multiply_rounded<P>(rounded + begin / kChunk * rows * kRowUnits, rows * kRowUnits, rows, first,
+                                  count, begin, steps, call.scratch->weights, c + q * kPanel, ldc, begin > 0);
+              return true;
+            });
+            q += count;
+            continue;
           }
+          prepare(begin);
+          const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
+          const auto multiply_block = [&]<class W>() {
+            int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<float>(block_rows);
+            while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
+            multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
+            q += 1 << log2;
+          };
+          if constexpr (kMayPair<T>) {
+            if (pairs) {
+              multiply_block.template operator()<Bf16Pairs>();
+              continue;
+            }
+          }
+          with_format(first->type(), multiply_block);
         }
       }
       const int start = p / matrices * kPanel, stop = start + panels / matrices * kPanel;

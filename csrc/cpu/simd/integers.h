@@ -1,11 +1,11 @@
-// Multiplies quantised weights with activations that have been rounded to 8-bit integers.
+// Multiplies quantised weights with activations that have been rounded to integers.
 // megakernel/isa/integers.py defines this arithmetic, under the name `q8`.
 //
 // Products are summed in groups of 32 along K, or of 16 if the weights have a scale per 16. The activations
-// are first rounded to 8-bit integers, with one scale for every 32. Within a group, the sum of products is an
-// exact integer, so the SIMD width cannot change it. That sum is multiplied by the scales of the weights and
-// activations, then added to the float32 result with one fused multiply-add. Groups are added in ascending
-// order of K.
+// are first rounded to integers, with one scale for every 32: the largest to 15 bits, the others to 8. Within
+// a group, the sum of products is an exact integer, so the SIMD width cannot change it. That sum is
+// multiplied by the scales of the weights and activations, then added to the float32 result with one fused
+// multiply-add. Groups are added in ascending order of K.
 #pragma once
 #include <array>
 #include <utility>
@@ -14,13 +14,15 @@
 
 namespace mk::MK_SIMD {
 
-// 32 successive activations of a row (a unit), rounded to 8 bits: number s has the value scale * (byte s of
-// `words`).
+// 32 successive activations of a row (a unit), rounded to integers that share a scale. Integer s is byte s of
+// `words`. In the wide words, those at `places`, 128 * (the byte of `high`) is added to it.
 struct Rounded {
   uint32_t words[kUnit / 4];
+  uint32_t high[kWideWords];
+  int32_t places[kWideWords];
   float scale;
   float sum;          // scale * (halves[0] + halves[1])
-  int32_t halves[2];  // sums of the first 16 bytes and of the last 16 bytes
+  int32_t halves[2];  // sums of the first 16 integers and of the last 16 integers
 };
 
 // The maximum numbers of rows, and of panels of unpacked weights, whose results are accumulated in registers
@@ -31,44 +33,72 @@ constexpr int kIntegerRows = 6, kIntegerPanels = 2;
 constexpr int kIntegerRows = MK_LANES / 2, kIntegerPanels = 1;
 #endif
 
-// Rounds 32 activations to 8-bit integers that share a scale. If a value is not finite, the scale is NaN. If
+// Rows of rounded activations are stored in pieces of kChunk indices along K. Rows in a piece are kRowUnits
+// units apart, which is not a power of two, so that rows use different cache sets.
+constexpr int kRowUnits = kChunk / kUnit + 1;
+static_assert(kRowUnits * sizeof(Rounded) <= kRoundedBytes);
+
+// Returns the numbers of the words that lanes belong to, in vector i of a unit.
+MK_INLINE I32 word_numbers(int i) { return (lane_index() + i * kLanes) / 4; }
+
+// Chooses the wide words of a unit: those with the largest magnitudes. The scale is as fine as 8 bits of the
+// other words allow. `sum` becomes the inverse of the scale. If a value is not finite, the scale is NaN. If
 // all magnitudes are below 2^-100, the scale is zero.
-MK_INLINE void round_unit(const float* x, Rounded* out) {
+MK_INLINE void choose_words(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
-  U32 most{};
-  F32 values[kVectors];
-  MK_UNROLL for (int i = 0; i < kVectors; ++i) {
-    values[i] = load(x + i * kLanes);
-    const U32 magnitude = (U32)values[i] & 0x7FFFFFFFu;
-    most = magnitude > most ? magnitude : most;
+  // The lowest four bits of each magnitude become 15 - (number of the word). The highest magnitude then says
+  // which word it belongs to. Those of words that have been chosen become zero.
+  U32 keys[kVectors];
+  MK_UNROLL for (int i = 0; i < kVectors; ++i) keys[i] =
+      ((U32)load(x + i * kLanes) & 0x7FFFFFF0u) | (U32)(15 - word_numbers(i));
+  const auto highest_key = [&] {
+    U32 most = keys[0];
+    MK_UNROLL for (int i = 1; i < kVectors; ++i) most = keys[i] > most ? keys[i] : most;
+    return highest(most);
+  };
+  uint32_t key = highest_key();
+  const float largest = bits_to_float(key | 15);
+  MK_UNROLL for (int e = 0; e < kWideWords; ++e) {
+    out->places[e] = 15 - (key & 15);
+    MK_UNROLL for (int i = 0; i < kVectors; ++i) keys[i] &= (U32)((keys[i] & 15) != (key & 15));
+    key = highest_key();
   }
-  const float largest = bits_to_float(highest(most));
+  const float others = bits_to_float(key | 15), least = largest * (1.0f / (1 << kHighShift));
+  const float limit = others > least ? others : least;
   const bool finite = largest < __builtin_inff(), some = finite && largest >= 0x1p-100f;
-  const float inverse = some ? 127.0f / largest : 0.0f;
-  const float scale = some ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
-  I32 rounded[kVectors], sums[2] = {};
-  MK_UNROLL for (int i = 0; i < kVectors; ++i) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it to a float rounds the float to an integer
-    const F32 shifted = (finite ? values[i] : F32{}) * inverse + kMagic;
-    rounded[i] = (I32)shifted - (I32)splat(kMagic);
-    sums[i * 2 / kVectors] += rounded[i];
-  }
-  store_low_bytes(rounded, out->words);
-  out->halves[0] = total(sums[0]);
-  out->halves[1] = total(sums[1]);
-  out->scale = scale;
-  out->sum = scale * static_cast<float>(out->halves[0] + out->halves[1]);
+  out->scale = some ? limit / 127.0f : finite ? 0.0f : __builtin_nanf("");
+  out->sum = some ? 127.0f / limit : 0.0f;
 }
 
-// Rounds a row of 32 * units activations to 8-bit integers, 32 at a time, in place.
-inline void round_row(float* x, int units) {
-  Rounded* const out = reinterpret_cast<Rounded*>(x);
-  static_assert(sizeof(Rounded) <= kUnit * sizeof(float));
-  for (int u = 0; u < units; ++u) {
-    Rounded rounded;
-    round_unit(x + u * kUnit, &rounded);
-    memcpy(static_cast<void*>(out + u), &rounded, sizeof rounded);
+// Rounds a unit to integers, after choose_words.
+MK_INLINE void round_unit(const float* x, Rounded* out) {
+  constexpr int kVectors = kUnit / kLanes;
+  const bool finite = out->scale == out->scale;
+  I32 low[kVectors], high[kVectors], sums[2] = {};
+  MK_UNROLL for (int i = 0; i < kVectors; ++i) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it to a float rounds the float to an integer
+    const F32 shifted = (finite ? load(x + i * kLanes) : F32{}) * out->sum + kMagic;
+    const I32 rounded = (I32)shifted - (I32)splat(kMagic);
+    I32 wide{};
+    MK_UNROLL for (int e = 0; e < kWideWords; ++e) wide |= word_numbers(i) == out->places[e];
+    sums[i * 2 / kVectors] += rounded;
+    high[i] = (rounded + 64) >> kHighShift & wide;
+    low[i] = rounded - (high[i] << kHighShift);
   }
+  store_low_bytes(low, out->words);
+  uint32_t high_words[kUnit / 4];
+  store_low_bytes(high, high_words);
+  MK_UNROLL for (int e = 0; e < kWideWords; ++e) out->high[e] = high_words[out->places[e]];
+  out->halves[0] = total(sums[0]);
+  out->halves[1] = total(sums[1]);
+  out->sum = out->scale * static_cast<float>(out->halves[0] + out->halves[1]);
+}
+
+// Rounds 32 * units activations of a row to integers. Two loops are faster than one, because the processor
+// then works on more units at a time.
+inline void round_row(const float* x, int units, Rounded* out) {
+  for (int u = 0; u < units; ++u) choose_words(x + u * kUnit, out + u);
+  for (int u = 0; u < units; ++u) round_unit(x + u * kUnit, out + u);
 }
 
 // The properties of a quantised type that the integer multiplication depends on. Types that differ only in
@@ -98,7 +128,7 @@ class PackedUnit {
       MK_UNROLL for (int line = 0; line < int{sizeof block_->scales}; line += 64) prefetch(scales + line);
     }
   }
-  MK_INLINE U32 words(int j, int v) const { return codes<P>(block_->values[unit_], j, v * kLanes); }
+  MK_INLINE U32 words(uint32_t j, int v) const { return codes<P>(block_->values[unit_], j, v * kLanes); }
   MK_INLINE Line line(int group, int v) const { return line_of(block_->scales, unit_, group, v * kLanes); }
 
  private:
@@ -113,7 +143,7 @@ struct Unpacked {
   uint32_t codes[kUnit / 4][kPanel];
   float scale[K::kGroups][kPanel], offset[K::kOffset][kPanel];
 
-  MK_INLINE U32 words(int j, int v) const { return load_words(codes[j] + v * kLanes); }
+  MK_INLINE U32 words(uint32_t j, int v) const { return load_words(codes[j] + v * kLanes); }
   MK_INLINE Line line(int group, int v) const {
     return {load(scale[group] + v * kLanes), K::kOffset ? load(offset[0] + v * kLanes) : F32{}};
   }
@@ -127,7 +157,7 @@ class UnpackedUnit {
   MK_INLINE void open(const char* units, int step) {
     unit_ = reinterpret_cast<const Unpacked<K>*>(units) + step / kUnit;
   }
-  MK_INLINE U32 words(int j, int v) const { return unit_->words(j, v); }
+  MK_INLINE U32 words(uint32_t j, int v) const { return unit_->words(j, v); }
   MK_INLINE Line line(int group, int v) const { return unit_->line(group, v); }
 
  private:
@@ -154,11 +184,12 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
   }
 }
 
-// Computes C = A W^T in integers, over [begin, begin + steps) along K. `a` has R rows of activations, already
-// rounded to 8-bit integers. W is P panels of weights (kPanel columns each): panels[0], panels[apart],
-// panels[2 * apart] and so on. The other arguments are those of `micro` in gemm.h.
+// Computes C = A W^T in integers, over [begin, begin + steps) along K. `a` has R rows of rounded activations,
+// in pieces of kChunk indices that are chunk_stride units apart. W is P panels of weights (kPanel columns
+// each): panels[0], panels[apart], panels[2 * apart] and so on. The other arguments are those of `micro` in
+// gemm.h.
 template <int R, int P, class Unit>
-void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, int apart, int begin,
+void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels, int apart, int begin,
                     int steps, float* c, int64_t ldc, bool resume) {
   using K = typename Unit::K;
   F32 acc[R][P][kPanelVectors];
@@ -173,11 +204,8 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
   }
   for (int done = 0; done < steps; a += chunk_stride) {
     const int end = lower_of(done + kChunk, steps);
-    const Rounded* x = reinterpret_cast<const Rounded*>(a);
-    for (; done < end; done += kUnit, ++x) {
-      const auto row = [&](int i) -> const Rounded& {
-        return *reinterpret_cast<const Rounded*>(reinterpret_cast<const float*>(x) + i * kChunkStride);
-      };
+    for (const Rounded* x = a; done < end; done += kUnit, ++x) {
+      const auto row = [&](int i) -> const Rounded& { return x[i * kRowUnits]; };
       constexpr int kWords = kUnit / 4 / K::kGroups;
       // The words of several rows' panels alternate, so that a word of activations is loaded once for all
       // panels. With one row, panels follow one another, because that keeps fewer values in registers.
@@ -187,6 +215,17 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
         MK_UNROLL for (int p = 0; p < kTogether; ++p) units[p].open(data[first + p], begin + done);
         MK_UNROLL for (int g = 0; g < K::kGroups; ++g) {
           ByteSums<K::kBits> sums[R][kTogether][kPanelVectors];
+          MK_UNROLL for (int i = 0; i < R; ++i) {
+            MK_UNROLL for (int e = 0; e < kWideWords; ++e) {
+              const int j = row(i).places[e];
+              const uint32_t high = K::kGroups == 1 || j / kWords == g ? row(i).high[e] : 0;
+              MK_UNROLL for (int p = 0; p < kTogether; ++p) {
+                MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) sums[i][p][v].add_high(
+                    e, units[p].words(j, v), high);
+              }
+            }
+            if (kTogether > 1) asm volatile("" ::: "memory");
+          }
           MK_UNROLL for (int j = 0; j < kWords; ++j) {
             MK_UNROLL for (int p = 0; p < kTogether; ++p) {
               MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
@@ -224,7 +263,7 @@ void multiply_units(const float* a, int64_t chunk_stride, const Panel* panels, i
   }
 }
 
-using MultiplyUnits = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
+using MultiplyUnits = void (*)(const Rounded*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
 // Returns a table whose element n - 1 is multiply_units for n rows and kIntegerPanels panels of unpacked
 // weights.
@@ -240,11 +279,11 @@ constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<
 // that were not in caches. Portable code gains nothing, because it is too slow.
 constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
-// Computes c = x W^T for `rows` rows that have been rounded to 8-bit integers and `count` panels of weights,
+// Computes c = x W^T for `rows` rows that have been rounded to integers and `count` panels of weights,
 // over [begin, begin + steps) along K. With `resume`, adds to c instead. For one row, weights are unpacked in
 // registers. For more rows, they are unpacked once into the buffer `unpacked`.
 template <class P>
-void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Panel* panels, int count,
+void multiply_rounded(const Rounded* x, int64_t chunk_stride, int rows, const Panel* panels, int count,
                       int begin, int steps, void* unpacked, float* c, int64_t ldc, bool resume) {
   if (rows == 1) {
     const int apart = count / kStreams;
@@ -263,7 +302,7 @@ void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Pane
   for (int p = 0; p < count; p += kIntegerPanels) {
     const int panels_here = lower_of(count - p, kIntegerPanels);
     const int apart = panels_here - 1;  // if one panel is left, it is computed twice, with the same results
-    const float* chunk = x;
+    const Rounded* chunk = x;
     for (int done = 0, part; done < steps; done += part, chunk += chunk_stride) {
       part = lower_of(steps - done, kChunk);
       Panel cached[kIntegerPanels];
@@ -274,7 +313,7 @@ void multiply_rounded(const float* x, int64_t chunk_stride, int rows, const Pane
       }
       for (int i = 0, n; i < rows; i += n) {
         n = lower_of(rows - i, block);
-        kMultiplyUnits<K>[n - 1](chunk + int64_t{i}* kChunkStride, chunk_stride, cached, apart, 0, part,
+        kMultiplyUnits<K>[n - 1](chunk + i* kRowUnits, chunk_stride, cached, apart, 0, part,
                                  c + i* ldc + p* kPanel, ldc, resume || done > 0);
       }
     }

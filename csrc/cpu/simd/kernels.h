@@ -23,6 +23,7 @@ constexpr int kMaxMicroRows = 12;  // maximum number of token rows whose results
 constexpr int kChunk = 256;        // with many rows, accumulators are stored after this many steps along K
 constexpr int kChunkStride =
     kChunk + 16;  // row stride in floats; not a power of two, so that rows use different cache sets
+constexpr int kRoundedBytes = (kChunk / kUnit + 1) * 64;  // of kChunk rounded activations of a row
 constexpr int kWideSteps = 128;  // steps along K whose quantised weights are converted to float32 at a time
 constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats per converted panel; not a power of two
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
@@ -33,23 +34,33 @@ constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass o
 // cache sets.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
+// Says which rows of a matmul's inputs have been rounded.
+struct RoundedRows {
+  const Dims* dims = nullptr;
+  const Phase* phase = nullptr;
+  int32_t layer = 0, row = 0, rows = 0;
+  bool operator==(const RoundedRows&) const = default;
+};
+
 // The working memory of a thread, allocated when the engine is created. The comments give the shapes of the
 // arrays. `pairs` is the number of (token row, query head) pairs that attention computes together. The
 // softmax state of a pair is its maximum score m, its sum of exponentials l and its weighted sum of values o.
 struct Scratch {
-  float* activations;  // inputs of a matmul: [chunk of kChunk steps along K][token row][kChunkStride]
-  float* tile;         // accumulators of a matmul: [kTileRows][kTilePanels * kPanel]
-  float* weights;      // quantised weight panels, converted to float32: [kWidePanels][kWideStride]
-  float* keys;         // keys of a KV block, converted to float32: [head_dim][key_stride(dims)]
-  float* values;       // values of a KV block, converted to float32: [kv_block][head_dim, padded to kPanel]
-  float* scales;       // scales of a head's quantised values: [quantisation block][kv_block]
-  float* queries;      // the queries: [pairs][head_dim], or Rounded (integers.h) if keys are quantised
-  float* scores;       // scores, then softmax weights, of one KV block: [pairs][kv_block]
-  float* block_out;    // softmax-weighted sums of one KV block's values: [pairs][head_dim, padded to kPanel]
-  float* merged_out;   // softmax-weighted sums over all KV blocks so far: [pairs][head_dim, padded to kPanel]
-  float* stats;        // softmax maxima and sums: of one KV block, then of all KV blocks so far: [4][pairs]
-  float* logits;       // logits of one row: [vocab]
-  int32_t* counts;     // how often a sequence contains each token id: [vocab]; all zero between calls
+  float* activations;        // inputs of a matmul: [chunk of kChunk steps along K][token row][kChunkStride]
+  void* rounded;             // rounded inputs of a matmul: [chunk][token row][kRowUnits] Rounded (integers.h)
+  RoundedRows rounded_rows;  // what `rounded` has, so that the next tile of these rows can use it
+  float* tile;               // accumulators of a matmul: [kTileRows][kTilePanels * kPanel]
+  float* weights;            // quantised weight panels, converted to float32: [kWidePanels][kWideStride]
+  float* keys;               // keys of a KV block, converted to float32: [head_dim][key_stride(dims)]
+  float* values;      // values of a KV block, converted to float32: [kv_block][head_dim, padded to kPanel]
+  float* scales;      // scales of a head's quantised values: [quantisation block][kv_block]
+  float* queries;     // the queries: [pairs][head_dim], or Rounded (integers.h) if keys are quantised
+  float* scores;      // scores, then softmax weights, of one KV block: [pairs][kv_block]
+  float* block_out;   // softmax-weighted sums of one KV block's values: [pairs][head_dim, padded to kPanel]
+  float* merged_out;  // softmax-weighted sums over all KV blocks so far: [pairs][head_dim, padded to kPanel]
+  float* stats;       // softmax maxima and sums: of one KV block, then of all KV blocks so far: [4][pairs]
+  float* logits;      // logits of one row: [vocab]
+  int32_t* counts;    // how often a sequence contains each token id: [vocab]; all zero between calls
 };
 
 // Returns the layer whose weights a phase reads when it runs in layer `layer`: phase.ahead layers further on,

@@ -300,15 +300,44 @@ MK_INLINE U32 doubled_floats(U32 v) {
 #endif
 }
 
+// The number of words (4 successive activations) of a unit that have 15 bits per activation, not 8.
+constexpr int kWideWords = 2;
+constexpr int kHighShift = 7;
+
 // Integer dot products of weights and activations, one in each lane. Each 32-bit word has four bytes, for
 // four successive elements. Weights have kBits bits; they are unsigned, except that 8-bit weights are signed.
-// Activations are signed and at least -127.
+// Activations are signed and at least -127. Those that do not fit a byte are divided into two: x = 128 * high
+// + low.
 template <int kBits>
 class ByteSums {
+  // With AVX2, the multiply instruction adds two products in each 16-bit lane. A lane can hold the sum over
+  // kFit calls without overflow.
+  static constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
+
  public:
   // Adds the products of the four weights in each lane with the four activations in `word`. j numbers the
   // calls for one object: 0, 1, 2 and so on.
-  MK_INLINE void add(int j, U32 weights, uint32_t word) {
+  MK_INLINE void add(int j, U32 weights, uint32_t word) { add(j, weights, word, kFit, 1); }
+  // The same for the high bytes of the kWideWords wide words of a unit, before all others.
+  MK_INLINE void add_high(int j, U32 weights, uint32_t word) {
+    add(j, weights, word, kFit < kWideWords ? kFit : kWideWords, 1 << kHighShift);
+#if !defined(__AVX2__) || MK_LANES != 8
+    if (j == kWideWords - 1) wide_ <<= kHighShift;
+#endif
+  }
+  // Returns the result in each lane: the sum of (weight - zero) * activation over all earlier calls of add().
+  // The number of calls must be a multiple of kFit (see add), because with AVX2 the sums of an incomplete
+  // group of kFit calls are not in `wide_` yet. `total` is the sum of the activations.
+  MK_INLINE I32 value(int zero, int32_t total) const {
+#if defined(__AVX512VNNI__)
+    if (kBits == 8) zero += 128;
+#endif
+    return zero == 0 ? wide_ : wide_ - zero * total;
+  }
+
+ private:
+  MK_INLINE void add(int j, U32 weights, uint32_t word, [[maybe_unused]] int fit,
+                     [[maybe_unused]] int16_t factor_of_all) {
     const U32 x = U32{} + word;
 #if defined(__AVX512VNNI__)
     // The instruction takes unsigned bytes of weights, so 128 is added to signed ones.
@@ -316,19 +345,16 @@ class ByteSums {
     wide_ = (I32)_mm512_dpbusd_epi32((__m512i)wide_, (__m512i)unsigned_bytes, (__m512i)x);
     (void)j;
 #elif defined(__AVX2__)
-    // The multiply instruction adds two products in each 16-bit lane. A lane can hold the sum over kFit calls
-    // without overflow.
-    constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
     __m256i magnitude = (__m256i)weights, factor = (__m256i)x;
     if constexpr (kBits == 8) {
       factor = _mm256_sign_epi8(factor, magnitude);
       magnitude = _mm256_abs_epi8(magnitude);
     }
     const I16 products = (I16)_mm256_maddubs_epi16(magnitude, factor);
-    narrow_ = j % kFit == 0 ? products : narrow_ + products;
+    narrow_ = j % fit == 0 ? products : narrow_ + products;
     // Without the empty assembly, GCC computes all products first, and has to spill them.
-    if (j % kFit == kFit - 1) {
-      wide_ += (I32)_mm256_madd_epi16((__m256i)narrow_, _mm256_set1_epi16(1));
+    if (j % fit == fit - 1) {
+      wide_ += (I32)_mm256_madd_epi16((__m256i)narrow_, _mm256_set1_epi16(factor_of_all));
       asm("" : "+x"(wide_));
     } else {
       asm("" : "+x"(narrow_));
@@ -349,17 +375,7 @@ class ByteSums {
     (void)j;
 #endif
   }
-  // Returns the result in each lane: the sum of (weight - zero) * activation over all earlier calls of add().
-  // The number of calls must be a multiple of kFit (see add), because with AVX2 the sums of an incomplete
-  // group of kFit calls are not in `wide_` yet. `total` is the sum of the activations.
-  MK_INLINE I32 value(int zero, int32_t total) const {
-#if defined(__AVX512VNNI__)
-    if (kBits == 8) zero += 128;
-#endif
-    return zero == 0 ? wide_ : wide_ - zero * total;
-  }
 
- private:
 #if defined(__AVX2__) && MK_LANES == 8
   typedef int16_t I16 __attribute__((vector_size(32)));
   I16 narrow_{};

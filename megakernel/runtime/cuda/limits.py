@@ -22,7 +22,7 @@ def model_refusal(model: ModelSizes) -> str | None:
     if model.quantised_kv:
         return "K and V are quantised, but the interpreter takes them in bf16: use --kv-cache-dtype auto"
     if model.q8_activations:
-        return "activations are rounded to 8 bits, but the interpreter takes them in bf16: use --activations float"
+        return "activations are rounded to integers, but the interpreter takes them in bf16: use --activations float"
     if (model.head_dim > HEAD_PART or model.head_dim % 8) and model.head_dim != 2 * HEAD_PART:
         what = f"multiples of 8 up to {HEAD_PART}, and {2 * HEAD_PART}"
         return f"heads have {model.head_dim} elements, but the interpreter takes {what}"
