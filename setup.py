@@ -86,7 +86,7 @@ class BuildNative(build_ext):
         for name, (lanes, simd_flags) in reversed(SIMD.items()):  # first what takes longest
             defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
             jobs.append((KERNELS, optimise + KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
-        for source in [together, *(path for path in sources if path.parent.name != "cpu")]:
+        for source in [together, *(path for path in reversed(sources) if path.parent.name != "cpu")]:
             jobs.append((source, [], objects / f"{source.stem}.o"))
 
         def run(command: list[str]) -> None:
