@@ -394,6 +394,7 @@ def test_refuses_what_it_cannot_run() -> None:
             "qkv_rope normalises 4 rows of 64 elements itself, which its units",
         ),
         (Buffer.W_O, {"weight_bits": 4.5}, "o_proj has weights of 4.5 bits"),
+        (Buffer.ATTN_NORM, {"weights": None}, "attn_norm rounds rows without a norm"),
     ):
         body = tuple(replace(p, **changes) if p.weights is weights else p for p in program.forward.body)
         wrong[complaint] = replace(program, forward=replace(program.forward, body=body))

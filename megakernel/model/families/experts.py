@@ -132,7 +132,7 @@ GRANITE_MOE = replace(
 
 OLMOE = Family(
     name="olmoe",
-    models="OLMoE-1B-7B",
+    models="OLMoE-1B-7B, on CPUs only",
     architecture="OlmoeForCausalLM",
     gguf=("olmoe",),
     forward=forward,

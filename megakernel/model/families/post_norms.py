@@ -143,7 +143,7 @@ def _gguf_exaone4(config: Keys) -> dict[str, Any]:
 
 EXAONE4 = Family(
     name="exaone4",
-    models="EXAONE 4.0",
+    models="EXAONE 4.0, on CPUs only",
     architecture="Exaone4ForCausalLM",
     gguf=("exaone4",),
     forward=forward_olmo,

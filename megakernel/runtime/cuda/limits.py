@@ -53,6 +53,8 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
         return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
     if phase.operation is Operation.ATTENTION and phase.weights is not None and not dims.model.experts:
         return "has attention sinks, which the interpreter adds only in models with experts"
+    if phase.operation is Operation.NORM and phase.weights is None and not wide(dims.model):
+        return "rounds rows without a norm, which the interpreter does only in models with norms over all heads"
     if phase.operation is Operation.EXPERTS and not dot_rows(phase.inner(dims.split)):
         return f"has rows of {phase.inner(dims.split)} elements, which shared memory cannot hold"
     if phase.norm is not None:
