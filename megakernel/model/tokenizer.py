@@ -117,7 +117,7 @@ class Tokenizer:
         values = {**self.special, **self._listed, **(values or {})}
         if limit is not None and not limit.last and self.longest:
             values["most_characters"] = limit.most * self.longest
-        if (template := self._template(bool(values.get("tools")))) is None:
+        if (template := self.template(tools=bool(values.get("tools")))) is None:
             raise MegakernelError("the model has no chat template: give a plain prompt instead")
         if continue_final:
             text = _up_to_mark(template.render(_marked(messages), {**values, "add_generation_prompt": False}), messages)
@@ -130,26 +130,14 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The source of the chat template for conversations without tools."""
-        template = self._template(False)
-        return template.source if template else None
+        return template.source if (template := self.template()) else None
 
     def set_chat_template(self, template: ChatTemplate) -> None:
         """Replace the model's own chat templates."""
         self._templates = {"default": template}
 
-    @property
-    def tool_template(self) -> str | None:
-        """The source of the chat template for conversations with tools."""
-        template = self._template(True)
-        return template.source if template else None
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template tells the model which tools it may call."""
-        template = self._template(True)
-        return template is not None and template.takes_tools
-
-    def _template(self, tools: bool) -> ChatTemplate | None:
+    def template(self, *, tools: bool = False) -> ChatTemplate | None:
+        """The chat template for conversations without tools, or with them."""
         default = self._templates.get("default")
         return self._templates.get("tool_use", default) if tools else default
 

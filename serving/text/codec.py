@@ -189,9 +189,9 @@ class Codec:
     def chat_ids(self, asked: Conversation, limit: Limit | None = None) -> list[int]:
         """Return the token ids of a conversation, up to the point where the answer begins, see `Tokenizer.encode`."""
         tokenizer = self.need("give token ids instead of a conversation")
-        template = (tokenizer.tool_template if asked.tools else tokenizer.chat_template) or ""
+        template = tokenizer.template(tools=bool(asked.tools))
         told = [dict(message) for message in asked.messages]
-        if "developer" not in template:
+        if template is None or "developer" not in template.source:
             told = _for_system(told)
         if self.tools.final:  # the template's name for reasoning, which may not stand beside content
             told = [
@@ -201,7 +201,7 @@ class Codec:
                 for message in told
             ]
         values = asked.values
-        if asked.tools and not tokenizer.takes_tools:
+        if asked.tools and not (template and template.takes_tools):
             told = with_tools(told, asked.tools, self.tools)
         elif asked.tools:
             values = {**values, "tools": list(asked.tools)}
@@ -212,7 +212,8 @@ class Codec:
     @cached_property
     def tools(self) -> ToolFormat:
         """The format in which the model writes calls of functions."""
-        return tool_format(self.tool_parser, self.tokenizer.tool_template if self.tokenizer else None)
+        template = self.tokenizer.template(tools=True) if self.tokenizer else None
+        return tool_format(self.tool_parser, template.source if template else None)
 
     def reader(self, functions: Functions | None, most: int | None = None) -> Reader | None:
         """Return a parser for the text of one answer, in which special tokens must be kept; None: all text is content.

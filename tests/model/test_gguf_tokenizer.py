@@ -199,7 +199,7 @@ def test_what_templates_see(tmp_path: Path) -> None:
     tokenizer = loaded(path)
     text = tokenizer.decode(tokenizer.apply_chat_template([]), skip_special=False)
     assert text == "<s> </s> <u> <p> <sep> "
-    assert (tokenizer.chat_template, tokenizer.tool_template) == (shown, tool)
+    assert [tokenizer.template(tools=tools).source for tools in (False, True)] == [shown, tool]
     assert tokenizer.decode(tokenizer.apply_chat_template([], {"tools": [{"name": "ab"}]})) == "ab"
 
 
