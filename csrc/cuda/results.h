@@ -133,7 +133,11 @@ class To {
   }
 };
 
-// Adds the results to the output, which is the residual, or stores them there if the phase says so.
+// Adds the results to the output, which is the residual, or stores them there if the phase says so. An
+// addition is one access that nothing waits for, instead of a load and a store. The order of additions is
+// fixed all the same: within a phase, one instruction adds to each element, and the counters order phases.
+// The additions are relaxed, but the signal after them releases them, because each warp arrives at `outputs`
+// after its own additions.
 class ToResidual : public To {
  public:
   using To::To;
@@ -146,9 +150,8 @@ class ToResidual : public To {
     return {a + bias.a, b + bias.b};
   }
   MK_FN void store(Row row, int col, float a, float b) const {
-    const Pair x = c_.phase().result == Result::kStored ? Pair{0, 0} : load_pair(row + col);
-    const Pair t = value(col, a, b);
-    *reinterpret_cast<Pair*>(row + col) = {x.a + t.a, x.b + t.b};
+    c_.phase().result == Result::kStored ? store_pair(row + col, value(col, a, b))
+                                         : add_pair(row + col, value(col, a, b));
   }
 };
 

@@ -86,6 +86,14 @@ MK_FN Pair load_pair(const float* p) {
 }
 
 MK_FN void store_pair(float* to, const Pair& value) { *reinterpret_cast<Pair*>(to) = value; }
+MK_FN void add_pair(float* to, const Pair& value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(value.a) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + 1), "f"(value.b) : "memory");
+#else
+  to[0] += value.a, to[1] += value.b;
+#endif
+}
 // Rounded to bf16.
 MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
 

@@ -50,6 +50,7 @@ template <class T>
 inline T add(T a, T b) {
   return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
 }
+inline float add(float a, float b) { return a + b; }
 template <class T>
 inline T sub(T a, T b) {
   return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));

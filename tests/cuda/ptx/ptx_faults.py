@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _TABLE = r"""
 dots
   signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
+  consumers release nothing before the storer signals  consumer.h: p.arrive(slot.outputs)  arrive\.release  arrive.relaxed
   signals between GPUs have the scope of one GPU  counters.h: p.signal(told.first, 1, scope_)  \.sys\.global  .gpu.global
   the last item of a split acquires nothing  attention.h: p_.arrive_acq_rel(  atom\.acq_rel\.gpu  atom
   releases of pages release nothing  pages.h: p_.arrive(block_.empty[  arrive\.release  arrive.relaxed

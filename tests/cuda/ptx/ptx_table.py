@@ -100,7 +100,7 @@ parallel-synchronization-and-communication-instructions
   vote.sync.ballot.b32               b32 = pred b32  T.ballot({0}, {1})
   atom{o:|.acq_rel.gpu}{space:|.global|.shared}.{op:add|exch}.{t:u32|s32|b32}  * * *  atomic
   atom{o:}{space:|.global|.shared}.{op:cas}.{t:b32}  * * * *  atomic
-  red{o:|.relaxed.gpu|.relaxed.sys|.release.gpu|.release.sys}{space:.global}.{op:add}.{t:s32}  * *  reduce
+  red{o:|.relaxed.gpu|.relaxed.sys|.release.gpu|.release.sys}{space:.global}.{op:add}.{t:s32|f32}  * *  reduce
   fence.mbarrier_init.release.cluster  -            T.fence_barriers()
   fence.proxy.async.global           -              T.fence_global()
   fence.proxy.async.shared::cta      -              T.fence_shared()
