@@ -174,8 +174,25 @@ def _tokenizer_json() -> str:
     return str(backend.to_str())
 
 
+# Components of tokenizers that the valid file lacks, some of them dangerous.
+_DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+_PARTS: list[tuple[str, dict[str, Any]]] = [
+    ("normalizer", {"type": "Sequence", "normalizers": [_DOUBLING] * 40}),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAgAAAAIAB"}),
+    ("normalizer", {"type": "Prepend", "prepend": "a" * 100}),
+    ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}),
+    ("pre_tokenizer", {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}),
+    ("model", {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 200_000, -1.0], ["b", -2.0]]}),
+    ("model", {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 1}),
+]
+
+
 def _tokenizer(rng: Rng, seed: int) -> Mutant:
     good = json.loads(_tokenizer_json())
+    if rng.random() < 0.3:
+        key, part = rng.choice(_PARTS)
+        return Mutant("tokenizer.json", json.dumps(good).encode(), _changed(good | {key: part}, rng))
     return Mutant("tokenizer.json", json.dumps(good).encode(), _changed(good, rng))
 
 

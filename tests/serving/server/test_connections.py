@@ -1,6 +1,7 @@
 """HTTP connections: protocols, methods and headers that clients use, and clients that send without reading."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -173,6 +174,14 @@ def test_requests_that_arrive_together_are_all_answered(live: Live) -> None:
     last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     text = live.said(post() + GET * 100 + last)
     assert text.count(b"HTTP/1.1 200 OK") == 102 and text.count(b'"completion_tokens":2') == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_a_client_that_stops_sending_is_answered(live: Live, more: dict[str, bool]) -> None:
+    with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 2} | more).encode())) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        text = sock.makefile("rb").read()
+    assert b"HTTP/1.1 200 OK" in text and b'"finish_reason":"length"' in text
 
 
 def test_garbage_after_a_request_waits_for_its_answer(live: Live) -> None:
