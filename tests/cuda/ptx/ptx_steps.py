@@ -248,8 +248,8 @@ def varied(kind: str, **changes: Any) -> list[str]:
 
 # Seeds of the steps in which faults are planted. Together, they execute the code of all faults of a kind of build.
 _FAULT_STEPS = {
-    "dots": (5, 6, 2, 8),
-    "tensor": (5, 6),
+    "dots": (5, 6, 2, 8, 10),
+    "tensor": (5, 6, 10),
     "experts dots": (20, 22),
     "experts tensor": (22, 21),
 }
