@@ -27,10 +27,9 @@ MK_FN void fetch_columns(P& p, const Params& params, Block<P>& block, const Page
     p.prefetch_columns(map, piece, a, b, use.z);
 }
 
-// Prefetches weights into the L2 cache while the weight loader waits for room in the ring, so that memory
-// stays busy while workers wait for one another. It goes on to later instructions. Nothing reports when a
-// prefetch is complete, so the loader prefetches a page per kAheadNs, as fast as memory delivers one to each
-// SM. It never has more than kAheadPages pages in the L2 cache that are not in the ring.
+// Prefetches weights, also those of later instructions, while the weight loader waits for room in the ring.
+// Nothing reports when a prefetch is complete, so the loader prefetches a page per kAheadNs, as fast as
+// memory delivers one to each SM. At most kAheadPages pages are in the L2 cache that are not in the ring.
 template <class P>
 MK_FN void prefetch_ahead(P& p, Block<P>& block, const Params& params) {
   BlockAhead& at = block.ahead;
@@ -101,9 +100,8 @@ class Asked {
   // Counts a page of the ring, filled by this loader or not.
   MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kPages) - 1); }
 
-  // Waits until fewer than kWindowPages pages may be on their way. A full ring is capacity, which need not be
-  // in flight: whatever else goes to memory waits behind the bytes that are. `next` is the number of the next
-  // page.
+  // Waits until fewer than kWindowPages pages may be on their way, because whatever else goes to memory waits
+  // behind them. `next` is the number of the next page.
   MK_FN bool window(P& p, Block<P>& block, uint32_t next, const Where& where) const {
     uint32_t late = filled_;
     MK_UNROLL for (int i = 1; i < kWindowPages; ++i) late &= late - 1;

@@ -98,15 +98,6 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 #endif
 }
 
-// Returns the number of pages of the ring. Host code also counts pages for GPUs with another number.
-MK_FN int32_t ring_pages([[maybe_unused]] const Sizes& d) {
-#if defined(MK_UNITS)
-  return kPages;
-#else
-  return d.ring_pages;
-#endif
-}
-
 // Experts are always computed as dot products, also in programs whose matmuls use tensor cores.
 MK_FN bool by_dots(const Sizes& d, const Task& task) { return uses_dots(d) || is_experts(task); }
 
@@ -243,7 +234,7 @@ MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), 
 // pairs.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Sizes& d, const Matmul& m) {
-  return higher_of(ring_pages(d) - dot_input_pages(m), 2) & ~1;
+  return higher_of(d.ring_pages - dot_input_pages(m), 2) & ~1;
 }
 // Returns page `member` of a pair of weight pages, whose weights begin at element x and at the tile's column
 // `first`.

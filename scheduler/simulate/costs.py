@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskCosts:
     """The costs of each kind of work on a machine, in seconds, bytes and FLOPs. A rate is that of a whole device unless
     its comment says otherwise. A field of type `Rates` lists pairs (rows of a tile, a worker's rate for such a tile).
@@ -37,18 +37,20 @@ class TaskCosts:
     worker_bytes_per_s: float  # the maximum rate at which one worker loads or stores
     egress_bytes_per_s: float  # the maximum rate of data sent by a rank to other ranks, and of data received
     switch_bytes_per_s: float  # the maximum rate of the switch, for all ranks together
-    latency_s: float  # latency of a load
-    store_s: float  # latency of a store, added to the transfer time
+    latency_s: float = 0.0  # latency of a load
+    store_s: float = 0.0  # latency of a store, added to the transfer time
     dispatch_s: float  # time to fetch, decode and set up an instruction
-    claim_s: float  # additional time to claim an instruction from a queue
+    claim_s: float = 0.0  # additional time to claim an instruction from a queue
     signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
-    window_bytes: float  # bytes that may be on their way to one worker, behind which small accesses to memory wait
-    ahead_bytes: float  # weights that one worker prefetches into the last-level cache when its ring is full
-    page_bytes: float  # how many of them it prefetches at a time
+    window_bytes: float = (
+        0.0  # bytes that may be on their way to one worker, behind which small accesses to memory wait
+    )
+    ahead_bytes: float = 0.0  # weights that one worker prefetches into the last-level cache when its ring is full
+    page_bytes: float = 0.0  # how many of them it prefetches at a time
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
-    stage_bytes: float  # bytes that must have arrived together before arithmetic on them starts
+    stage_bytes: float = 0.0  # bytes that must have arrived together before arithmetic on them starts
 
     # The maximum number of instructions that a worker has begun to set up and not yet stored. With 1, none overlap.
     in_flight: int
@@ -194,14 +196,7 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
         vector_flops=core.vector_flops_per_s * scale,
         memory_bytes_per_s=machine.memory_bytes_per_s,
         egress_bytes_per_s=machine.link_bytes_per_s,
-        latency_s=0.0,
-        store_s=0.0,
-        claim_s=0.0,
-        window_bytes=0.0,
-        ahead_bytes=0.0,
-        page_bytes=0.0,
         ring_bytes=256.0 * 1024,
-        stage_bytes=0.0,
         in_flight=1,
         claim_in_flight=1,
         roles=False,

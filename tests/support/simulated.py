@@ -20,12 +20,11 @@ from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 # All rates and capacities are practically unlimited and all delays are 0, so that a test sets only what it measures.
 _RATES = "vector_flops memory_bytes_per_s cache_bytes_per_s cache_bytes worker_bytes_per_s egress_bytes_per_s"
 _RATES += " switch_bytes_per_s ring_bytes"
-_SECONDS = "latency_s store_s dispatch_s claim_s signal_s remote_signal_s launch_s window_bytes ahead_bytes page_bytes"
+_SECONDS = "dispatch_s signal_s remote_signal_s launch_s"
 FREE = TaskCosts(
     matmul_flops=((1.0, 1e30),),
     attention_flops=((1.0, 1e30),),
     **dict.fromkeys(_RATES.split(), 1e30) | dict.fromkeys(_SECONDS.split(), 0.0),  # type: ignore[arg-type]
-    stage_bytes=0.0,
     row_quantum=1,
     in_flight=2,
     claim_in_flight=2,
