@@ -248,6 +248,8 @@ def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.M
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported: this server's models cannot"),
         (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', "temperature", "finite number"),
         (COMPLETIONS, b'{"prompt": "', None, "is not JSON: Unterminated string starting at character 11"),
+        (COMPLETIONS, {"prompt": "a", "n": 128, "max_tokens": 500, "logprobs": 20}, None, "have 1344000 log-"),
+        (COMPLETIONS, {"prompt": ["a"] * 300, "stop": ["x"] * 60}, "stop", "300 choices with 60 stop strings are too"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"abc": 1}}, "logit_bias.abc", "logit_bias.abc must match"),
         (COMPLETIONS, b'{"prompt": ', None, "the body is not JSON: Expecting value at character 11"),
         (COMPLETIONS, '{"prompt": "é"}'.encode("latin-1"), None, "cannot be read as JSON: 'utf-8' codec can't decode"),
