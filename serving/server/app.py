@@ -169,6 +169,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
 
     chat_page = _chat_page()
 
+    @app.get("/", include_in_schema=False)
     @app.get(CHAT_PAGE, include_in_schema=False)
     async def chat_with_model() -> HTMLResponse:
         return HTMLResponse(chat_page)

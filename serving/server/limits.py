@@ -38,6 +38,7 @@ MAX_VALUES = 1 << 17  # Parsing and validating this many JSON values takes tens 
 
 # Chat is served without an API key, because its page itself asks for the key.
 CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
+_OPEN = {_HEALTH, "/", CHAT_PAGE}  # paths that need no key
 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^][\s:/?#@]*))(?::[0-9]*)?")
 
@@ -129,7 +130,7 @@ class AccessRules:
             self._authorise(headers)
 
     def guards(self, path: str) -> bool:
-        return bool(self.keys) and path not in (_HEALTH, CHAT_PAGE) and not (self.open_metrics and path == _METRICS)
+        return bool(self.keys) and path not in _OPEN and not (self.open_metrics and path == _METRICS)
 
     def _authorise(self, headers: Mapping[bytes, bytes]) -> None:
         # Clients of Anthropic's API send X-Api-Key.

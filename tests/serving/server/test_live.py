@@ -52,6 +52,7 @@ def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "TRACE_WAIT_S", 0.05)
     with tiny("null") as server:
         page = server.request("GET", "/chat")[2]
+        assert page == server.request("GET", "/")[2]
         assert b"<title>megakernel: chat" in page and b"--panel: #ffffff" in page
         status, _, text = server.request("GET", "/timeline")
         assert status == 404 and b"Send a request" in text
