@@ -155,15 +155,6 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
         sock.makefile("rb").read()  # the server closes the connection, because byte 3 never arrives
 
 
-def test_a_client_that_ends_its_side_has_left(live: Live) -> None:
-    """The server cannot tell a client that only shuts down its sending side from one that has left. It sends no answer
-    and stops generating."""
-    with live.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}) as sock:
-        sock.shutdown(socket.SHUT_WR)
-        assert sock.recv(100) == b""
-        until(live.at_rest)
-
-
 @pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
 def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
     """The client sends 40 MB after the server has answered, more than the socket buffers hold. It can still read the
