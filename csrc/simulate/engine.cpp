@@ -286,8 +286,8 @@ class Engine {
     run.rest -= bytes;
     run.rest_missing -= missing;
     run.ahead -= ahead;
-    w.flows[part] +=
-        devices_[w.rank].load(now_, bytes, missing * (1.0 - ahead / bytes), kParts * w.stream + part);
+    const double left = ahead > 0.0 ? missing * (1.0 - ahead / bytes) : missing;
+    w.flows[part] += devices_[w.rank].load(now_, bytes, left, kParts * w.stream + part);
     const Task& task = *run.task;
     w.asked[part] = now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes);
   }

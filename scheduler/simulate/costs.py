@@ -44,9 +44,7 @@ class TaskCosts:
     signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
-    window_bytes: float = (
-        0.0  # bytes that may be on their way to one worker, behind which small accesses to memory wait
-    )
+    window_bytes: float = 0.0  # bytes on their way to one worker, behind which small accesses to memory wait
     ahead_bytes: float = 0.0  # weights that one worker prefetches into the last-level cache when its ring is full
     page_bytes: float = 0.0  # how many of them it prefetches at a time
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them

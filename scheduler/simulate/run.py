@@ -110,8 +110,8 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
 
 def _windowed(program: Program, costs: TaskCosts) -> TaskCosts:
-    """Return the costs of a program, of which only those with dot products have a window (csrc/cuda/loaders.h)."""
-    return costs if program.dims.worker.units == Units.DOTS else costs.windowless()
+    """Return the costs of a program. On GPUs, only loaders of dot products have a window (csrc/cuda/loaders.h)."""
+    return costs if program.dims.worker.units == Units.DOTS or not costs.window_bytes else costs.windowless()
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> Work:
