@@ -66,7 +66,7 @@ _TABLE = """
 --allowed-hosts | host... | (localhost if only this machine can reach the server, else any) | host names that a
     request's Host header may contain; * allows any
 --cors-origin | site... | (none) | sites whose pages may send requests from a browser; * allows any
---max-model-len | count | (the model's limit) | maximum tokens of a sequence, a prompt and its answer
+--max-model-len --context | count | (the model's limit) | maximum tokens of a sequence, a prompt and its answer
     together
 --max-num-seqs | count | 64 | sequences that run at once
 --max-num-batched-tokens | count | (512, or --max-num-seqs if that is more) | maximum tokens that one step computes
