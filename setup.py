@@ -18,7 +18,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import MagicMock
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -27,10 +26,6 @@ from setuptools.modified import newer_group
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
-# The headers are made of declarations, next to which stand functions that compute with NumPy. The build calls none of
-# these, and does not wait for pip to install NumPy a second time.
-for name in ("numpy", "numpy.typing"):
-    sys.modules.setdefault(name, MagicMock())
 
 from megakernel import codegen  # noqa: E402
 
