@@ -159,7 +159,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     if (windowed(block.dims) && !inputs && p.lane() == 0 && block.ahead.pages == 0)
       block.ahead.j = j, block.ahead.page = 0;
     [[maybe_unused]] uint64_t& begin = block.ahead.begin;  // in shared memory, because registers are short
-    if (P::kTrace && !inputs && p.lane() == 0) begin = 0;
+    if constexpr (P::kTrace) {
+      if (!inputs && p.lane() == 0) begin = 0;
+    }
     live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
              if (inputs && use.opens) {
                if (!wait_item(p, params, block.dims, block.step, task, use.item)) return false;
@@ -185,7 +187,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
                  if (!asked.window(p, block, page, task.where)) return false;
                  if (p.lane() == 0) block.ahead.pages > 0 ? --block.ahead.pages : ++block.ahead.page;
                }
-               if (P::kTrace && !inputs && p.lane() == 0 && begin == 0) begin = p.now();
+               if constexpr (P::kTrace) {
+                 if (!inputs && p.lane() == 0 && begin == 0) begin = p.now();
+               }
                fill(p, block, params, task, use, at.slot, rows);
              }
              asked.count(own);
@@ -193,8 +197,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              return true;
            });
     if (waits) p.arrive(slot.inputs);  // aborted, or there are no rows
-    if (P::kTrace && !inputs && p.lane() == 0 && begin)
-      p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
+    if constexpr (P::kTrace) {
+      if (!inputs && p.lane() == 0 && begin) p.trace(task.where, Role::LOADER, IntervalKind::LOAD, begin);
+    }
     p.arrive(slot.loaded);
     p.arrive(slot.retired);
   }

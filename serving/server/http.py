@@ -66,8 +66,8 @@ class Gate:
                 if names.count(name) > 1:
                     raise APIError(400, f"the request has several {name.decode().title()} headers: send one")
             self._access.check(path, headers)
-            if scope["method"] == "OPTIONS" and b"origin" not in headers:  # a balancer's check
-                await Response(status_code=204, headers={"Allow": "GET, POST"})(scope, receive, send)
+            if scope["method"] == "OPTIONS" and path in ("/", "*"):  # a balancer's check
+                await Response(status_code=204, headers={"Allow": "GET"})(scope, receive, send)
             elif scope["method"] == "POST" and path in self._takes_body:
                 await self._with_body(headers, scope, receive, send)
             else:

@@ -62,7 +62,7 @@ def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
             # The metrics still include what the killed frontend counted. In total these are two requests of 3 tokens,
             # the two choices of the kept stream with 1200 tokens each, and part of the lost stream.
             assert live.metric("vllm:request_success_total") == 4
-            assert live.metric("vllm:generation_tokens_total") > 3 + 2 * 1200 + 3
+            assert live.metric("vllm:generation_tokens_total") >= 3 + 2 * 1200 + 3
         server.terminate()
         _, err = server.communicate(timeout=30)
         assert server.returncode == 0
