@@ -27,7 +27,7 @@ _TABLE = """
 --kv-cache-dtype | type | auto | type of K and V in memory: auto (the compute type) or q8_0 (8.5 bits per value); a GPU
     supports only auto
 --activations | type | auto | how quantised weights are multiplied: q8 (in integers, with activations that are rounded
-    to 8 bits; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
+    to 8 bits, the largest to 15; fast), float (as the dequantised model) or auto (q8 where weights are quantised)
 --generation-config | dir | auto | defaults of sampling: auto (what the model's author recommends), vllm (none, so that
     the API's own defaults apply) or a folder with a generation_config.json
 --tensor-parallel-size --tp -tp | count | 1 | tensor-parallel ranks: 1, 2, 4 or 8
@@ -61,7 +61,7 @@ _TABLE = """
 --tool-call-parser | hermes/llama3_json/mistral/granite/seed_oss/openai | (that of the chat template) | format of the
     model's function calls: hermes, llama3_json, mistral, granite, seed_oss or openai
 --api-key MEGAKERNEL_API_KEY | key... | (none) | API key that requests must send as Authorization: Bearer KEY, except to
-    /health and /chat
+    /health and the chat page
 --open-metrics | switch | off | on: /metrics requires no key
 --allowed-hosts | host... | (localhost if only this machine can reach the server, else any) | host names that a
     request's Host header may contain; * allows any

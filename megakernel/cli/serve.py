@@ -54,7 +54,7 @@ _OF_VLLM = {
     "use --generation-config": "override-generation-config",
     "the grammar backend is always llguidance: leave it out": "guided-decoding-backend structured-outputs-config",
     "every endpoint is always served: leave it out": "task runner convert",
-    "use --max-model-len": "max-seq-len-to-capture ctx-size context",
+    "use --max-model-len": "max-seq-len-to-capture ctx-size",
     "use --model": "tokenizer tokenizer-mode revision tokenizer-revision download-dir hf-config-path",
     "use --replicas": "data-parallel-size pipeline-parallel-size distributed-executor-backend",
     "use --speculate": "speculative-config speculative-model num-speculative-tokens",

@@ -55,10 +55,8 @@ _OF_IMAGES = {
 _IMAGE_ROPE = {"mrope_interleaved", "mrope_section"}
 
 _ORIGINAL = "original_max_position_embeddings"
-_OLD_NAMES = {
-    "su": "longrope",
-    "mrope": "default",
-}  # of kinds of RoPE scaling, in the first files of Phi-3 and Qwen2-VL
+# Names of kinds of RoPE scaling in the first files of Phi-3 and Qwen2-VL.
+_OLD_NAMES = {"su": "longrope", "mrope": "default"}
 # The keys that each kind of RoPE scaling requires, and those that it may have.
 _NEEDS = {
     RopeKind.DEFAULT: set[str](),

@@ -110,7 +110,7 @@ def _marks(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """The conditions that a request must meet before its body is read. `/health` and `/chat` never need a key."""
+    """The conditions that a request must meet before its body is read. Paths in _OPEN never need a key."""
 
     keys: tuple[str, ...] = ()  # API keys, one of which the request must carry; if empty, no key is needed
     open_metrics: bool = False  # whether `/metrics` is readable without a key
