@@ -86,5 +86,6 @@ def test_every_allocation_may_fail() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: (int(tried), int(failed)) for name, tried, failed in map(str.split, done.stdout.splitlines())}
     assert list(counts) == ["whole", "launch", "simulate", "verify"]
+    # How often a launch allocates depends on what its threads record while they wait, so the least number is a low one.
     # Up to four failures raise no error: weights, for example, are packed without a thread that cannot be created.
-    assert all(tried >= 20 and failed >= tried - 4 for tried, failed in counts.values()), counts
+    assert all(tried >= 10 and failed >= tried - 4 for tried, failed in counts.values()), counts
