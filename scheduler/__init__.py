@@ -7,5 +7,3 @@ from megakernel.scheduler.describe import describe
 from megakernel.scheduler.disasm import disassemble
 from megakernel.scheduler.options import Options
 from megakernel.scheduler.spec import MOST_MASKS, Spec
-
-__all__ = ["MOST_MASKS", "Options", "Spec", "compile_program", "describe", "disassemble", "step_seconds"]

@@ -4,22 +4,3 @@ from .device import CPU, MACHINES, Machine, host, host_hardware, load
 from .files import HOST, hardware
 from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Level, Path
 from .host import cpu_count, processor
-
-__all__ = [
-    "CPU",
-    "HOST",
-    "MACHINES",
-    "OPERAND_BYTES",
-    "Chip",
-    "Core",
-    "Hardware",
-    "Level",
-    "Machine",
-    "Path",
-    "cpu_count",
-    "hardware",
-    "host",
-    "host_hardware",
-    "load",
-    "processor",
-]

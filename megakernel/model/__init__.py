@@ -5,22 +5,3 @@ from .config import ModelConfig, Rope, RopeKind
 from .open import gguf_path, load_config, load_pooling, load_sampling, load_tokenizer, local_checkpoint, open_checkpoint
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
-
-__all__ = [
-    "KNOWN_SHAPES",
-    "PACKAGES",
-    "Checkpoint",
-    "ModelConfig",
-    "RandomCheckpoint",
-    "Rope",
-    "RopeKind",
-    "cached",
-    "gguf_path",
-    "load_config",
-    "load_pooling",
-    "load_sampling",
-    "load_tokenizer",
-    "local_checkpoint",
-    "open_checkpoint",
-    "pull",
-]

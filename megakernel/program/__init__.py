@@ -3,5 +3,3 @@
 from .checks import check
 from .file import load_program, program_from_bytes
 from .program import SEGMENTS, VERSION, Program, Segment
-
-__all__ = ["SEGMENTS", "VERSION", "Program", "Segment", "check", "load_program", "program_from_bytes"]

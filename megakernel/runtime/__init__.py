@@ -3,15 +3,3 @@
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, rank_machine, registered
 from .steps import Chunk, SampleRow, build_step
-
-__all__ = [
-    "BACKENDS",
-    "Chunk",
-    "Output",
-    "SampleRow",
-    "build_step",
-    "choose_backend",
-    "create",
-    "rank_machine",
-    "registered",
-]

@@ -9,8 +9,6 @@ from .cpu import CPU
 from .hopper import HOPPER
 from .target import Target
 
-__all__ = ["CPU", "HOPPER", "TARGETS", "Target", "target_of"]
-
 TARGETS: dict[str, Target] = {target.name: target for target in (CPU, HOPPER)}
 
 

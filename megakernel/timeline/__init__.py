@@ -6,18 +6,3 @@ from .perfetto import write_perfetto
 from .resolve import machine_name, resolve
 from .summary import summarise
 from .text import render, render_comparison, render_figures, render_launches
-
-__all__ = [
-    "compare",
-    "compare_launches",
-    "machine_name",
-    "page",
-    "render",
-    "render_comparison",
-    "render_figures",
-    "render_launches",
-    "resolve",
-    "summarise",
-    "write_html",
-    "write_perfetto",
-]

@@ -1,5 +1,3 @@
 """Chooses the fastest way to compile a step for a machine."""
 
 from megakernel.scheduler.tune.fastest import Fastest
-
-__all__ = ["Fastest"]

@@ -2,5 +2,3 @@
 be independent, it shares no code with the part of the compiler that it checks."""
 
 from megakernel.scheduler.verify.proof import Report, verify
-
-__all__ = ["Report", "verify"]

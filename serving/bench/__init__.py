@@ -4,5 +4,3 @@ from megakernel.serving.bench.client import ServerClient
 from megakernel.serving.bench.load import Load, alternate, describe
 from megakernel.serving.bench.report import against_roofline, least_work
 from megakernel.serving.bench.workload import LoadJob, Workload
-
-__all__ = ["Load", "LoadJob", "ServerClient", "Workload", "against_roofline", "alternate", "describe", "least_work"]

@@ -37,8 +37,6 @@ _ALL = (
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
-__all__ = ["FAMILIES", "LACKING", "Family", "forward", "weights"]
-
 
 def table() -> str:
     """The table of families in docs/models.md."""

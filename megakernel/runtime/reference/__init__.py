@@ -1,5 +1,3 @@
 """The reference interpreter, which defines what a program computes, in NumPy."""
 
 from .backend import ReferenceBackend
-
-__all__ = ["ReferenceBackend"]

@@ -18,8 +18,6 @@ from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
 from megakernel.serving.bench.peers.process import Process
 from megakernel.serving.text.llm import LLM
 
-__all__ = ["Contest", "InstalledPeer", "Timed", "Trial", "contests", "find"]
-
 # A peer's name, the packages that it needs, and how to install them.
 _PACKAGES = {
     llama_cpp.NAME: (("llama_cpp",), "pip install llama-cpp-python, or name a native build with --llama-bench PATH"),
