@@ -1,5 +1,5 @@
-"""Finds the native library, and reads its structs from the C++ headers, so that Python has their layouts without
-declaring them again. The modules that call the library declare its functions."""
+"""Finds the native library, and reads its functions and structs from the C++ sources, so that Python has their
+parameters and layouts without declaring them again."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _CONSTANT = re.compile(r"\b(k\w+) = (\d+)")
 _ENUM = re.compile(r"enum class (\w+) : (\w+)")
 _MEMBERS = re.compile(r"(?:const )?(\w+)((?:\*| const)*) (.+)", re.DOTALL)
 _NAME = re.compile(r"(\w+)(?:\[(\w+)\])?(?: = [-\w.]+)?")
+# The sources of the functions that Python calls, and how one begins there.
+_INTERFACES = ("cpu/api.cpp", "cuda/plan.cpp", "simulate/engine.cpp", "verify/verify.cpp")
+_FUNCTION = re.compile(r"^MK_API ([^(]+?)(\w+)\(([^)]*)\) \{", re.MULTILINE)
 
 
 @functools.cache
@@ -33,10 +36,27 @@ def load() -> ctypes.CDLL:
     for path in (Path(__file__).parents[1] / _FILE, *installed):
         if path.exists():
             try:
-                return ctypes.CDLL(str(path))
+                return _declared(ctypes.CDLL(str(path)))
             except OSError as e:
                 raise MegakernelError(f"cannot load the native library ({e}): install the package again") from e
     raise MegakernelError("the native library is not built: run `pip install .` in the checkout")
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library, whose functions now take and return what their sources declare."""
+    for source in _INTERFACES:
+        for result, name, parameters in _FUNCTION.findall((source_folder() / source).read_text()):
+            function = getattr(library, name)
+            function.restype = None if result == "void " else _kind(result)
+            function.argtypes = [_kind(declared) for declared in parameters.split(",") if declared]
+    return library
+
+
+def _kind(declared: str) -> Any:
+    """Return the ctypes class of a parameter or a result, such as "const int32_t* rows"."""
+    if "*" in declared:
+        return ctypes.c_char_p if "char*" in declared else ctypes.c_void_p
+    return _NUMBERS[declared.split()[0]]
 
 
 def source_folder() -> Path:

@@ -69,7 +69,6 @@ struct Program {
   const Wait* waits;
   const Signal* signals;
   const double* key_bytes;  // [ranks][keys]
-  int32_t record_count, task_count, wait_count, signal_count;
 };
 
 // Rates are for one rank's whole device, with two exceptions: worker_bytes_per_s is for one worker, and

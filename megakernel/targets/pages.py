@@ -85,18 +85,6 @@ class Pages:
     last: Ints
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """The functions of csrc/cuda/plan.cpp."""
-    lib, pointer, count = load(), ctypes.c_void_p, ctypes.c_int64
-    lib.mk_matmul_pages.argtypes = [pointer, pointer, count, pointer, pointer, pointer]
-    lib.mk_attention_pages.argtypes = [pointer, count, *[pointer] * 4]
-    lib.mk_head_units.argtypes = [pointer, count, pointer, pointer]
-    lib.mk_pass_rows.argtypes = lib.mk_kv_pages.argtypes = [pointer]
-    lib.mk_output_columns.argtypes = [pointer, pointer]
-    return lib
-
-
 @functools.lru_cache(maxsize=1024)
 def _words(phase: Phase, dims: Dims) -> ctypes.Array[ctypes.c_int32]:
     """The C++ struct `Phase`."""
@@ -112,7 +100,7 @@ def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
     rows, cols = _int32(rows), _int32(cols)
     out = np.empty((len(rows), 6), np.int32)
     of = ctypes.byref(dims.native), _words(phase, dims), len(rows)
-    _library().mk_matmul_pages(*of, rows.ctypes.data, cols.ctypes.data, out.ctypes.data)
+    load().mk_matmul_pages(*of, rows.ctypes.data, cols.ctypes.data, out.ctypes.data)
     return Pages(*np.ascontiguousarray(out.T, np.int64))
 
 
@@ -121,30 +109,30 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
     columns = [_int32(column) for column in (item_rows, item_kv_heads, item_blocks)]
     out = np.empty(len(columns[0]), np.int64)
     at = (column.ctypes.data for column in columns)
-    _library().mk_attention_pages(ctypes.byref(dims.native), len(out), *at, out.ctypes.data)
+    load().mk_attention_pages(ctypes.byref(dims.native), len(out), *at, out.ctypes.data)
     return out
 
 
 def head_units(rows: Column, dims: Dims) -> Ints:
     """Return how many units process these numbers of query rows of an item, for each KV head."""
     rows, out = _int32(rows), np.empty(len(rows), np.int64)
-    _library().mk_head_units(ctypes.byref(dims.native), len(rows), rows.ctypes.data, out.ctypes.data)
+    load().mk_head_units(ctypes.byref(dims.native), len(rows), rows.ctypes.data, out.ctypes.data)
     return out
 
 
 def pass_rows(dims: Dims) -> int:
     """Return how many query rows of one KV head fill all UNITS units of a thread block."""
-    return int(_library().mk_pass_rows(ctypes.byref(dims.native)))
+    return int(load().mk_pass_rows(ctypes.byref(dims.native)))
 
 
 def kv_pages(dims: Dims) -> int:
     """Return the number of K and V pages for one KV head and one KV block. Attention holds all of them at once."""
-    return int(_library().mk_kv_pages(ctypes.byref(dims.native)))
+    return int(load().mk_kv_pages(ctypes.byref(dims.native)))
 
 
 def output_columns(phase: Phase, dims: Dims) -> int:
     """Return how many output columns of a matmul fit into a page; 0 if its outputs are not stored through pages."""
-    return int(_library().mk_output_columns(ctypes.byref(dims.native), _words(phase, dims)))
+    return int(load().mk_output_columns(ctypes.byref(dims.native), _words(phase, dims)))
 
 
 def computed_rows(rows: Ints) -> Ints:

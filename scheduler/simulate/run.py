@@ -102,8 +102,9 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
     """
     costs = _windowed(program, costs_of(machine))
     work = _prepared(program, machine, table, costs)
-    layers = min(work.layers, _SIMULATED_LAYERS)
-    result, _ = run(replace(work, layers=layers), costs, _NO_STALL, 0, most_s, work.layers - layers)
+    layers = min(program.dims.model.layers, _SIMULATED_LAYERS)
+    few = replace(work, sizes=work.sizes | {"layers": layers})
+    result, _ = run(few, costs, _NO_STALL, 0, most_s, program.dims.model.layers - layers)
     if result.step_s < inf:
         _check(program, work, costs, result)
     return float(result.step_s)
@@ -129,9 +130,8 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
 def _launched(work: Work) -> int:
     """Return the number of tasks (instructions or pieces of attention work) in one launch, over all layers."""
     per_record = work.records["end_task"] - work.records["first_task"]
-    lists = work.prologue, work.body, work.epilogue, work.queue_records
-    first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in lists)
-    return first + work.layers * (body + queues) + last
+    first, body, last, queues = (int(per_record[offsets[0] : offsets[-1]].sum()) for offsets in work.offsets)
+    return first + work.sizes["layers"] * (body + queues) + last
 
 
 def _check(program: Program, work: Work, costs: TaskCosts, result: ctypes.Structure) -> None:

@@ -38,18 +38,13 @@ from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.machine import Path
 from megakernel.program import SEGMENTS, Program
+from megakernel.program.program import TOTALS
 from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 from megakernel.targets import target_of
 from megakernel.targets.issue import matmul_issue, sample_steps
 from megakernel.targets.launch import PAGE_BYTES
-from megakernel.targets.pages import (
-    STAGES,
-    attention_pages,
-    computed_rows,
-    matmul_pages,
-    tile_work,
-)
+from megakernel.targets.pages import STAGES, attention_pages, computed_rows, matmul_pages, tile_work
 
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
@@ -146,29 +141,11 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     if not costs.synchronised:
         tasks.drop_waits()
     waits, signals = tasks.words()
-    return Work(
-        ranks=program.ranks,
-        workers=program.workers,
-        layers=program.dims.model.layers,
-        counters=program.counters,
-        queues=program.rank_queues,
-        splits=program.dims.bucket.items,
-        keys=keys.count,
-        layered_keys=keys.layered,
-        prologue=offsets[0],
-        body=offsets[1],
-        epilogue=offsets[2],
-        queue_records=offsets[3],
-        totals_first=np.ascontiguousarray(program.totals_first, np.int32),
-        totals_middle=np.ascontiguousarray(program.totals_middle, np.int32),
-        totals_last=np.ascontiguousarray(program.totals_last, np.int32),
-        records=table_of_records,
-        tasks=tasks.table,
-        stores=tasks.stores,
-        waits=waits,
-        signals=signals,
-        key_bytes=keys.bytes,
-    )
+    sizes = {"ranks": program.ranks, "workers": program.workers, "layers": program.dims.model.layers}
+    sizes |= {"counters": program.counters, "queues": program.rank_queues, "splits": program.dims.bucket.items}
+    sizes |= {"keys": keys.count, "layered_keys": keys.layered}
+    totals = [np.ascontiguousarray(getattr(program, name), np.int32) for name in TOTALS]
+    return Work(sizes, offsets, totals, table_of_records, tasks.table, waits, signals, tasks.stores, keys.bytes)
 
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:

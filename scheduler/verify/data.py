@@ -159,7 +159,8 @@ def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], m
     writes, _ = _declared(program.forward, program.dims)
     segment = phases_of(program.forward).segment[: _HOST + 1].astype(np.int32)
     segment[_HOST] = SEGMENTS.index("epilogue")
-    step = native.OrderStep(program.ranks, segment, writes, _LAYERED, _touches(program, events, found))
+    touches = _touches(program, events, found)
+    step = native.order_step(program.ranks, segment, writes, _LAYERED, touches)
     nothing = np.zeros(0, dtype=np.int32)
     ends, lasts = (rows.astype(np.int32) for rows in unrolled.ends()) if program.ranks > 1 else (nothing, nothing)
     for violation in native.unordered(unrolled.graph, order, step, ends, lasts, most):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,13 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.library import load, structure
 
-_I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 Int32s = NDArray[np.int32]
 
 READ, WRITE, HOST = range(3)  # mk::verify::Kind
 TWICE, MISSING, UNORDERED, NOT_ONWARD, OVERTAKES = range(5)  # mk::verify::What
 _GRAPH, _STEP, _FOUND = (structure("verify/verify.h", name) for name in ("Graph", "Step", "Found"))
 FOUND = np.dtype(_FOUND)
-_COLUMNS = ("phase", "place", "kind", "event", "row", "row_end", "col", "col_end")  # of OrderStep.touches
+_COLUMNS = ("phase", "place", "kind", "event", "row", "row_end", "col", "col_end")  # of touches
 
 
 @dataclass(frozen=True)
@@ -39,34 +37,16 @@ class EventGraph:
         return _GRAPH(rows=self.rows, runs=len(self.first) - 1, edges=len(self.source), **arrays)
 
 
-@dataclass(frozen=True)
-class OrderStep:
-    """The accesses of a step to buffers, as the native verifier gets them (mk::verify::Step). `declares` [phases,
-    buffers] says which phase (operation) writes which buffer. `touches` [8, n] describes n accesses: phase, place (a
-    buffer on a rank), kind, event (execution of an instruction), and four bounds of rows and columns."""
-
-    ranks: int
-    segment: Int32s
-    declares: NDArray[np.uint8]
-    layered: NDArray[np.uint8]
-    touches: Int32s
-
-    def native(self) -> Any:
-        phases, buffers = self.declares.shape
-        arrays = {name: getattr(self, name).ctypes.data for name in ("segment", "declares", "layered")}
-        arrays |= {name: column.ctypes.data for name, column in zip(_COLUMNS, self.touches, strict=True)}
-        return _STEP(phases=phases, buffers=buffers, ranks=self.ranks, touches=self.touches.shape[1], **arrays)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    lib = load()
-    lib.mk_verify_order.restype, lib.mk_verify_data.restype = _I32, _I64
-    lib.mk_verify_order.argtypes = [ctypes.POINTER(_GRAPH), _POINTER, _POINTER]
-    lib.mk_verify_data.argtypes = [
-        ctypes.POINTER(_GRAPH), _POINTER, ctypes.POINTER(_STEP), _I64, _POINTER, _I64, _POINTER, _I64, _POINTER,
-    ]  # fmt: skip
-    return lib
+def order_step(
+    ranks: int, segment: Int32s, declares: NDArray[np.uint8], layered: NDArray[np.uint8], touches: Int32s
+) -> Any:
+    """Return the struct mk::verify::Step, which has the addresses of these arrays. `declares` [phases, buffers] says
+    which phase (operation) writes which buffer. `touches` [8, n] describes n accesses: phase, place (a buffer on a
+    rank), kind, event (execution of an instruction), and four bounds of rows and columns."""
+    arrays = {"segment": segment, "declares": declares, "layered": layered}
+    arrays |= dict(zip(_COLUMNS, touches, strict=True))
+    sizes = {"phases": len(declares), "buffers": len(layered), "ranks": ranks, "touches": touches.shape[1]}
+    return _STEP(**sizes, **{name: array.ctypes.data for name, array in arrays.items()})
 
 
 def _checked(count: int) -> int:
@@ -80,20 +60,18 @@ def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32
     has the number of incoming edges of each row. The second result has, for each row, how many of these edges come from
     rows that the order leaves out."""
     order, left = np.empty(graph.rows, dtype=np.int32), missing.copy()
-    count = _library().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
+    count = load().mk_verify_order(ctypes.byref(graph.native()), left.ctypes.data, order.ctypes.data)
     return order[: _checked(count)], left
 
 
-def unordered(
-    graph: EventGraph, order: Int32s, step: OrderStep, ends: Int32s, lasts: Int32s, most: int
-) -> NDArray[np.void]:
+def unordered(graph: EventGraph, order: Int32s, step: Any, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
     """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND. `order` is a
     topological order of the graph. Also checks that each node of `lasts` comes after each node of `ends`."""
     found = np.zeros(most, dtype=FOUND)
-    count = _library().mk_verify_data(
+    count = load().mk_verify_data(
         ctypes.byref(graph.native()),
         order.ctypes.data,
-        ctypes.byref(step.native()),
+        ctypes.byref(step),
         len(ends),
         ends.ctypes.data,
         len(lasts),

@@ -19,32 +19,7 @@ from megakernel.serving.server.board import ENGINE_FIELDS, Board
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 # Upper bounds, in seconds, of the histogram buckets for the phases of a request: those of vLLM, and smaller ones.
-_PHASE = (
-    0.001,
-    0.01,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
-)
+_PHASE = (1e-3, 0.01, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("time from the request's arrival to the first token", _SECONDS),

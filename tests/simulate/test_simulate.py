@@ -343,7 +343,7 @@ def test_ranks_with_equal_parts_are_prepared_as_each_alone(
     monkeypatch.setattr(Split, "parts", property(lambda split: (split.rank,)))
     alone = make_work(program, step_of(program), costs_of(machine))
     for field in fields(Work):
-        assert np.array_equal(getattr(together, field.name), getattr(alone, field.name)), field.name
+        np.testing.assert_equal(getattr(together, field.name), getattr(alone, field.name), field.name)
 
 
 def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longer() -> None:

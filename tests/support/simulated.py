@@ -82,28 +82,19 @@ def hand_work(
     records["queue"] = [0 if t.drain else -1 for t in tasks]
     records["claims_end"] = [t.drain for t in tasks]
     empty = np.full(len(streams) + 1, len(tasks), np.int32)
+    sizes = {"ranks": ranks, "workers": len(streams) // ranks, "layers": 1, "counters": counters, "queues": 1}
+    queues = np.array([offsets[-1], *[len(tasks)] * ranks], np.int32)
+    stores = np.array([[t.stores.get(r, 0.0) for r in range(ranks)] for t in tasks], np.float64).reshape(-1, ranks)
     return Work(
-        ranks=ranks,
-        workers=len(streams) // ranks,
-        layers=1,
-        counters=counters,
-        queues=1,
-        splits=1,
-        keys=max(len(keys), 1),
-        layered_keys=0,
-        prologue=empty,
-        body=offsets,
-        epilogue=empty,
-        queue_records=np.array([offsets[-1], *[len(tasks)] * ranks], np.int32),
-        totals_first=totals,
-        totals_middle=totals,
-        totals_last=np.zeros_like(totals),
-        records=records,
-        tasks=table,
-        stores=np.array([[t.stores.get(r, 0.0) for r in range(ranks)] for t in tasks], np.float64).reshape(-1, ranks),
-        waits=waits,
-        signals=signals,
-        key_bytes=np.tile(np.array(keys or [0.0], np.float64), (ranks, 1)),
+        sizes | {"splits": 1, "keys": max(len(keys), 1), "layered_keys": 0},
+        [empty, offsets, empty, queues],
+        [totals, totals, np.zeros_like(totals)],
+        records,
+        table,
+        waits,
+        signals,
+        stores,
+        np.tile(np.array(keys or [0.0], np.float64), (ranks, 1)),
     )
 
 

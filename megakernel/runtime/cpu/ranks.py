@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
 from ...isa.record import Records
+from ...library import load
 from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, rows_of
@@ -38,7 +39,7 @@ class CpuRanks:
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, threads: int, null: bool, deadlock_s: float
     ) -> None:
         self.dims, self.pages, self.ranks = dims, pages, range(dims.split.tp)
-        self._lib = native.library()
+        self._lib = load()
         self._ranks = [dims.on(rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
