@@ -97,6 +97,5 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
 
 def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
     """Return the number of row blocks in a panel, a group of row blocks that share one pass over the weights. The panel
-    is made so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is. If all row
-    blocks are already in one panel, a larger number changes nothing."""
+    is made so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is."""
     return panel or min(math.ceil(balanced_rows(dims, machine) / dims.bucket.row_block), dims.bucket.row_blocks)

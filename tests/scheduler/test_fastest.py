@@ -26,9 +26,7 @@ def fastest(model: str, machine: Machine, tp: int, rows: int, **more: bool) -> F
 
 
 def variants(chosen: Options, tp: int, rows: int) -> list[Options]:
-    """Return the options that differ from `chosen` in one or two choices, including those that cannot be compiled.
-    `matmul` varies only up to 16 rows, `interleave` only above 128 rows, and `o` and `residual` only on several
-    ranks."""
+    """Return the options that differ from `chosen` in one or two choices, including those that cannot be compiled."""
     names = ["queue", "norm", *(["o", "residual"] if tp > 1 else []), *(["matmul"] if rows <= 16 else [])]
     values: dict[str, list[Any]] = {name: [value for value in CHOICES[name] if value != "auto"] for name in names}
     values |= {"interleave": [True, False]} if rows > 128 else {}
@@ -57,16 +55,19 @@ def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, t
 def test_all_buckets_of_an_engine_share_the_lowering_of_o(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs for all batch sizes (buckets) must give a row the same bits. So all of them divide the O projection, or
     all replicate it, even if the other choice is faster for some sizes."""
-
-    def seconds(self: Fastest, options: Options, tokens: int, *_: object) -> float:
-        return float((options.o == "replicated") != (tokens > 16))
-
-    monkeypatch.setattr(Fastest, "seconds", seconds)
+    monkeypatch.setattr(Fastest, "seconds", lambda _, options, rows, *_s: (options.o == "replicated") != (rows > 16))
     machine = machines.load("h100")
     choose = fastest("smollm2-135m", machine, 4, 64, one_class=True)
     assert len({choose(tokens=rows, logit_rows=1).dims.split.replicated_o for rows in (1, 16, 64)}) == 1
     alone = [fastest("smollm2-135m", machine, 4, rows)(tokens=rows, logit_rows=1) for rows in (16, 64)]
     assert len({program.dims.split.replicated_o for program in alone}) == 2
+
+
+@pytest.mark.parametrize(("seconds", "panel"), [(1.004, 16), (1.006, 8)])
+def test_a_larger_panel_may_cost_a_little_time(monkeypatch: pytest.MonkeyPatch, seconds: float, panel: int) -> None:
+    times = {0: 1.0, 8: 1.001, 16: seconds, 32: 1.0}
+    monkeypatch.setattr(Fastest, "seconds", lambda _self, options, *_: times[options.panel])
+    assert fastest("smollm2-135m", machines.load("h100"), 1, 8192).options(8192).panel == panel
 
 
 def test_a_search_compiles_what_a_single_compilation_does() -> None:
