@@ -17,7 +17,7 @@ from ..isa import BUFFERS, Buffer, Dtype, Share, Split, all_finite, column_share
 from ..isa.buffers import weight
 from .checkpoint import CHUNK, Checkpoint, Storage, StoredRows, WeightRows, array_of, cut_columns, floats, vector
 from .config import ModelConfig
-from .families import FAMILIES, forward, weights
+from .families import FAMILIES, forward, places
 from .rope import rope_table
 
 
@@ -78,7 +78,7 @@ class FileCheckpoint:
     """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
     `widened` counts the stored bytes that must be converted when they are read. It has one entry for each such type.
-    `left_out` counts the file's tensors that encode images, which are not supported.
+    `left_out` counts the file's tensors that encode images, which are not supported. With `some`, weights may miss.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class FileCheckpoint:
         naming: Naming,
         widened: Mapping[str, int] | None = None,
         left_out: int = 0,
+        some: bool = False,
     ) -> None:
         config = naming.config
         self.name = name
@@ -95,8 +96,9 @@ class FileCheckpoint:
         self.config = config
         self._tensors = tensors
         self._naming = naming
-        _check(tensors, naming)
-        matrices = {buffer: self._layout(buffer) for buffer in expected_buffers(config) if BUFFERS[buffer].matrix}
+        _check(tensors, naming, some)
+        whole = {} if some else dict(_expected(config))
+        matrices = {buffer: self._layout(buffer) for buffer in whole if BUFFERS[buffer].matrix}
         kinds = {buffer: {part.dtype for parts in s.layers for part in parts} for buffer, s in matrices.items()}
         self.dtype = Dtype.F32 if set().union(*kinds.values()) == {Dtype.F32} else Dtype.BF16
         self.storage = {buffer: s for buffer, s in matrices.items() if kinds[buffer] - {Dtype.F32, Dtype.BF16}}
@@ -126,6 +128,18 @@ class FileCheckpoint:
                 part = WeightRows(part.dtype, _interleave(part.data, self.config))
             out.append(part)
         return out
+
+    def places(self) -> list[tuple[Buffer, int]]:
+        """Return the buffers and layers that the file has. Raises MegakernelError for one of which it has a part."""
+        found = []
+        for buffer, layer in _expected(self.config):
+            names = self._naming.names(buffer, layer)
+            absent = [name for name in names if name not in self._tensors.shapes]
+            if absent and len(absent) < len(names):
+                other = next(name for name in names if name not in absent)
+                raise MegakernelError(f"tensor {absent[0]} is missing: it must come together with {other}")
+            found += [] if absent else [(buffer, layer)]
+        return [*found, (Buffer.LM_HEAD, 0)] if self.config.tied and (Buffer.EMBED, 0) in found else found
 
     def _layout(self, buffer: Buffer) -> Storage:
         """Return the type and the number of rows of each tensor that forms the buffer."""
@@ -174,21 +188,18 @@ def tensors_of(checkpoint: Checkpoint, naming: Naming, dtype: Dtype) -> Iterator
     bfloat16 is stored as uint16."""
     split = Split(checkpoint.config.sizes(dtype))
     shapes = expected_shapes(naming)
-    for buffer in expected_buffers(checkpoint.config):
-        for layer in range(checkpoint.config.layers if BUFFERS[buffer].layered else 1):
-            left = array_of(checkpoint, buffer, layer, split)
-            more, divisor = naming.scaling(buffer)
-            if (more, divisor) != (0.0, 1.0):
-                left = np.multiply(left, np.float32(divisor)) - np.float32(more)
-            parts = defaultdict[str, list[NDArray[np.generic]]](list)
-            for index, (name, share) in enumerate(
-                zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)
-            ):
-                part, left = np.split(left, [share.whole])
-                halved = index < naming.halved(buffer)
-                parts[name].append(_interleave(part, checkpoint.config, back=True) if halved else part)
-            for name, own in parts.items():
-                yield name, np.concatenate(own).reshape(shapes[name])
+    for buffer, layer in _expected(checkpoint.config):
+        left = array_of(checkpoint, buffer, layer, split)
+        more, divisor = naming.scaling(buffer)
+        if (more, divisor) != (0.0, 1.0):
+            left = np.multiply(left, np.float32(divisor)) - np.float32(more)
+        parts = defaultdict[str, list[NDArray[np.generic]]](list)
+        for index, (name, share) in enumerate(zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True)):
+            part, left = np.split(left, [share.whole])
+            halved = index < naming.halved(buffer)
+            parts[name].append(_interleave(part, checkpoint.config, back=True) if halved else part)
+        for name, own in parts.items():
+            yield name, np.concatenate(own).reshape(shapes[name])
 
 
 def expected_shapes(naming: Naming) -> dict[str, tuple[int, ...]]:
@@ -196,32 +207,31 @@ def expected_shapes(naming: Naming) -> dict[str, tuple[int, ...]]:
     config = naming.config
     expected: dict[str, tuple[int, ...]] = {}
     split = Split(config.sizes(Dtype.F32))
-    for buffer in expected_buffers(config):
+    for buffer, layer in _expected(config):
         columns = (column_share(buffer, split).whole,) if BUFFERS[buffer].matrix else ()
-        for layer in range(config.layers if BUFFERS[buffer].layered else 1):
-            rows = Counter[str]()
-            for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
-                rows[name] += share.whole
-            stack = split.stack if naming.stacked(buffer) else ()
-            expected |= {name: (*stack, count // math.prod(stack), *columns) for name, count in rows.items()}
+        rows = Counter[str]()
+        for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
+            rows[name] += share.whole
+        stack = split.stack if naming.stacked(buffer) else ()
+        expected |= {name: (*stack, count // math.prod(stack), *columns) for name, count in rows.items()}
     return expected
 
 
-def expected_buffers(config: ModelConfig) -> list[Buffer]:
-    """The buffers whose weights the files of a model contain."""
+def _expected(config: ModelConfig) -> list[tuple[Buffer, int]]:
+    """The buffers and layers whose weights the files of a model contain."""
     without = {Buffer.INV_FREQ} | ({Buffer.LM_HEAD} if config.tied else set())
-    return [b for b in weights(config) if b not in without]
+    return [place for place in places(config) if place[0] not in without]
 
 
-def _check(tensors: TensorFile, naming: Naming) -> None:
-    """Raise MegakernelError unless the file has exactly the tensors that the configuration requires."""
+def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
+    """Raise MegakernelError unless the file has exactly the tensors that the configuration requires, or `some`."""
     expected = expected_shapes(naming)
     # GGUF files leave out biases that are zero.
     biases = [p.bias for p in forward(naming.config) if p.bias is not None and naming.format == "gguf"]
     optional = {
         name for buffer in biases for layer in range(naming.config.layers) for name in naming.names(buffer, layer)
     }
-    if missing := [name for name in expected if name not in tensors.shapes and name not in optional]:
+    if missing := [name for name in expected if not some and name not in {*tensors.shapes, *optional}]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         file = next(map(tensors.where, tensors.shapes), "the checkpoint")
         raise MegakernelError(f"{file} has no tensor {missing[0]}{more}, which the config asks for")

@@ -21,7 +21,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
 from .families import FAMILIES, Family
-from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
+from .file_checkpoint import FileCheckpoint, Naming, check_ranges, expected_shapes, map_file
 from .folder import INDICES, shards
 from .hf_config import read_hf_config
 from .split_experts import split_experts
@@ -29,10 +29,10 @@ from .split_experts import split_experts
 _FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
 _DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # bytes have quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
-_HEAD, _EMBED, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 # Prefixes of tensor names in other models, each with the usual prefix in its place. Embedding models, which have no LM
 # head, have no prefix. Models that also see images have one of two, from older or newer software.
-PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
+_PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OF_IMAGES = tuple(
     f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower", "visual")
 )
@@ -173,19 +173,20 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
     return checkpoint_of(read_hf_config(folder), SafetensorsFiles(folder), name or folder.name)
 
 
-def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str) -> FileCheckpoint:
-    """Return the checkpoint `name` of tensors with the names in Hugging Face's files."""
+def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str, *, some: bool = False) -> FileCheckpoint:
+    """Return the checkpoint `name` of tensors with the names in Hugging Face's files: all or, with `some`, not all."""
     tensors.use(FAMILIES[config.family])
-    for old, new in PREFIXES:
-        if old + _NORM.removeprefix(new) in tensors.shapes:
+    expected = expected_shapes(safetensors_naming(config))
+    for old, new in _PREFIXES:
+        names = (name.removeprefix(old) for name in tensors.shapes if name.startswith(old) and name not in expected)
+        if any(new + name in expected for name in names):
             tensors.rename(old, new)
-            config = replace(config, tied=config.tied or _HEAD not in tensors.shapes)
-            break
-    if config.tied and _EMBED not in tensors.shapes:
+            config = replace(config, tied=config.tied or not (some or _HEAD in tensors.shapes))
+    if config.tied and _EMBED not in tensors.shapes and not some:
         tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
-    check_tied(config, tensors)
+    _check_tied(config, tensors)
     naming = safetensors_naming(config)
-    return FileCheckpoint(name, split_experts(tensors), naming, left_out=tensors.left_out)
+    return FileCheckpoint(name, split_experts(tensors), naming, left_out=tensors.left_out, some=some)
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:
@@ -193,7 +194,7 @@ def safetensors_naming(config: ModelConfig) -> Naming:
     return Naming(config, "safetensors", ("rotary_emb.inv_freq",))
 
 
-def check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
+def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     """Raise MegakernelError if the configuration says that the LM head and the embedding table are the same matrix
     (tied), but the file has a different LM head. Programs disagree about which matrix to use then."""
     if not config.tied or _HEAD not in tensors.shapes:

@@ -44,12 +44,7 @@ def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Return `checkpoint` with its matrices converted to the type `name`, a value of `--weights`; `auto` keeps their
     types. Raises MegakernelError."""
-    return checkpoint if name == "auto" else kept_as(checkpoint, _all_in(checkpoint.config, _weight_type(name)))
-
-
-def kept_as(checkpoint: Checkpoint, storage: dict[Buffer, Storage]) -> Checkpoint:
-    """Return `checkpoint` with its matrices converted to the types in `storage`, and the others to the compute type."""
-    return _Stored(checkpoint, storage)
+    return checkpoint if name == "auto" else Stored(checkpoint, _all_in(checkpoint.config, _weight_type(name)))
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
@@ -94,8 +89,8 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
     return dict(out.most_common())
 
 
-class _Stored:
-    """A checkpoint whose matrices are converted to another type when they are read. `stored_as` returns it."""
+class Stored:
+    """A checkpoint whose matrices are converted when read, to the types in `storage` or to the compute type."""
 
     def __init__(self, whole: Checkpoint, storage: dict[Buffer, Storage]) -> None:
         self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
@@ -108,22 +103,17 @@ class _Stored:
             rows = self._whole.rows(buffer, layer, split)
             return converted(rows, inner, BUFFERS[buffer].resolve_dtype(split.model))
         exact = replace(split, model=replace(split.model, dtype=int(Dtype.F32)))  # do not round twice
-        rows, kinds = (
-            self._whole.rows(buffer, layer, exact),
-            [kept.dtype for kept in self.storage[buffer].layers[layer]],
-        )
+        rows, kinds = self._whole.rows(buffer, layer, exact), self.storage[buffer].layers[layer]
         kinds *= len(rows) // len(kinds)  # all rows of a layer may be listed as one part
-        return [_in(part, kind, buffer, split) for part, kind in zip(rows, kinds, strict=True)]
 
+        def kept(part: WeightRows, kind: Dtype) -> WeightRows:
+            if part.dtype is kind:
+                return part
+            column_bytes(kind, buffer, split)  # raises MegakernelError if columns would begin inside a block
+            [floats] = converted([part], inner, Dtype.F32 if kind.quantised else kind)
+            return WeightRows(kind, quantise(floats.data.view(np.float32), kind)) if kind.quantised else floats
 
-def _in(part: WeightRows, kind: Dtype, buffer: Buffer, split: Split) -> WeightRows:
-    """Return rows of weights in another type."""
-    if part.dtype is kind:
-        return part
-    column_bytes(kind, buffer, split)  # raises MegakernelError if the rank's columns would begin inside a block
-    inner = column_share(buffer, split).size
-    [floats] = converted([part], inner, Dtype.F32 if kind.quantised else kind)
-    return WeightRows(kind, quantise(floats.data.view(np.float32), kind)) if kind.quantised else floats
+        return [kept(part, kind) for part, (kind, _) in zip(rows, kinds, strict=True)]
 
 
 def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:

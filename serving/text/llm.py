@@ -18,13 +18,13 @@ from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
-from megakernel.model.memory import is_model, named_tensors, open_memory, replacement
+from megakernel.model.memory import open_memory, replacement
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.model.weight_types import (
+    Stored,
     bits_of,
     bytes_by_type,
     for_contexts,
-    kept_as,
     quantised_kv,
     rounds_activations,
     stored_as,
@@ -76,7 +76,7 @@ class LLM:
         """Choose the backend and the types in which weights and the KV cache are stored. Returns the checkpoint with
         weights of these types, and the backend's name."""
         wanted, quantised = parse_dtype(args.dtype), quantised_kv(args.kv_cache_dtype)
-        opened = open_checkpoint(model) if isinstance(model, str) else open_memory(model) if is_model(model) else model
+        opened = open_checkpoint(model) if isinstance(model, str) else open_memory(model)
         files = opened if isinstance(opened, FileCheckpoint) else None
         self.widened, self.left_out = (files.widened, files.left_out) if files else ({}, 0)
         checkpoint = stored_as(opened, args.weights)
@@ -308,8 +308,8 @@ class LLM:
         They may be only some of the weights, but q, k and v of a layer must come together, as must gate and up, and a
         layer's experts. Cached prefixes are dropped. Raises MegakernelError, before anything is replaced, for a name, a
         shape or a type that does not fit, and if a request is running."""
-        checkpoint, places = replacement(self.config, named_tensors(weights) if is_model(weights) else weights)
-        self.engine.load_weights(kept_as(checkpoint, self._kept), places)
+        new = replacement(self.config, weights)
+        self.engine.load_weights(Stored(new, self._kept), new.places())
 
     def close(self) -> None:
         """Free the weights and the KV pool."""

@@ -54,3 +54,9 @@ def weights(config: ModelConfig) -> list[Buffer]:
     """The weight buffers that a model has, in the order of their numbers. A tied LM head is included."""
     named = {value for phase in forward(config) for value in vars(phase).values() if isinstance(value, Buffer)}
     return [buffer for buffer, spec in BUFFERS.items() if spec.space is Space.WEIGHT and buffer in named]
+
+
+def places(config: ModelConfig) -> list[tuple[Buffer, int]]:
+    """Each weight buffer with each of its layers. A buffer without layers counts as one layer."""
+    layers = range(config.layers)
+    return [(buffer, layer) for buffer in weights(config) for layer in (layers if BUFFERS[buffer].layered else (0,))]

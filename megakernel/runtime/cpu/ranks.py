@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Collection, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,23 @@ class CpuRanks:
         self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
-            self.load_weights(checkpoint, [(b, layer) for b in self._weights for layer in _layers(b, dims)])
+            self.load_weights(checkpoint, families.places(checkpoint.config))
 
     # -- weights
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
         """Load weights, or replace loaded ones in the same memory. `places` are buffers with layers."""
-        for buffer in self._weights:
-            for layer in [layer for layer in _layers(buffer, self.dims) if (buffer, layer) in places]:
-                for rank in self.ranks:
-                    home = self._home(rank, buffer)
-                    if buffer is Buffer.LM_HEAD and self._tied:
-                        self._tie(rank)
-                    elif home != rank:
-                        address = self._lib.mk_bound(self._engine, home, buffer, layer)
-                        self._lib.mk_bind(self._engine, rank, buffer, layer, address)
-                    elif BUFFERS[buffer].matrix:
-                        self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self._ranks[rank].split))
-                    else:
-                        self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank].split))
+        for (buffer, layer), rank in product(places, self.ranks):
+            home = self._home(rank, buffer)
+            if buffer is Buffer.LM_HEAD and self._tied:
+                self._tie(rank)
+            elif home != rank:
+                address = self._lib.mk_bound(self._engine, home, buffer, layer)
+                self._lib.mk_bind(self._engine, rank, buffer, layer, address)
+            elif BUFFERS[buffer].matrix:
+                self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self._ranks[rank].split))
+            else:
+                self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank].split))
 
     def _tie(self, rank: int) -> None:
         """Make the rank's LM head use the rank's rows of the packed embedding table."""

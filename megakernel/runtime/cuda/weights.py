@@ -36,8 +36,7 @@ def load_weights(
             else:
                 heap.bind(d.split.rank, buffer, heap.address(homes[d.split.rank, buffer], buffer))
         holders = [d for d in ranks if homes[d.split.rank, buffer] == d.split.rank]
-        every = range(layers(buffer, ranks[0]))
-        wanted = [layer for layer in every if places is None or (buffer, layer) in places]
+        wanted = [n for n in range(layers(buffer, ranks[0])) if places is None or (buffer, n) in places]
         for d, layer, rows in _read_ahead(checkpoint, buffer, wanted, holders):
             begin = 0
             for part in rows:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ...isa import BUFFERS, OPERATIONS, Buffer, Dims, Dtype, Forward, Phase, Spa
 from ...isa.context import Context
 from ...isa.integers import Codes, codes
 from ...model.checkpoint import Checkpoint, array_of
-from ...model.families import weights
+from ...model.families import places
 from ...program import Program
 from ..backend import Output
 from ..buffers import allocate, check_program, check_table, write_history
@@ -53,8 +54,7 @@ class ReferenceBackend:
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.split.tp)]
         self._codes: dict[tuple[int, Buffer, int], list[tuple[int, Codes]]] = {}  # by rank, buffer, layer
         self._set_dims(dims)
-        layers = {b: range(dims.model.layers if BUFFERS[b].layered else 1) for b in weights(checkpoint.config)}
-        self.load_weights(checkpoint, [(buffer, layer) for buffer, own in layers.items() for layer in own])
+        self.load_weights(checkpoint, places(checkpoint.config))
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
                 self._allocate(buffer)
@@ -63,30 +63,24 @@ class ReferenceBackend:
         self._size_for(dims)
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
-        for buffer in weights(checkpoint.config):
-            self._load(checkpoint, buffer, [layer for changed, layer in places if changed is buffer])
-
-    def _load(self, checkpoint: Checkpoint, buffer: Buffer, changed: Collection[int]) -> None:
-        """Load some layers of a weight buffer. Matrices that are stored in the types of their file become float32."""
-        spec = BUFFERS[buffer]
-        kind = Dtype.F32 if buffer in checkpoint.storage else spec.resolve_dtype(self.dims.model)
-        whole = spec.shape(self.dims.changed(tp=1, rank=0), 0)
-        for dims, arrays in zip(self._ranks, self._arrays, strict=True):
+        for (buffer, layer), (dims, arrays) in product(places, zip(self._ranks, self._arrays, strict=True)):
+            spec, stored = BUFFERS[buffer], buffer in checkpoint.storage
             shape = spec.shape(dims, 0)
-            if dims.split.rank and shape == whole:  # ranks share a weight that each has as a whole
+            if dims.split.rank and shape == spec.shape(dims.changed(tp=1, rank=0), 0):  # all ranks share the weight
                 arrays[buffer] = self._arrays[0][buffer]
                 continue
-            own = arrays.setdefault(buffer, {})
-            own |= {n: array_of(checkpoint, buffer, n, dims.split, kind).reshape(shape) for n in changed}
-            if buffer in checkpoint.storage and buffer is not Buffer.EMBED and dims.model.q8_activations:
-                for layer in changed:
-                    rows = checkpoint.rows(buffer, layer, dims.split)
-                    first = np.cumsum([0, *(len(part.data) for part in rows)]).tolist()
-                    self._codes[dims.split.rank, buffer, layer] = [
-                        (at, codes(part.data, part.dtype))
-                        for at, part in zip(first, rows, strict=False)
-                        if part.dtype.quantised
-                    ]
+            # Matrices that are stored in the types of their file become float32.
+            kind = Dtype.F32 if stored else spec.resolve_dtype(dims.model)
+            array = array_of(checkpoint, buffer, layer, dims.split, kind)
+            arrays.setdefault(buffer, {})[layer] = array.reshape(shape)
+            if stored and buffer is not Buffer.EMBED and dims.model.q8_activations:
+                rows = checkpoint.rows(buffer, layer, dims.split)
+                first = np.cumsum([0, *(len(part.data) for part in rows)]).tolist()
+                self._codes[dims.split.rank, buffer, layer] = [
+                    (at, codes(part.data, part.dtype))
+                    for at, part in zip(first, rows, strict=False)
+                    if part.dtype.quantised
+                ]
 
     def _allocate(self, buffer: Buffer) -> None:
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
