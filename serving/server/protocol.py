@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.writer import HALF_CLOSED, PROBE_SECONDS
 
 # Maximum bytes of a request's header: its request line and all header fields.
 _MOST_HEAD = 1 << 16
 # bytes added to the size of each header field, as in HTTP/2, because a short one takes as long to parse as a long one
 _FIELD = 32
-_PROBE_SECONDS = 0.5  # between two checks whether a client that has stopped sending is still there
 _MOST_WAITING = 128  # maximum number of requests on a connection that wait behind the one being answered
 
 # uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
@@ -52,18 +52,19 @@ class HttpProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that has only closed its writing side, and then close the connection."""
         cycle = self._answering
-        if cycle is None or cycle.response_started or cycle.scope["http_version"] != "1.1" or self.scheme == "https":
+        if cycle is None or cycle.response_complete or cycle.scope["http_version"] != "1.1" or self.scheme == "https":
             return False
         cycle.keep_alive = False
+        cycle.scope[HALF_CLOSED] = True
         self._probe(cycle)
         return True
 
     def _probe(self, cycle: RequestResponseCycle) -> None:
-        """Send interim answers until the answer begins. If the client has left, they make its system reset the
-        connection; otherwise, the server could not tell that it has left."""
+        """Send interim answers until the answer begins; a stream of events then sends its own. If the client has left,
+        they make its system reset the connection; otherwise, the server could not tell that it has left."""
         if not (cycle.response_started or self.transport.is_closing()):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.loop.call_later(_PROBE_SECONDS, self._probe, cycle)
+            self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
 
     def data_received(self, data: bytes) -> None:
         # Hide the timer from uvicorn's own method, which would cancel it at the first byte of a header.

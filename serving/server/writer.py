@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyReason = Literal["stop", "length", "tool_calls"]
 DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
+HALF_CLOSED = "megakernel.half_closed"  # key of the scope that says that the client has stopped sending
+PROBE_SECONDS = 0.5  # between two writes that show whether a client that has stopped sending is still there
 SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
 WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -371,13 +373,13 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # Middleware changes only the start of a response. To save time, the many parts of a stream bypass it.
-            await while_connected(receive, self._send(scope["path"], scope.get(DIRECT, send)))
+            await while_connected(receive, self._send(scope, scope.get(DIRECT, send)))
         finally:
             self._writer.answers.close()
 
-    async def _send(self, path: str, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         last, chunks = b"", self._writer.chunks()
-        beside = asyncio.ensure_future(self._fill_silence(send))
+        beside = asyncio.ensure_future(self._fill_silence(scope, send))
         try:
             part: bytes | None = await self._timed(anext(chunks))
             while part is not None:
@@ -390,16 +392,18 @@ class EventStream(Response):
                 return  # before the end of the body: the front then asks another replica for the rest
             if error.status == 500:
                 log.exception("a stream failed")
-            last = event(error.body(path), "error" if is_messages(path) else "")
+            last = event(error.body(scope["path"]), "error" if is_messages(scope["path"]) else "")
         finally:
             beside.cancel()
         await send({"type": "http.response.body", "body": last + self._writer.last, "more_body": False})
 
-    async def _fill_silence(self, send: Send) -> None:
+    async def _fill_silence(self, scope: Scope, send: Send) -> None:
         filler = WAITING if REPLAYED.get() else self._writer.filler
         while True:
-            before = self._parts
-            await asyncio.sleep(SILENCE)
+            before, silent = self._parts, 0.0
+            while silent < (PROBE_SECONDS if HALF_CLOSED in scope else SILENCE):
+                await asyncio.sleep(min(PROBE_SECONDS, SILENCE))
+                silent += PROBE_SECONDS
             if self._parts == before:
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +11,7 @@ import pytest
 from api_support import Live, serving, until
 
 from megakernel import LLM
-from megakernel.serving.server import protocol
+from megakernel.serving.server import protocol, writer
 from megakernel.serving.server.limits import AccessRules, local_names
 
 COMPLETIONS = "/v1/completions"
@@ -176,12 +177,26 @@ def test_requests_that_arrive_together_are_all_answered(live: Live) -> None:
     assert text.count(b"HTTP/1.1 200 OK") == 102 and text.count(b'"completion_tokens":2') == 1
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}])
-def test_a_client_that_stops_sending_is_answered(live: Live, more: dict[str, bool]) -> None:
-    with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 2} | more).encode())) as sock:
+@pytest.mark.parametrize("stream, late", [(False, False), (True, False), (True, True)])
+def test_a_client_that_stops_sending_is_answered(live: Live, stream: bool, late: bool) -> None:
+    live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
+    with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 99, "stream": stream}).encode())) as sock:
+        file = sock.makefile("rb")
+        head = file.readline() if late else b""
         sock.shutdown(socket.SHUT_WR)
-        text = sock.makefile("rb").read()
+        text = head + file.read()
     assert b"HTTP/1.1 200 OK" in text and b'"finish_reason":"length"' in text
+
+
+def test_a_client_that_leaves_a_silent_stream_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SILENCE", 3600.0)
+    held = threading.Event()
+    live.host.loop.on_step.append(lambda step, seconds: held.wait() and None)
+    with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 9, "stream": True}).encode())) as sock:
+        sock.makefile("rb").readline()
+    until(lambda: not live.server.server_state.connections)
+    held.set()
+    until(live.at_rest)
 
 
 def test_garbage_after_a_request_waits_for_its_answer(live: Live) -> None:
