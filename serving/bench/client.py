@@ -7,24 +7,37 @@ import asyncio
 import json
 import math
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from httptools import HttpParserError, HttpResponseParser
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.report import Outcome
 from megakernel.serving.bench.workload import LoadJob
 
-_LINE_LIMIT = 1 << 20  # maximum bytes of a line, of all headers and of a streamed event
+_MOST_EVENT = 1 << 20  # maximum bytes of a streamed event
 _MOST_BYTES = 1 << 26  # maximum bytes of an answer
+_SHOWN = 200  # maximum characters of a server's message
 _CONNECT_S = 30.0
 _READ = 1 << 16
 CPU = 'megakernel:cpu_seconds_total{process="'
-_ERRORS = (OSError, EOFError, ValueError, asyncio.LimitOverrunError, RecursionError, msgspec.DecodeError)
+ERRORS = (OSError, EOFError, ValueError, HttpParserError, RecursionError, msgspec.DecodeError)
+
+
+class RefusedError(MegakernelError):
+    """Raised if a server answers with another status than 200. `said` is the server's own message."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        try:
+            self.said = said(msgspec.json.decode(body, type=dict[str, Any])["error"])
+        except (*ERRORS, KeyError):
+            self.said = said(body.decode(errors="replace"))
+        super().__init__(f"{status}: {self.said}")
 
 
 class _Usage(msgspec.Struct):
@@ -44,8 +57,8 @@ class _Model(msgspec.Struct):
     id: str
 
 
-class ModelNames(msgspec.Struct):
-    """The fields that this package reads in a server's answer to `GET /v1/models`."""
+class _ModelNames(msgspec.Struct):
+    """The fields that this client reads in a server's answer to `GET /v1/models`."""
 
     data: list[_Model]
 
@@ -70,13 +83,16 @@ class ServerClient:
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._free: list[_Connection] = []
-        self.events = 0  # number of answers and streamed events received; if it no longer grows, the server is dead
+        self.received = 0  # number of answers and pieces of streams; if it no longer grows, the server is dead
 
     async def metrics(self) -> dict[str, float]:
         """Return the server's Prometheus metrics by name. Labels are left out, except the process of `CPU`."""
-        _, body = await self.get("/metrics")
         found: dict[str, float] = {}
-        for line in body.decode(errors="replace").splitlines():
+        try:
+            lines = (await self.get("/metrics")).decode(errors="replace").splitlines()
+        except RefusedError:
+            lines = []
+        for line in lines:
             name, _, value = line.rpartition(" ")
             with suppress(ValueError, OverflowError):
                 if math.isfinite(number := float(value)):
@@ -84,36 +100,47 @@ class ServerClient:
         return found
 
     async def discover(self) -> None:
-        """Set `model` to the first model that the server lists, unless `model` is set already."""
-        status, body = await self.get("/v1/models")
+        """Set `model` to the first model that the server lists, unless `model` is set already. Raises MegakernelError
+        if it lists none, and RefusedError if it answers with an error."""
+        body = await self.get("/v1/models")
         try:
-            self.model = self.model or msgspec.json.decode(body, type=ModelNames).data[0].id
-        except (*_ERRORS, IndexError):
-            raise MegakernelError(
-                f"{self.url}/v1/models answered {status} without a model name: {_short(body)}"
-            ) from None
+            self.model = self.model or msgspec.json.decode(body, type=_ModelNames).data[0].id
+        except (*ERRORS, IndexError):
+            raise MegakernelError(f"{self.url}/v1/models names no model: is this an OpenAI API?") from None
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Send a GET request. Returns (status, body). Raises MegakernelError if the server does not answer."""
+    async def get(self, path: str) -> bytes:
+        """Return the answer to a GET request. Raises RefusedError, and MegakernelError if the server does not
+        answer."""
         try:
-            connection, status = await self._ask("GET", path, b"")
-            body = b"".join([piece async for piece in connection.body()])
-        except _ERRORS as e:
+            return await self._whole("GET", path, b"")
+        except ERRORS as e:
             raise MegakernelError(f"{self.url} does not answer: {e or type(e).__name__}; is the server up?") from e
-        self._give(connection)
-        return status, body
 
-    async def get_json(self, path: str) -> dict[str, Any] | None:
-        """Return the JSON object at `path`, or None if the server does not return one."""
-        status, body = await self.get(path)
-        try:
-            found = msgspec.json.decode(body) if status == 200 else None
-        except _ERRORS:
-            return None
-        return found if isinstance(found, dict) else None
+    async def post(self, path: str, request: dict[str, Any]) -> bytes:
+        """Return the answer to a POST request. Raises RefusedError, and one of ERRORS if the server does not answer."""
+        return await self._whole("POST", path, json.dumps(request).encode())
+
+    async def events(self, path: str, request: dict[str, Any]) -> AsyncGenerator[bytes]:
+        """Send a POST request, and yield the data of each event of the streamed answer, except the last, `[DONE]`.
+        Raises RefusedError, and one of ERRORS if the answer is cut short."""
+        held, done = b"", False
+        async with self._answer("POST", path, json.dumps(request).encode()) as connection:
+            async for piece in connection.body():
+                self.received += 1
+                *events, held = (held + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+                if len(held) > _MOST_EVENT:
+                    raise ValueError(f"an event has more than {_MOST_EVENT} bytes")
+                for event in events:
+                    data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+                    done = done or data == b"[DONE]"
+                    if data and not done:
+                        yield data
+        if not done:
+            raise EOFError("the stream ended without [DONE]")
 
     async def complete(self, job: LoadJob, *, stream: bool = True) -> Outcome:
-        """Send one completion request and read the answer. A failure is returned as an outcome with `error`."""
+        """Send one completion request and read the answer: the token usage, and for a stream the arrival time of each
+        event with `choices`. A failure is returned as an outcome with `error`."""
         request: dict[str, Any] = {
             "model": self.model,
             "prompt": job.prompt if isinstance(job.prompt, str) else job.prompt.tolist(),
@@ -122,26 +149,24 @@ class ServerClient:
             "ignore_eos": True,
             "stream": stream,
         }
-        if stream:
-            request["stream_options"] = {"include_usage": True}
-        body = json.dumps(request).encode()
         outcome = Outcome(job, perf_counter())
         try:
-            connection, status = await self._ask("POST", "/v1/completions", body)
-            try:
-                if status != 200:
-                    outcome.error = f"{status}: {_short(b''.join([piece async for piece in connection.body()]))}"
-                elif stream:
-                    await self._read_events(connection, outcome)
-                else:
-                    _read_usage(_decode(b"".join([piece async for piece in connection.body()])), outcome)
-            except BaseException:
-                connection.close()
-                raise
-            self._give(connection)
-        except _ERRORS as e:
-            outcome.error = f"{type(e).__name__}: {e}"
-        self.events += 1
+            if stream:
+                request["stream_options"] = {"include_usage": True}
+                async for data in self.events("/v1/completions", request):
+                    now, message = perf_counter(), _decode(data)
+                    if message.error:
+                        outcome.error = said(message.error)
+                    if message.choices:
+                        outcome.moments.append(now)
+                    _read_usage(message, outcome)
+            else:
+                _read_usage(_decode(await self.post("/v1/completions", request)), outcome)
+        except RefusedError as e:
+            outcome.error = str(e)
+        except ERRORS as e:
+            outcome.error = outcome.error or f"{type(e).__name__}: {e}"
+        self.received += 1
         outcome.end = perf_counter()
         return outcome
 
@@ -150,28 +175,25 @@ class ServerClient:
             connection.close()
         self._free.clear()
 
-    async def _read_events(self, connection: _Connection, outcome: Outcome) -> None:
-        """Read a streamed completion. Record the token usage and the arrival time of each event with `choices`."""
-        held, done = b"", False
-        async for piece in connection.body():
-            now = perf_counter()
-            self.events += 1
-            *events, held = (held + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-            if len(held) > _LINE_LIMIT:
-                raise ValueError(f"an event has more than {_LINE_LIMIT} bytes")
-            for event in events:
-                data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-                if data == b"[DONE]":
-                    done = True
-                elif data:
-                    message = _decode(data)
-                    if message.error:
-                        outcome.error = _short(data)
-                    if message.choices:
-                        outcome.moments.append(now)
-                    _read_usage(message, outcome)
-        if not done and outcome.error is None:
-            outcome.error = "the stream ended without [DONE]"
+    async def _whole(self, method: str, path: str, body: bytes) -> bytes:
+        async with self._answer(method, path, body) as connection:
+            return b"".join([piece async for piece in connection.body()])
+
+    @asynccontextmanager
+    async def _answer(self, method: str, path: str, body: bytes) -> AsyncIterator[_Connection]:
+        """Send a request and yield the connection, whose `body` is the answer."""
+        connection, status = await self._ask(method, path, body)
+        try:
+            if status != 200:
+                raise RefusedError(status, b"".join([piece async for piece in connection.body()]))
+            yield connection
+        except RefusedError:
+            self._give(connection)
+            raise
+        except BaseException:
+            connection.close()
+            raise
+        self._give(connection)
 
     async def _ask(self, method: str, path: str, body: bytes) -> tuple[_Connection, int]:
         """Send a request on a free or new connection, and read the status and headers of the answer."""
@@ -185,7 +207,7 @@ class ServerClient:
                 return connection, await connection.ask(data)
             except (OSError, EOFError):
                 connection.close()  # the server had closed this connection while it was idle
-        opened = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE_LIMIT)
+        opened = asyncio.open_connection(self._host, self._port, ssl=self._tls)
         connection = _Connection(*await asyncio.wait_for(opened, _CONNECT_S))
         try:
             return connection, await connection.ask(data)
@@ -201,69 +223,55 @@ class ServerClient:
 
 
 class _Connection:
-    """One HTTP/1.1 connection. `reusable` becomes True when the body of an answer has been read to its end."""
+    """One HTTP/1.1 connection. `reusable` becomes True when the end of an answer has arrived."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._headers: dict[str, str] = {}
-        self._received = 0  # bytes of the answer so far
         self.reusable = False
 
     async def ask(self, data: bytes) -> int:
         """Send `data` and return the status of the answer."""
-        self.reusable, self._received = False, 0
+        self._parser = HttpResponseParser(self)  # calls the methods on_*
+        self._received, self._pieces = 0, list[bytes]()
+        self._begun = self._sized = self._ended = self.reusable = False
         self._writer.write(data)
         await self._writer.drain()
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        pairs = (line.split(":", 1) for line in head[1:] if ":" in line)
-        self._headers = {name.lower(): value.strip() for name, value in pairs}
-        try:
-            return int(head[0].split()[1])
-        except IndexError:
-            raise ValueError(f"{head[0][:200]!r} is no status line") from None
+        while not self._begun:
+            await self._read()
+        return self._parser.get_status_code()
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the body of an answer in pieces as they arrive, with or without HTTP's chunked encoding."""
-        headers, reader = self._headers, self._reader
-        sized = True
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            while left := int((await self._line()).split(b";")[0], 16):
-                async for piece in self._pieces(left):
-                    yield piece
-                await reader.readexactly(2)
-            while await self._line() != b"\r\n":
-                pass
-        elif "content-length" in headers:
-            async for piece in self._pieces(int(headers["content-length"])):
+        """Yield the body of an answer in pieces as they arrive."""
+        while self._pieces or not self._ended:
+            pieces, self._pieces = self._pieces, []
+            for piece in pieces:
                 yield piece
-        else:
-            sized = False
-            while piece := await reader.read(_READ):
-                self._count(len(piece))
-                yield piece
-        self.reusable = sized and headers.get("connection", "").lower() != "close"
+            if not self._ended:
+                await self._read()
 
-    async def _pieces(self, left: int) -> AsyncIterator[bytes]:
-        """Yield the next `left` bytes of the connection, in pieces as they arrive."""
-        while left > 0:
-            piece = await self._reader.read(min(left, _READ))
-            if not piece:
-                raise EOFError("the connection closed before the end of the answer")
-            self._count(len(piece))
-            left -= len(piece)
-            yield piece
-
-    async def _line(self) -> bytes:
-        line = await self._reader.readline()
-        if not line:
-            raise EOFError("the connection closed before the end of the answer")
-        self._count(len(line))
-        return line
-
-    def _count(self, size: int) -> None:
-        self._received += size
+    async def _read(self) -> None:
+        data = await self._reader.read(_READ)
+        self._received += len(data)
         if self._received > _MOST_BYTES:
             raise ValueError(f"an answer has more than {_MOST_BYTES} bytes")
+        if data:
+            self._parser.feed_data(data)
+        elif self._sized or not self._begun:
+            raise EOFError("the connection closed before the end of the answer")
+        else:
+            self._ended = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._sized = self._sized or name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self._begun = True
+
+    def on_body(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        self._ended, self.reusable = True, self._parser.should_keep_alive()
 
     def close(self) -> None:
         self._writer.close()
@@ -277,6 +285,8 @@ def _read_usage(message: _Answer, outcome: Outcome) -> None:
         )
 
 
-def _short(body: bytes) -> str:
-    text = str(MegakernelError(" ".join(body[:2000].decode(errors="replace").split())))  # without control characters
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def said(error: Any) -> str:
+    """Return the message of an error that a server reports, at most _SHOWN characters of it."""
+    text = str((isinstance(error, dict) and error.get("message")) or error)[: 2 * _SHOWN]
+    text = str(MegakernelError(" ".join(text.split())))  # without control characters
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

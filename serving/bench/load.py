@@ -7,15 +7,17 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.bench.client import CPU, ServerClient
+from megakernel.serving.bench.client import CPU, RefusedError, ServerClient
 from megakernel.serving.bench.report import Outcome, cpu_time, report
 from megakernel.serving.bench.workload import Workload
 from megakernel.serving.engine.scheduler import Counts
@@ -104,9 +106,11 @@ def _steps(before: dict[str, float], after: dict[str, float]) -> dict[str, Any] 
 
 
 async def describe(server: ServerClient) -> dict[str, Any]:
-    version = await server.get_json("/version") or {}
-    props = await server.get_json("/props") or {}  # of llama-server
-    return {"url": server.url, "model": server.model, "version": version.get("version") or props.get("build_info")}
+    facts: dict[str, Any] = {}
+    for path in ("/props", "/version"):  # llama-server has only the first
+        with suppress(RefusedError, msgspec.DecodeError):
+            facts |= msgspec.json.decode(await server.get(path), type=dict[str, Any])
+    return {"url": server.url, "model": server.model, "version": facts.get("version") or facts.get("build_info")}
 
 
 async def drive(server: ServerClient, workload: Workload, load: Load, on_done: OnDone | None = None) -> list[Outcome]:
@@ -134,8 +138,8 @@ async def drive(server: ServerClient, workload: Workload, load: Load, on_done: O
         seen, since = -1, perf_counter()
         while True:
             await asyncio.sleep(1.0)
-            if server.events != seen:
-                seen, since = server.events, perf_counter()
+            if server.received != seen:
+                seen, since = server.received, perf_counter()
             elif perf_counter() - since > _STALL_S:
                 done = f"{finished} of {len(jobs)} requests are done"
                 raise MegakernelError(f"{server.url} has sent nothing for {_STALL_S:.0f} s; {done}")

@@ -131,7 +131,7 @@ def test_an_answer_and_each_piece_of_it_are_signs_of_life() -> None:
         await server.discover()
         await server.complete(jobs((5, 6))[0], stream=stream)
         await server.close()
-        return server.events
+        return server.received
 
     with running(FakeServer()) as fake:
         assert asyncio.run(answered(fake.url, False)) == 1 < asyncio.run(answered(fake.url, True))
@@ -184,8 +184,8 @@ def test_a_hostile_answer_is_an_outcome(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def test_long_errors_of_a_server_are_cut() -> None:
-    assert client._short(b"x" * 200) == "x" * 200
-    assert client._short(b"x" * 201) == "x" * 200 + "..."
+    assert client.said({"message": "x" * 200}) == "x" * 200
+    assert client.said("x" * 201) == "x" * 200 + "..."
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://127.0.0.1:1"])
