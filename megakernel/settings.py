@@ -15,7 +15,7 @@ from .errors import MegakernelError
 
 # Each line begins with a flag and its other names, an environment variable, or both. Then come the type, the default
 # and the meaning of the value. `--help` shows the type in capitals; a type that _TYPES lacks is a text. A default in
-# parentheses says in words what happens without a value. Indented lines continue a line.
+# parentheses says in words what happens without a value, and - is left out. Indented lines continue a line.
 _TABLE = """
 --model | model | smollm2-135m | smollm2-135m, ORG/NAME[@REV] on the Hugging Face hub, a folder, a .gguf file or
     random:NAME (model NAME with random weights)
@@ -143,6 +143,9 @@ def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
     return read
 
 
+rate = above_zero("a rate above 0", math.inf)
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Return a function that accepts only the texts `choices`."""
 
@@ -185,12 +188,15 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "depth": depth,
     "threads": threads,
     "seconds": above_zero("a number of seconds above 0", 1e9),
+    "rate": rate,
     "port": port,
     "key": key,
     "switch": switch,
     "HOST:PORT": ray_address,
+    "int": int,
+    "x": float,
 }
-_NUMBERS = ("count", "depth", "threads", "port")
+_NUMBERS = ("count", "depth", "threads", "port", "int")
 
 
 @dataclass(frozen=True)
@@ -232,21 +238,29 @@ class Setting:
         return [value] if self.several else value
 
 
-def _setting(line: str) -> tuple[str, Setting]:
+def lines(table: str) -> list[str]:
+    """Return the lines of a table such as _TABLE, each with the lines that continue it."""
+    return table.strip().replace("\n    ", " ").splitlines()
+
+
+def declared(line: str, readers: dict[str, Callable[[str], Any]]) -> tuple[str, Setting]:
     """Return the name and the setting in a line of _TABLE. The name is that of the flag in Python, such as
-    `max_num_seqs` for --max-num-seqs, or that of the environment variable in lower case."""
+    `max_num_seqs` for --max-num-seqs, or that of the environment variable in lower case. `readers` parse further types.
+    A type with an ending, such as FILE.html, is parsed as the type without it."""
     names, kind, default, what = line.split(" | ")
     flag, *aliases = [name for name in names.split() if name.startswith("-")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)
     kind, several = kind.removesuffix("..."), kind.endswith("...")
-    read = one_of(*kind.split("/")) if "/" in kind else _TYPES.get(kind, str)
-    metavar = "NAME" if "/" in kind else {"switch": "on|off"}.get(kind, "N" if kind in _NUMBERS else kind.upper())
-    name = (flag or str(env).lower()).removeprefix("--").removeprefix("megakernel_").replace("-", "_")
-    described = default.startswith("(")
+    read = one_of(*kind.split("/")) if "/" in kind else (_TYPES | readers).get(kind.partition(".")[0], str)
+    metavar = "N" if kind in _NUMBERS else kind.upper() if kind.islower() else kind
+    metavar = "NAME" if "/" in kind else "on|off" if kind == "switch" else metavar
+    long = next((flag for flag in (flag, *aliases) if flag.startswith("--")), str(env).lower())
+    name = long.removeprefix("--").removeprefix("megakernel_").replace("-", "_")
+    described = default.startswith("(") or default == "-"
     return name, Setting(flag, tuple(aliases), env, read, several, default.strip("()"), described, what, metavar)
 
 
-SETTINGS: dict[str, Setting] = dict(map(_setting, _TABLE.strip().replace("\n    ", " ").splitlines()))
+SETTINGS: dict[str, Setting] = dict(declared(line, {}) for line in lines(_TABLE))
 
 
 def reference() -> str:

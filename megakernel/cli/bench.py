@@ -14,17 +14,7 @@ from rich.text import Text
 from ..errors import MegakernelError
 from ..roofline import Ceilings
 from . import output, versus
-from .options import (
-    AddVerb,
-    add_count,
-    add_model_run,
-    add_setting,
-    add_workload,
-    open_llm,
-    prompt_ids,
-    token_ids,
-    workload,
-)
+from .options import AddVerb, add_flags, add_model_run, add_workload, open_llm, prompt_ids, workload
 from .this_machine import measured_ceilings
 
 if TYPE_CHECKING:
@@ -37,20 +27,27 @@ _PHASES: tuple[Timed, ...] = ("decode", "prefill")
 # batches. Five runs give a stable median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
+_PROMPT = """
+--prompt | text | (English text, or random ids if the model has no tokenizer) | prompt
+--prompt-ids | 1,2,3 | - | prompt as token ids, such as 1,2,3
+--prompt-tokens | count | 256 | length of the default prompt
+"""
+_LATENCY = """
+--tokens | count | 64 | decode steps per run
+--runs | count | 5 | measured runs, after one warm-up run
+"""
+_THROUGHPUT = f"""
+max_num_seqs max_num_batched_tokens
+--runs | count | ({_RUNS}; {_COMPARED_RUNS} with --vs) | runs, after a short warm-up
+"""
 
 
 def register(add: AddVerb) -> None:
     bench = add("bench latency", "measure decode and prefill of one sequence", "megakernel bench latency --tokens 64")
     add_model_run(bench)
-    add_setting(bench, "speculate")
-    prompt = bench.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt", metavar="TEXT", help="prompt (default: English text, or random ids if the model has no tokenizer)"
-    )
-    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="prompt as token ids, such as 1,2,3")
-    add_count(prompt, "--prompt-tokens", 256, "length of the default prompt")
-    add_count(bench, "--tokens", 64, "decode steps per run")
-    add_count(bench, "--runs", 5, "measured runs, after one warm-up run")
+    add_flags(bench, "speculate")
+    add_flags(bench.add_mutually_exclusive_group(), _PROMPT)
+    add_flags(bench, _LATENCY)
     versus.add_versus(bench)
     bench.set_defaults(run=run_latency)
 
@@ -60,11 +57,9 @@ def register(add: AddVerb) -> None:
         "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
     )
     add_model_run(parser)
-    add_setting(parser, "speculate")
+    add_flags(parser, "speculate")
     add_workload(parser, prompts=64)
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        add_setting(parser, name)
-    add_count(parser, "--runs", None, f"runs, after a short warm-up (default: {_RUNS}; {_COMPARED_RUNS} with --vs)")
+    add_flags(parser, _THROUGHPUT)
     versus.add_versus(parser)
     parser.set_defaults(run=run_throughput)
 

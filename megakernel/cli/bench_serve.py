@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 from dataclasses import asdict
 from statistics import median
@@ -20,16 +19,29 @@ from ..model import PACKAGES, ModelConfig, load_config, load_tokenizer, local_ch
 from ..model.families import forward
 from ..model.weight_types import bits_of, storage_of
 from ..roofline import Ceilings, machine_ceilings
-from ..settings import above_zero
+from ..settings import rate
 from . import output
-from .options import AddVerb, add_count, add_setting, add_workload, fetch, workload
+from .options import AddVerb, add_flags, add_workload, fetch, workload
 from .this_machine import host_ceilings
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import ServerClient, Workload
 
 _LIMITS = ("ttft", "tpot", "e2e")
-_rate = above_zero("a rate above 0", math.inf)
+_SERVER = """
+--base-url | url | http://127.0.0.1:8000 | address of the server
+--vs | url | - | address of a second server; runs alternate between the two
+--model | model | (the server's) | model whose sizes and tokenizer are assumed, named as in `generate`
+--served-model-name | name | (the first that the server lists) | name of the model in requests
+--dtype | bf16/f32 | bf16 | type of KV and weights in the roofline if the model file does not name one: bf16 or f32
+--machine | name | (the server's machine) | machine whose ceilings the roofline uses; host: measure this machine
+"""
+_LOAD = """
+--request-rate | rate | inf | requests per second as a Poisson process, or inf for all at once
+--max-concurrency | count | (no limit) | maximum requests in flight
+--runs | count | 1 | runs of each server
+--disable-stream | switch | off | request whole answers instead of streams, without latencies per token
+"""
 
 
 def register(add: AddVerb) -> None:
@@ -38,47 +50,15 @@ def register(add: AddVerb) -> None:
         "benchmark any OpenAI-compatible server: latencies, throughput, and the fraction of the roofline",
         "megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16",
     )
-    url = "http://127.0.0.1:8000"
-    parser.add_argument("--base-url", default=url, metavar="URL", help=f"address of the server (default: {url})")
-    parser.add_argument("--vs", metavar="URL", help="address of a second server; runs alternate between the two")
-    add_setting(parser, "model", default=None)
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="name of the model in requests (default: the first that the server lists)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "f32"),
-        default="bf16",
-        help="type of KV and weights in the roofline if the model file does not name one (default: bf16)",
-    )
-    parser.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="machine whose ceilings the roofline uses; host: measure this machine (default: the server's machine)",
-    )
+    add_flags(parser, _SERVER)
     add_workload(parser, prompts=256)
-    parser.add_argument(
-        "--request-rate",
-        type=_rate,
-        default=math.inf,
-        metavar="R",
-        help="requests per second as a Poisson process, or inf for all at once (default: inf)",
-    )
-    add_count(parser, "--max-concurrency", None, "maximum requests in flight (default: no limit)")
-    add_count(parser, "--runs", 1, "runs of each server")
+    add_flags(parser, _LOAD)
     parser.add_argument(
         "--goodput",
         type=_limit,
         nargs="+",
         metavar="NAME:MS",
         help=f"also count the requests within these limits in ms ({', '.join(_LIMITS)}), such as ttft:500 tpot:50",
-    )
-    parser.add_argument(
-        "--disable-stream",
-        action="store_true",
-        help="request whole answers instead of streams, without latencies per token",
     )
     parser.set_defaults(run=run)
 
@@ -191,7 +171,7 @@ def _limit(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME:MILLISECONDS, where NAME is one of {', '.join(_LIMITS)}"
         )
-    return name, _rate(value) / 1e3
+    return name, rate(value) / 1e3
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import FAILED, output
-from .options import AddVerb, add_count, add_model_run, add_setting, open_llm
+from .options import AddVerb, add_flags, add_model_run, open_llm
 
 if TYPE_CHECKING:
     from .chat_models import Messages, Partner
@@ -27,20 +27,19 @@ _KEPT_FOR_ANSWERS = 0.25
 # Replaces the characters that would control a terminal, except line ends and tabs.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
+_FLAGS = """
+speculate generation_config
+--base-url | url | - | talk to the server at this address; flags that say how to run a model here are then ignored
+--api-key | key | - | the API key of the server at --base-url
+--temperature | x | (the model's, else 1) | 0 is greedy
+--max-tokens | count | (the context's end) | end an answer after this many tokens
+"""
+
 
 def register(add: AddVerb) -> None:
     parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
     add_model_run(parser)
-    add_setting(parser, "speculate")
-    add_setting(parser, "generation_config")
-    parser.add_argument(
-        "--base-url",
-        metavar="URL",
-        help="talk to the server at this address; flags that say how to run a model here are then ignored",
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="the API key of the server at --base-url")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the model's, else 1)")
-    add_count(parser, "--max-tokens", None, "end an answer after this many tokens (default: the context's end)")
+    add_flags(parser, _FLAGS)
     parser.set_defaults(run=run)
 
 

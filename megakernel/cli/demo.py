@@ -9,10 +9,13 @@ from pathlib import Path
 
 from . import bench, output
 from .generate import as_json, show_token
-from .options import AddVerb, add_model_run, file_to_write, open_llm, prompt_ids
+from .options import AddVerb, add_flags, add_model_run, open_llm, prompt_ids
 from .this_machine import measured_ceilings
 
-_PROMPT = "Name the capital of France."
+_FLAGS = """
+--prompt | text | Name the capital of France. | the question to answer
+-o --output | FILE.html | (timeline.html) | where to write the timeline
+"""
 # These numbers give stable medians, and take a few seconds on two cores.
 _PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3
 
@@ -24,17 +27,7 @@ def register(add: AddVerb) -> None:
         'megakernel demo --prompt "Name three rivers."',
     )
     add_model_run(parser)
-    parser.add_argument(
-        "--prompt", default=_PROMPT, metavar="TEXT", help=f"the question to answer (default: {_PROMPT})"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=file_to_write,
-        default=Path("timeline.html"),
-        metavar="FILE.html",
-        help="where to write the timeline (default: timeline.html)",
-    )
+    add_flags(parser, _FLAGS)
     parser.set_defaults(run=run)
 
 
@@ -45,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..timeline import render, resolve, summarise, write_html
 
+    path = args.output or Path("timeline.html")
     with open_llm(args, max_num_seqs=1) as llm:
         ids = llm.chat_ids([{"role": "user", "content": args.prompt}])
         params = SamplingParams(temperature=0.0, max_tokens=128)
@@ -64,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if trace is not None:
             resolved = resolve(step.program, trace, machine)
             summary = summarise(resolved)
-            write_html(args.output, (resolved, summary))
-    page = args.output.resolve()
+            write_html(path, (resolved, summary))
+    page = path.resolve()
     if args.json:
         overlap = asdict(summary) if trace is not None else {}
         output.emit(as_json(result) | figures | overlap | {"timeline": str(page) if trace is not None else None})

@@ -19,7 +19,7 @@ from ..roofline import Ceilings
 from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
-from .options import AddVerb, file_to_write
+from .options import AddVerb, add_flags
 from .this_machine import host_ceilings
 
 _PACKAGES = (
@@ -29,15 +29,15 @@ _PACKAGES = (
 _SEEDS, _REPEATS = 3, 20  # per checked case: random inputs, and runs with each, which must give the same bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
+_FLAGS = """
+--calibrate | FILE.toml | - | measure this machine for the simulator (a minute), and write the file for --machine
+    FILE.toml
+"""
+
 
 def register(add: AddVerb) -> None:
     parser = add("doctor", "report versions, settings, cores, ceilings and GPUs", "megakernel doctor --json")
-    parser.add_argument(
-        "--calibrate",
-        type=file_to_write,
-        metavar="FILE.toml",
-        help="measure this machine for the simulator (a minute), and write the file for --machine FILE.toml",
-    )
+    add_flags(parser, _FLAGS)
     parser.set_defaults(run=run)
 
 

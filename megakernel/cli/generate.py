@@ -5,18 +5,40 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_model_run, add_setting, open_llm, token_ids
+from .options import AddVerb, add_flags, add_model_run, open_llm
 
 if TYPE_CHECKING:
     from megakernel.serving import RequestOutput, SamplingParams
     from megakernel.serving.text.codec import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
+_PROMPT = """
+--prompt | text | - | text to continue
+--prompt-ids | 1,2,3 | - | token ids to continue
+--chat | text | - | a user's message; it is put into the model's chat template
+"""
+_SAMPLING = f"""
+--temperature | x | (the model's, else 1) | 0 is greedy
+--top-p | x | (1, all) | keep the most likely tokens with this total probability
+--min-p | x | (0, none) | drop tokens with less than this fraction of the highest probability
+--presence-penalty | x | (0) | subtract this from the logits of tokens that were generated before
+--frequency-penalty | x | (0) | subtract this for each time a token was generated
+--repetition-penalty | x | (1) | divide positive logits of seen tokens by this, multiply negative ones
+--top-k | int | (0, all) | keep this many of the most likely tokens
+--seed | int | (random) | seed of the random numbers, for repeatable results
+--n | int | (1) | choices to generate
+--max-tokens | int | ({MAX_TOKENS}) | end after this many tokens
+--min-tokens | int | (0) | do not end before this many tokens
+--logprobs | int | (none) | report this many of the most likely tokens at each position
+--prompt-logprobs | int | (off) | score the prompt, with this many of the most likely tokens at each position
+--stop-token-ids | 1,2,3 | - | stop at any of these token ids
+--ignore-eos | switch | off | do not stop at end-of-text tokens
+"""
 
 
 def register(add: AddVerb) -> None:
@@ -25,20 +47,12 @@ def register(add: AddVerb) -> None:
         "continue a prompt or answer a message",
         'megakernel generate --chat "Name the capital of France." --temperature 0',
     )
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids to continue")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user's message; it is put into the model's chat template")
+    add_flags(parser.add_mutually_exclusive_group(required=True), _PROMPT)
     add_model_run(parser)
-    add_setting(parser, "speculate")
-    add_setting(parser, "generation_config")
+    add_flags(parser, "speculate generation_config")
     sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
-    for name, what in _HELP.items():
-        kind = float if name in _REAL else int
-        sampling.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=what)
+    add_flags(sampling, _SAMPLING)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
-    sampling.add_argument("--stop-token-ids", type=token_ids, metavar="1,2,3", help="stop at any of these token ids")
-    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at end-of-text tokens")
     sampling.add_argument(
         "--logit-bias",
         action="append",
@@ -47,24 +61,6 @@ def register(add: AddVerb) -> None:
         help="add X to the logit of a token id; may be repeated",
     )
     parser.set_defaults(run=run)
-
-
-_REAL = {"temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"}
-_HELP = {
-    "temperature": "0 is greedy (default: the model's, else 1)",
-    "top-p": "keep the most likely tokens with this total probability (default: 1, all)",
-    "min-p": "drop tokens with less than this fraction of the highest probability (default: 0, none)",
-    "presence-penalty": "subtract this from the logits of tokens that were generated before (default: 0)",
-    "frequency-penalty": "subtract this for each time a token was generated (default: 0)",
-    "repetition-penalty": "divide positive logits of seen tokens by this, multiply negative ones (default: 1)",
-    "top-k": "keep this many of the most likely tokens (default: 0, all)",
-    "seed": "seed of the random numbers, for repeatable results (default: random)",
-    "n": "choices to generate (default: 1)",
-    "max-tokens": f"end after this many tokens (default: {MAX_TOKENS})",
-    "min-tokens": "do not end before this many tokens (default: 0)",
-    "logprobs": "report this many of the most likely tokens at each position (default: none)",
-    "prompt-logprobs": "score the prompt, with this many of the most likely tokens at each position (default: off)",
-}
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -80,13 +76,9 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> 
     Raises MegakernelError for an invalid value."""
     from megakernel.serving import SamplingParams
 
-    names = [name.replace("-", "_") for name in _HELP] + ["stop", "stop_token_ids"]
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return SamplingParams(
-        **{"max_tokens": MAX_TOKENS, **defaults, **given},
-        ignore_eos=args.ignore_eos,
-        logit_bias=dict(args.logit_bias or ()),
-    )
+    flags = vars(args) | {"logit_bias": dict(args.logit_bias or ())}
+    given = {f.name: flags[f.name] for f in fields(SamplingParams) if flags.get(f.name) is not None}
+    return SamplingParams(**{"max_tokens": MAX_TOKENS, **defaults, **given})
 
 
 def run(args: argparse.Namespace) -> int:

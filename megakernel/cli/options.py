@@ -16,7 +16,7 @@ from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
 from ..model.weight_types import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
-from ..settings import SETTINGS, positive, switch
+from ..settings import SETTINGS, Setting, declared, lines, switch
 from ..units import bytes_text
 from . import output
 
@@ -29,40 +29,42 @@ if TYPE_CHECKING:
 # A function that creates a verb's parser from the verb's name, a one-line description and an example.
 AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
 # The settings that determine how weights and the KV cache are stored, and how weights are multiplied.
-STORED = ("weights", "kv_cache_dtype", "activations")
+STORED = "weights kv_cache_dtype activations"
 
 
-_OWN = object()  # stands for a setting's own default
+def add_flags(parser: argparse._ActionsContainer, table: str, *, unset: bool = False) -> None:
+    """Add flags. A line of `table` names settings, or declares a flag of this verb alone as in megakernel/settings.py.
+    With `unset`, a flag that is not given is None, so that the verb can tell."""
+    for line in lines(table):
+        if " | " in line:
+            _add(parser, *declared(line, _READERS), unset)
+        else:
+            for name in line.split():
+                _add(parser, name, SETTINGS[name], unset)
 
 
-def add_setting(parser: argparse._ActionsContainer, name: str, *, default: Any = _OWN) -> None:
-    """Add the flag of the setting `name`, in all its spellings. `default` replaces the setting's default; None means
-    that the verb wants to know whether the flag was given."""
-    setting = SETTINGS[name]
-    if setting.read is switch and default is _OWN:
+def _add(parser: argparse._ActionsContainer, name: str, setting: Setting, unset: bool) -> None:
+    if setting.read is switch and not unset:
         parser.add_argument(setting.flag, dest=name, action="store_true", help=setting.what)
         return
-    text = setting.default if default is _OWN or default is None else str(default)
-    said = f"{setting.what} (default: {text}{f'; {setting.env}' if setting.env else ''})"
+    more = f"; {setting.env}" if setting.env else ""
     parser.add_argument(
         setting.flag,
         *setting.aliases,
         dest=name,
-        default=setting.value() if default is _OWN else default,
+        default=None if unset else setting.value(),
         type=setting.read,
         nargs="+" if setting.several else "?" if setting.read is switch else None,
         const=True if setting.read is switch else None,
         metavar=setting.metavar,
-        help=said,
+        help=setting.what if setting.default == "-" else f"{setting.what} (default: {setting.default}{more})",
     )
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
     group = parser.add_argument_group("how the compiler places the work")
-    names = ("enable_expert_parallel", "o_lowering", "residual", "norm", "queue", "matmul")
-    for name in (*names, "no_interleave"):
-        add_setting(group, name)
+    add_flags(group, "enable_expert_parallel o_lowering residual norm queue matmul no_interleave")
 
 
 def lowering(args: argparse.Namespace) -> Options:
@@ -83,16 +85,7 @@ def lowering(args: argparse.Namespace) -> Options:
 def add_model_run(parser: argparse.ArgumentParser) -> None:
     """Add all flags that say which model to run, and how."""
     group = parser.add_argument_group("model, and how it runs")
-    names = ("model", "backend", "dtype", *STORED, "tensor_parallel_size", "enable_expert_parallel", "threads")
-    for name in (*names, "max_model_len"):
-        add_setting(group, name)
-
-
-def add_count(parser: argparse._ActionsContainer, flag: str, default: int | None, what: str) -> None:
-    """Add a flag whose value is an integer of at least 1. `what` is its help text. If `default` is None, `what` must
-    say what happens without the flag."""
-    said = what if default is None else f"{what} (default: {default})"
-    parser.add_argument(flag, type=positive, default=default, metavar="N", help=said)
+    add_flags(group, f"model backend dtype {STORED} tensor_parallel_size enable_expert_parallel threads max_model_len")
 
 
 def file_to_write(text: str) -> Path:
@@ -112,6 +105,15 @@ def token_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")] if text else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
+
+
+# Types of flags besides those in megakernel/settings.py.
+_READERS: dict[str, Callable[[str], Any]] = {
+    "FILE": file_to_write,
+    "STEM": file_to_write,
+    "PATH": Path,
+    "1,2,3": token_ids,
+}
 
 
 def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
@@ -200,38 +202,22 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 _SHAREGPT = "sharegpt"
 _UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
+_WORKLOAD = """
+--dataset | name | (sharegpt) | sharegpt (lengths of public ShareGPT conversations, random ids), random, a
+    ShareGPT-format .json file, or a .csv file of prompt and output tokens
+--num-prompts | count | ({prompts}) | requests
+--random-input-len | count | (1024) | random: tokens per prompt
+--random-output-len | count | (128) | random: tokens per answer
+--random-range-ratio | x | 0 | random: each length differs from the given length by up to this fraction
+--seed | int | 0 | seed for choosing, ordering and generating prompts
+"""
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
     """Add the flags that choose the requests of a benchmark. `args.unless` has the values of flags that are not given.
     A verb may change them before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "--dataset",
-        metavar="NAME",
-        help="sharegpt (lengths of public ShareGPT conversations, random ids), random, a ShareGPT-format .json file, "
-        f"or a .csv file of prompt and output tokens (default: {_SHAREGPT})",
-    )
-    add_count(group, "--num-prompts", None, f"requests (default: {prompts})")
-    add_count(group, "--random-input-len", None, f"random: tokens per prompt (default: {_UNLESS['random_input_len']})")
-    add_count(
-        group, "--random-output-len", None, f"random: tokens per answer (default: {_UNLESS['random_output_len']})"
-    )
-    group.add_argument(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="random: each length differs from the given length by up to this fraction (default: 0)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed for choosing, ordering and generating prompts (default: 0)",
-    )
+    add_flags(parser.add_argument_group("prompts"), _WORKLOAD.format(prompts=prompts))
 
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:

@@ -15,10 +15,15 @@ from ..model import ModelConfig
 from ..program import Program, load_program
 from ..units import bytes_text
 from . import output
-from .options import STORED, AddVerb, add_count, add_lowering, add_setting, file_to_write, lowering, paper_model
+from .options import STORED, AddVerb, add_flags, add_lowering, lowering, paper_model
 
 # By default, programs compute logits for at most this many rows, as many as an engine runs sequences.
 _SEQUENCES = 64
+_BUCKET = f"""
+--tokens | count | 1 | token rows of a step
+--logit-rows | count | (as many as tokens, up to {_SEQUENCES}) | rows that get logits
+max_model_len
+"""
 
 
 def register(add: AddVerb) -> None:
@@ -27,9 +32,9 @@ def register(add: AddVerb) -> None:
         "compile a model for a machine into a program file, without reading weights",
         "megakernel compile --model random:llama-3.1-70b --machine h100 --tokens 2048 -o llama.mkp",
     )
-    add_setting(compile, "model")
+    add_flags(compile, "model")
     _add_bucket(compile)
-    compile.add_argument("-o", "--output", type=file_to_write, metavar="FILE", help="where to write the program")
+    add_flags(compile, "-o --output | FILE | - | where to write the program")
     compile.set_defaults(run=run_compile)
 
     disasm = add("disasm", "print a program as text", "megakernel disasm llama.mkp")
@@ -48,24 +53,21 @@ def register(add: AddVerb) -> None:
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what a program is compiled for, and how."""
-    for name in ("machine", "tensor_parallel_size", "dtype", *STORED):
-        add_setting(parser, name)
+    add_flags(parser, f"machine tensor_parallel_size dtype {STORED}")
     add_lowering(parser)
-    add_count(parser, "--workers", None, "workers per rank (default: the machine's)")
+    add_flags(parser, "--workers | count | (the machine's) | workers per rank")
 
 
 def _add_bucket(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
-    add_count(parser, "--tokens", 1, "token rows of a step")
-    add_count(parser, "--logit-rows", None, f"rows that get logits (default: as many as tokens, up to {_SEQUENCES})")
-    add_setting(parser, "max_model_len")
+    add_flags(parser, _BUCKET)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add flags for a verb that needs a program: a program file, or a model for which a program is compiled."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a program file")
-    add_setting(source, "model", default=None)
+    add_flags(source, "model", unset=True)
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:

@@ -13,10 +13,14 @@ from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
 from ..roofline.program_step import rate_of
 from ..units import bytes_text, milliseconds
 from . import output, roofline_ask
-from .options import STORED, AddVerb, add_count, add_setting, paper_model
+from .options import STORED, AddVerb, add_flags, paper_model
 from .this_machine import hardware_of
 
-_CONTEXT = 128
+_FLAGS = f"""
+model machine tensor_parallel_size enable_expert_parallel o_lowering residual norm dtype {STORED}
+--tokens | count | 1 | rows of a step, one for each sequence
+--context | count | 128 | KV tokens of each sequence
+"""
 
 
 def register(add: AddVerb) -> None:
@@ -25,11 +29,7 @@ def register(add: AddVerb) -> None:
         "show a step's least time on a machine and what limits it",
         "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024",
     )
-    shared = ("enable_expert_parallel", "o_lowering", "residual", "norm")
-    for name in ("model", "machine", "tensor_parallel_size", *shared, "dtype", *STORED):
-        add_setting(parser, name)
-    add_count(parser, "--tokens", 1, "rows of a step, one for each sequence")
-    add_count(parser, "--context", _CONTEXT, "KV tokens of each sequence")
+    add_flags(parser, _FLAGS)
     parser.set_defaults(run=run)
     roofline_ask.register(parser)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError, file_errors, regular
 from ..settings import SETTINGS
 from . import output
-from .options import STORED, AddVerb, add_setting, load
+from .options import STORED, AddVerb, add_flags, load
 from .replicas import serve_replicas
 from .this_machine import measured_ceilings
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _GROUPS = {
     "model": "model served_model_name chat_template tool_call_parser generation_config seed",
-    "how it runs": f"backend dtype {' '.join(STORED)} tensor_parallel_size enable_expert_parallel threads speculate"
+    "how it runs": f"backend dtype {STORED} tensor_parallel_size enable_expert_parallel threads speculate"
     " max_model_len max_num_seqs max_num_batched_tokens",
     "address": "host port uds root_path api_server_count",
     "security": "api_key open_metrics allowed_hosts cors_origin ssl_certfile ssl_keyfile",
@@ -70,9 +70,7 @@ def register(add: AddVerb) -> None:
     parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     for title, names in _GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names.split():
-            add_setting(group, name, default=None)
+        add_flags(parser.add_argument_group(title), names, unset=True)
     parser.add_argument(
         "--config",
         action=_Config,

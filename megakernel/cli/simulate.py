@@ -17,12 +17,19 @@ from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from ..units import bytes_text
 from . import output
-from .options import STORED, AddVerb, add_count
+from .options import STORED, AddVerb, add_flags
 from .programs import add_machine, add_source, compile_for
 from .this_machine import host_machine
-from .timeline import add_files, write_files
+from .timeline import FILES, write_files
 
 _CONTEXT = 128
+_FLAGS = f"""
+--tokens | count | (1, or the file's) | token rows of the step, spread over as many sequences as possible
+--context | count | ({_CONTEXT}) | KV tokens of each sequence after the step
+--no-pipelining | switch | off | without overlap: a worker begins an instruction only when its previous one has ended
+--without | waits/copies/compute | - | what if: without waits of one instruction for another (waits); or, besides, with
+    loads that take no time (copies), or with arithmetic that takes none (compute)
+"""
 
 
 def register(add: AddVerb) -> None:
@@ -34,26 +41,7 @@ def register(add: AddVerb) -> None:
     add_source(parser)
     add_machine(parser)
     parser.set_defaults(machine=None)  # the machine that FILE was compiled for, or the setting's default
-    add_count(
-        parser,
-        "--tokens",
-        None,
-        "token rows of the step, spread over as many sequences as possible (default: 1, or the file's)",
-    )
-    context = f"KV tokens of each sequence after the step (default: {_CONTEXT})"
-    add_count(parser, "--context", None, context)
-    parser.add_argument(
-        "--no-pipelining",
-        action="store_true",
-        help="without overlap: a worker begins an instruction only when its previous one has ended",
-    )
-    parser.add_argument(
-        "--without",
-        choices=("waits", "copies", "compute"),
-        help="what if: without waits of one instruction for another; or, besides, with loads that take no time, or with"
-        " arithmetic that takes none",
-    )
-    add_files(parser)
+    add_flags(parser, _FLAGS + FILES)
     parser.set_defaults(run=run)
 
 
@@ -135,8 +123,9 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     """Return the program, the machine with as many workers as the program, and whether the LM head and the embedding
     table are the same matrix (tied). A program file does not say whether its model is tied, so True is assumed."""
     if args.file:
-        for setting in map(SETTINGS.__getitem__, STORED):
-            if getattr(args, setting.flag.lstrip("-").replace("-", "_")) != setting.value():
+        for name in STORED.split():
+            setting = SETTINGS[name]
+            if getattr(args, name) != setting.value():
                 raise MegakernelError(
                     f"{setting.flag} cannot change {args.file}, which is already compiled: leave it out, or give "
                     "--model instead of FILE"

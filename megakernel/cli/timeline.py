@@ -12,13 +12,25 @@ from ..machine import MACHINES, Machine
 from ..program import Program, load_program
 from ..trace import Trace
 from . import output
-from .options import AddVerb, add_count, add_model_run, file_to_write, open_llm, prompt_ids
+from .options import AddVerb, add_flags, add_model_run, open_llm, prompt_ids
 from .this_machine import host_machine, measured_ceilings
 
 if TYPE_CHECKING:
     from ..timeline.compare import Comparison
     from ..timeline.resolve import Resolved
     from ..timeline.summary import Summary
+
+_STEPS = """
+--phase | prefill/decode | decode | which step to trace: prefill or decode
+--prompt-tokens | count | 128 | tokens before the step
+--launches | count | 5 | decode steps to record, of which the median is shown
+"""
+# The flags of the files that `write_files` writes.
+FILES = """
+-o --output | FILE.html | - | write an HTML page that works offline
+--perfetto | FILE.pftrace | - | write a trace for ui.perfetto.dev
+--save | STEM | - | save the step as STEM.program and STEM.trace
+"""
 
 
 def register(add: AddVerb) -> None:
@@ -30,12 +42,7 @@ def register(add: AddVerb) -> None:
     parser.add_argument("program", type=Path, nargs="?", metavar="PROGRAM", help="a program file")
     parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="a trace that was recorded from PROGRAM")
     add_model_run(parser)
-    parser.add_argument(
-        "--phase", choices=("prefill", "decode"), default="decode", help="which step to trace (default: decode)"
-    )
-    add_count(parser, "--prompt-tokens", 128, "tokens before the step")
-    add_count(parser, "--launches", 5, "decode steps to record, of which the median is shown")
-    add_files(parser)
+    add_flags(parser, _STEPS + FILES)
     parser.add_argument(
         "--compare",
         type=Path,
@@ -44,19 +51,6 @@ def register(add: AddVerb) -> None:
         help="compare with another trace: TRACE of the same program, or PROGRAM TRACE",
     )
     parser.set_defaults(run=run)
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the files which `write_files` writes."""
-    parser.add_argument(
-        "-o", "--output", type=file_to_write, metavar="FILE.html", help="write an HTML page that works offline"
-    )
-    parser.add_argument(
-        "--perfetto", type=file_to_write, metavar="FILE.pftrace", help="write a trace for ui.perfetto.dev"
-    )
-    parser.add_argument(
-        "--save", type=file_to_write, metavar="STEM", help="save the step as STEM.program and STEM.trace"
-    )
 
 
 def write_files(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from . import output
+from .options import add_flags
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench.peers import Contest, InstalledPeer, Timed
+
+
+_LLAMA = """
+--llama-bench | PATH | (use the package llama-cpp-python) | llama.cpp's program llama-bench, or the folder of a build
+"""
 
 
 def add_versus(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +33,7 @@ def add_versus(parser: argparse.ArgumentParser) -> None:
         help="also measure llama.cpp or torch, with its best settings on the same weights; runs alternate with "
         "megakernel's (the flag may be repeated)",
     )
-    parser.add_argument(
-        "--llama-bench",
-        type=Path,
-        metavar="PATH",
-        help="llama.cpp's program llama-bench, or the folder of a build (default: use the package llama-cpp-python)",
-    )
+    add_flags(parser, _LLAMA)
 
 
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[InstalledPeer]:
