@@ -33,20 +33,9 @@ class PhaseChange:
 
 
 @dataclass(frozen=True)
-class LayerChange:
-    """The begin and the end of a phase in one layer, for each trace, in seconds since the launch began."""
-
-    layer: int | None
-    instruction: str
-    first_s: tuple[float, float]
-    second_s: tuple[float, float]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The result of comparing two traces. `step_s` has the step's time in each trace, and `ratio` is second / first.
-    `instructions` compares the instructions that are in both traces. `phases` shows when each phase ran in the last
-    launch, in the order of the first trace."""
+    `instructions` compares the instructions that are in both traces."""
 
     first: str
     second: str
@@ -56,37 +45,21 @@ class Comparison:
     only_first: int
     only_second: int
     instructions: list[PhaseChange]
-    phases: list[LayerChange]
-
-
-@dataclass(frozen=True)
-class _Executed:
-    """The executed instructions of one trace, as arrays with one element per instruction. `key` [n, words] is equal for
-    matching instructions of two traces. `place` is the phase's index in the list that `in_common` returns, and `layer`
-    is -1 outside the layers. `seconds` is the computing time. `begin` and `end` are seconds since the launch began."""
-
-    key: Ints
-    place: Ints
-    layer: Ints
-    seconds: Floats
-    begin: Floats
-    end: Floats
-    launch: Ints
 
 
 def compare(first: Resolved, second: Resolved) -> Comparison:
     """Compare two traces. Raises MegakernelError if no instruction is in both."""
     phases, places = in_common((first.program, second.program))
-    one, two = (_executed(*each) for each in zip((first, second), places, strict=True))
-    mine, theirs = match(one.key, two.key)
+    (one, before), (two, after) = (_executed(*each) for each in zip((first, second), places, strict=True))
+    mine, theirs = match(one, two)
     if not len(mine):
         raise MegakernelError("the two traces have no instruction in common: compare steps of one model and bucket")
     changes = []
-    for place in np.unique(one.place[mine]).tolist():
-        here = one.place[mine] == place
-        before, after = (float(e.seconds[i[here]].mean()) for e, i in ((one, mine), (two, theirs)))
-        name, count = phases[place].name, int(here.sum())
-        changes.append(PhaseChange(name, count, before, after, _ratio(before, after)))
+    places_of = one[mine, 0]  # the first word of an identity is the phase's
+    for place in np.unique(places_of).tolist():
+        here = places_of == place
+        means = float(before[mine[here]].mean()), float(after[theirs[here]].mean())
+        changes.append(PhaseChange(phases[place].name, int(here.sum()), *means, _ratio(*means)))
     steps = (first.step_s, second.step_s)
     return Comparison(
         first=first.trace.header.source,
@@ -94,10 +67,9 @@ def compare(first: Resolved, second: Resolved) -> Comparison:
         step_s=steps,
         ratio=_ratio(*steps),
         matched=len(mine),
-        only_first=len(one.key) - len(mine),
-        only_second=len(two.key) - len(mine),
+        only_first=len(one) - len(mine),
+        only_second=len(two) - len(mine),
         instructions=sorted(changes, key=lambda c: -c.count * c.first_mean_s),
-        phases=_layers(phases, one, two),
     )
 
 
@@ -130,45 +102,13 @@ def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
     return np.concatenate([np.stack([c[rows].astype(np.int64) for c in own], axis=1), operands], axis=1)
 
 
-def _executed(resolved: Resolved, places: Ints) -> _Executed:
-    """Return all executed instructions that have a COMPUTE interval, except joins and drains."""
+def _executed(resolved: Resolved, places: Ints) -> tuple[Ints, Floats]:
+    """Return the identity of each executed instruction that has a COMPUTE interval, except joins and drains, and its
+    computing time in seconds."""
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
-    instances, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
-    rows = chosen[first]
-    tick = resolved.tick_s
-    begin = np.full(len(instances), np.inf)
-    end = np.zeros(len(instances))
-    ticks = np.bincount(at, resolved.length[chosen])
-    np.minimum.at(begin, at, resolved.begin[chosen])
-    np.maximum.at(end, at, resolved.end[chosen])
-    origin = resolved.launch_spans[0][resolved.launch[rows]]
-    return _Executed(
-        key=identity(resolved, rows, places),
-        place=places[resolved.number[rows]],
-        layer=np.where(resolved.segment[rows] == 1, resolved.rows["layer"][rows].astype(np.int64), -1),
-        seconds=(ticks * tick).astype(np.float64),
-        begin=((begin - origin) * tick).astype(np.float64),
-        end=((end - origin) * tick).astype(np.float64),
-        launch=resolved.launch[rows],
-    )
-
-
-def _layers(phases: list[Phase], one: _Executed, two: _Executed) -> list[LayerChange]:
-    spans = []
-    for e in (one, two):
-        last = e.launch == e.launch.max()
-        pairs, at = np.unique(np.stack([e.layer[last], e.place[last]]), axis=1, return_inverse=True)
-        begin, end = np.full(pairs.shape[1], np.inf), np.zeros(pairs.shape[1])
-        np.minimum.at(begin, at.ravel(), e.begin[last])
-        np.maximum.at(end, at.ravel(), e.end[last])
-        keys = [(int(layer), int(place)) for layer, place in pairs.T]
-        spans.append(dict(zip(keys, zip(begin.tolist(), end.tolist(), strict=True), strict=True)))
-    first, second = spans
-    shared = sorted((k for k in first if k in second), key=lambda k: first[k])
-    return [
-        LayerChange(None if layer < 0 else layer, phases[place].name, first[layer, place], second[layer, place])
-        for layer, place in shared
-    ]
+    _, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
+    seconds = np.bincount(at, resolved.length[chosen]) * resolved.tick_s
+    return identity(resolved, chosen[first], places), seconds
 
 
 def _ratio(first: float, second: float) -> float | None:

@@ -319,9 +319,6 @@ def test_two_traces_of_a_program_compared() -> None:
     qkv = next(i for i in c.instructions if i.name == "qkv_rope")
     assert (qkv.count, qkv.first_mean_s, qkv.second_mean_s, qkv.ratio) == (2, 22, 66, pytest.approx(3))
     assert [i.name for i in c.instructions][:2] == ["qkv_rope", "attn_norm"]  # sorted by time in the first trace
-    phase = next(x for x in c.phases if x.instruction == "o_proj" and x.layer == 1)
-    assert phase.first_s == (91, 99) and phase.second_s == (273, 297)
-    assert [x.first_s[0] for x in c.phases] == sorted(x.first_s[0] for x in c.phases)
     cut = compare(step(), stretched(1, keep=5))
     assert (cut.matched, cut.only_first, cut.only_second) == (3, 5, 0)
 
