@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from ..errors import MegakernelError
 from .files import HOST, hardware, names
 from .hardware import Core, Hardware, Path, Rates
@@ -98,9 +100,9 @@ def host(workers: int | None = None) -> Machine:
 def host_hardware(flops_per_s: float, integer_ops_per_s: float | None, read_bytes_per_s: float) -> Hardware:
     """Return this machine's CPU as one device with measured rates, in FLOP/s, integer operations/s and bytes/s."""
     nominal = hardware(HOST)
-    return replace(
+    return structs.replace(
         nominal,
-        chip=replace(nominal.chip, hbm_bytes_per_s=read_bytes_per_s),
+        chip=structs.replace(nominal.chip, hbm_bytes_per_s=read_bytes_per_s),
         rates=Rates(bf16=flops_per_s, fp32=flops_per_s, int8=integer_ops_per_s),
     )
 

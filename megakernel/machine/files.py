@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import MegakernelError, file_errors, regular
-from .hardware import Chip, Core, Costs, Curve, Hardware, Link, Node, Rates, Tiles
+from .hardware import Hardware
 from .host import cpu_count, table
 
 HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
-_SECTIONS: dict[str, type] = {
-    "flops_per_s" if kind is Rates else kind.__name__.lower(): kind
-    for kind in (Chip, Rates, Link, Node, Costs, Tiles, Core)
-}
-_OPTIONAL = {"costs", "tiles", "core"}
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are at most 2^16, because a trace
-# stores the number of an SM in 16 bits. All other numbers are limited so that their products do not overflow.
-_Whole = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-_Number = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
-_TYPES: dict[str, Any] = {
-    "int": _Whole,
-    "float": _Number,
-    "float | None": _Number,
-    "str": str,
-    "tuple[float, ...]": tuple[_Number, ...],
-}
+# The paths through the machine code are data: the base of all GPUs says which there are.
+_PATHS = tomllib.loads((KNOWN_FOLDER / "_gpu.toml").read_text())["paths"].keys()
 
 Table = dict[str, Any]
-
-
-def _section(kind: type) -> type:
-    """Return what msgspec accepts as a section of a machine file: the fields of `kind`, and no others."""
-    known = [(f.name, _TYPES[str(f.type)], *([] if f.default is MISSING else [f.default])) for f in fields(kind)]
-    return msgspec.defstruct(kind.__name__, known, kw_only=True, forbid_unknown_fields=True)
-
-
-# The paths through the machine code are data: the base of all GPUs says which there are.
-_NAMES = tomllib.loads((KNOWN_FOLDER / "_gpu.toml").read_text())["paths"]
-_PATH = Annotated[tuple[_Number, ...], msgspec.Meta(min_length=1, max_length=3)]
-_PATHS: Any = msgspec.defstruct("Paths", [(name, _PATH) for name in _NAMES], forbid_unknown_fields=True)
-_CURVES: Any = list[_section(Curve)]  # type: ignore[misc]
-_KEYS: list[Any] = [
-    *((name, _section(kind), *([None] if name in _OPTIONAL else [])) for name, kind in _SECTIONS.items()),
-    ("paths", _PATHS, None),
-    ("curve", _CURVES, []),
-    ("source", Any, None),
-]
-_FILE = msgspec.defstruct("File", _KEYS, kw_only=True, forbid_unknown_fields=True)
 
 
 def names() -> tuple[str, ...]:
@@ -143,22 +109,9 @@ def _base(base: object, path: Path, above: tuple[Path, ...]) -> Table:
 
 def _hardware(name: str, table: Table, where: str) -> Hardware:
     try:
-        file: Any = msgspec.convert(table, _FILE)
+        found = msgspec.convert(table | {"name": name}, Hardware)
     except msgspec.ValidationError as e:
         raise MegakernelError(f"machine file {where}: {str(e)[:200]}") from e
-    sections = ((kind, getattr(file, section)) for section, kind in _SECTIONS.items())
-    built: dict[str, Any] = {k.__name__.lower(): k(**msgspec.structs.asdict(s)) for k, s in sections if s is not None}
-    curves = tuple(Curve(**msgspec.structs.asdict(curve)) for curve in file.curve)
-    for curve in curves:
-        _check_curve(curve.message_bytes, curve.bus_bytes_per_s, f"machine file {where}: the sizes of a curve")
-    if core := built.get("core"):
-        rows = f"machine file {where}: the row counts of core"
-        _check_curve(core.matmul_rows, core.matmul_flops_per_s, rows)
-        _check_curve(core.attention_rows, core.attention_flops_per_s, rows)
-    paths = file.paths and msgspec.structs.asdict(file.paths)
-    return Hardware(name=name, curves=curves, paths=paths, **built)
-
-
-def _check_curve(points: tuple[float, ...], values: tuple[float, ...], what: str) -> None:
-    if not points or len(points) != len(values) or list(points) != sorted(set(points)):
-        raise MegakernelError(f"{what} must be in ascending order, and there must be one rate for each")
+    if found.paths is not None and (wrong := sorted(found.paths.keys() ^ _PATHS)):
+        raise MegakernelError(f"machine file {where}: these paths are unknown or missing: {', '.join(wrong)}")
+    return found

@@ -6,29 +6,39 @@ dense matrices and count a multiply-add as two. The numbers, with a source for e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, exp, log
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta, Struct, field
 
 from ..errors import MegakernelError
 
+# The limits of numbers in machine files. Whole numbers count SMs, links or rows; they are at most 2^16, because a trace
+# stores the number of an SM in 16 bits. All other numbers are limited so that their products do not overflow.
+Count = Annotated[int, Meta(ge=1, le=1 << 16)]
+Number = Annotated[float, Meta(ge=1e-30, le=1e30)]
+Cycles = Annotated[tuple[Number, ...], Meta(min_length=1, max_length=3)]
 
-@dataclass(frozen=True)
-class Chip:
+
+class _Section(Struct, frozen=True, forbid_unknown_fields=True):
+    """A section of a machine file, with the names of its figures."""
+
+
+class Chip(_Section, frozen=True):
     """One processor, in terms of a GPU. The machine file of a TPU says which part of the TPU each term stands for."""
 
     generation: str
-    sms: int
-    subpartitions_per_sm: int  # each subpartition has a tensor core and a warp scheduler
-    fp32_lanes_per_subpartition: int
-    hbm_bytes: float
-    hbm_bytes_per_s: float
-    boost_clock_hz: float | None = None
-    l2_bytes: float = 0.0
-    l2_bytes_per_clock: float = 0.0  # bytes per clock that each SM loads from L2 while all SMs load; measured
-    load_bytes_per_clock: float = 0.0  # maximum bytes per clock that one SM loads
-    usd_per_hour: float | None = None  # a list price
+    sms: Count
+    subpartitions_per_sm: Count  # each subpartition has a tensor core and a warp scheduler
+    fp32_lanes_per_subpartition: Count
+    hbm_bytes: Number
+    hbm_bytes_per_s: Number
+    boost_clock_hz: Number | None = None
+    l2_bytes: Number = 0.0
+    l2_bytes_per_clock: Number = 0.0  # bytes per clock that each SM loads from L2 while all SMs load; measured
+    load_bytes_per_clock: Number = 0.0  # maximum bytes per clock that one SM loads
+    usd_per_hour: Number | None = None  # a list price
 
     @property
     def subpartitions(self) -> int:
@@ -47,55 +57,51 @@ class Chip:
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(_Section, frozen=True):
     """FLOP/s by operand type; bf16, fp8 (or int8) and fp4 are rates of the matrix unit. None: not supported."""
 
-    bf16: float
-    fp32: float  # FLOP/s of float32 multiply-adds outside the matrix unit
-    fp8: float | None = None
-    fp4: float | None = None
-    int8: float | None = None  # operations per second on 8-bit integers, measured on a CPU
+    bf16: Number
+    fp32: Number  # FLOP/s of float32 multiply-adds outside the matrix unit
+    fp8: Number | None = None
+    fp4: Number | None = None
+    int8: Number | None = None  # operations per second on 8-bit integers, measured on a CPU
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(_Section, frozen=True):
     """The links of one chip to the other chips of its node: their number, and the rate of each in one direction."""
 
-    ports: int
-    port_bytes_per_s: float
+    ports: Count
+    port_bytes_per_s: Number
 
     @property
     def egress_bytes_per_s(self) -> float:
         return self.ports * self.port_bytes_per_s
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(_Section, frozen=True):
     """GPUs that can send to each other at the full rate of their links (an NVLink domain)."""
 
-    gpus: int
-    nic_bytes_per_s_per_gpu: float  # rate at which each GPU sends to other nodes
-    switches: int = 0
-    switch_ports: int = 0
+    gpus: Count
+    nic_bytes_per_s_per_gpu: Number  # rate at which each GPU sends to other nodes
+    switches: Count = 0
+    switch_ports: Count = 0
     # Of the network between nodes, a fat tree: how many nodes (a unit) share leaf switches. These have as many links to
     # spine switches as to nodes. 0: the network is not described.
-    nodes_per_unit: int = 0
+    nodes_per_unit: Count = 0
 
     @property
     def egress_bytes_per_s(self) -> float:
         return self.gpus * self.nic_bytes_per_s_per_gpu
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(_Section, frozen=True):
     """Latencies in seconds, without the time to move data."""
 
-    stream_launch_s: float  # time to launch an empty kernel
-    signal_s: float  # time from an instruction's signal until an SM that waits for it continues, under memory load
-    dispatch_s: float  # time to fetch and decode one instruction
-    node_hop_s: float  # time of a message between GPUs of a node, and of waiting because GPUs are not in step
-    scale_out_hop_s: float  # time of a message between nodes
+    stream_launch_s: Number  # time to launch an empty kernel
+    signal_s: Number  # time from an instruction's signal until an SM that waits for it continues, under memory load
+    dispatch_s: Number  # time to fetch and decode one instruction
+    node_hop_s: Number  # time of a message between GPUs of a node, and of waiting because GPUs are not in step
+    scale_out_hop_s: Number  # time of a message between nodes
 
 
 class Path(NamedTuple):
@@ -106,8 +112,7 @@ class Path(NamedTuple):
     warm: float
 
 
-@dataclass(frozen=True)
-class Core:
+class Core(_Section, frozen=True):
     """Measured rates of one CPU core that executes this package's interpreter in bfloat16 while all other cores are
     idle.
 
@@ -116,37 +121,47 @@ class Core:
     log(rows).
     """
 
-    memory_bytes_per_s: float
-    matmul_rows: tuple[float, ...]
-    matmul_flops_per_s: tuple[float, ...]
-    attention_rows: tuple[float, ...]
-    attention_flops_per_s: tuple[float, ...]
-    vector_flops_per_s: float
+    memory_bytes_per_s: Number
+    matmul_rows: tuple[Number, ...]
+    matmul_flops_per_s: tuple[Number, ...]
+    attention_rows: tuple[Number, ...]
+    attention_flops_per_s: tuple[Number, ...]
+    vector_flops_per_s: Number
+
+    def __post_init__(self) -> None:
+        _check_rates(self.matmul_rows, self.matmul_flops_per_s)
+        _check_rates(self.attention_rows, self.attention_flops_per_s)
 
 
-@dataclass(frozen=True)
-class Tiles:
+def _check_rates(points: tuple[float, ...], values: tuple[float, ...]) -> None:
+    if not points or len(points) != len(values) or list(points) != sorted(set(points)):
+        raise ValueError("row counts and sizes must be in ascending order, with one rate for each")
+
+
+class Tiles(_Section, frozen=True):
     """Sizes of tiles and pages that suit the interpreter on this machine."""
 
-    rows: int  # token rows of a matmul tile and of a row block
-    cols: int  # output columns of a matmul tile
-    col_unit: int  # column tiles start and end on multiples of this number of columns
-    page: int  # tokens per page of the KV cache
+    rows: Count  # token rows of a matmul tile and of a row block
+    cols: Count  # output columns of a matmul tile
+    col_unit: Count  # column tiles start and end on multiples of this number of columns
+    page: Count  # tokens per page of the KV cache
     target: str  # the target that programs are compiled for
-    pages: int = 0  # shared-memory pages in the ring buffer through which a worker loads; 0 for a CPU core
+    pages: Count = 0  # shared-memory pages in the ring buffer through which a worker loads; 0 for a CPU core
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(_Section, frozen=True):
     """Measured bus bandwidths of a collective over `gpus` GPUs of one node, for several message sizes.
 
     Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send, divided by the time.
     """
 
     collective: str
-    gpus: int
-    message_bytes: tuple[float, ...]
-    bus_bytes_per_s: tuple[float, ...]
+    gpus: Count
+    message_bytes: tuple[Number, ...]
+    bus_bytes_per_s: tuple[Number, ...]
+
+    def __post_init__(self) -> None:
+        _check_rates(self.message_bytes, self.bus_bytes_per_s)
 
     def at(self, message_bytes: float) -> float:
         """Return the bytes/s for a message size, by interpolating logarithms. A message smaller than all measured ones
@@ -161,8 +176,7 @@ class Curve:
         return points[-1][1]
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(Struct, frozen=True):
     """A level of a network. It connects `degree` children, each of which has `child_gpus` GPUs and its own link."""
 
     name: str
@@ -171,20 +185,21 @@ class Level:
     child_bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """A kind of machine: its chip, the node and network that connect chips, and the interpreter's costs on it."""
+class Hardware(_Section, frozen=True):
+    """A kind of machine: its chip, the node and network that connect chips, and the interpreter's costs on it. Its
+    fields are the sections of a machine file."""
 
     name: str
     chip: Chip
-    rates: Rates
+    rates: Rates = field(name="flops_per_s")
     link: Link
     node: Node
     costs: Costs | None = None  # None: the machine is described only for comparisons
     tiles: Tiles | None = None
-    paths: dict[str, tuple[float, ...]] | None = None  # of the machine code: known/_gpu.toml says what a path has
+    paths: dict[str, Cycles] | None = None  # of the machine code: known/_gpu.toml says what a path has
     core: Core | None = None  # the measured rates of a CPU core, if there are any
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[Curve, ...] = field(name="curve", default=())
+    source: list[dict[str, Any]] = field(default_factory=list)  # where the figures are from
 
     @property
     def clock_hz(self) -> float:

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError, whole_file
@@ -100,7 +101,7 @@ def write_machine(path: Path, found: Calibration) -> None:
             "dispatch_s": found.dispatch_s,
             "node_hop_s": found.signal_s,
         },
-        "core": vars(found.core),
+        "core": structs.asdict(found.core),
     }
     lines = [
         f"# Measured on {date.today().isoformat()} by `megakernel doctor --calibrate`.",

@@ -3,12 +3,12 @@ Scale Your Model*. docs/roofline.md says where the book's arithmetic differs fro
 reach every formula, so further figures follow them."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import fails, run, run_json
+from msgspec.structs import replace
 
 from megakernel.machine import Hardware, Level, hardware
 from megakernel.roofline.ask import EXAMPLES, QUESTIONS, level_seconds
