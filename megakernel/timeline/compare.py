@@ -107,7 +107,7 @@ def _executed(resolved: Resolved, places: Ints) -> tuple[Ints, Floats]:
     computing time in seconds."""
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     _, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
-    seconds = np.bincount(at, resolved.length[chosen]) * resolved.tick_s
+    seconds = np.bincount(at, resolved.length[chosen]).astype(np.float64) * resolved.tick_s
     return identity(resolved, chosen[first], places), seconds
 
 
