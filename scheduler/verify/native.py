@@ -43,7 +43,7 @@ def order_step(
     """Return the struct mk::verify::Step, which has the addresses of these arrays. `declares` [phases, buffers] says
     which phase (operation) writes which buffer. `touches` [8, n] describes n accesses: phase, place (a buffer on a
     rank), kind, event (execution of an instruction), and four bounds of rows and columns."""
-    arrays = {"segment": segment, "declares": declares, "layered": layered}
+    arrays: dict[str, NDArray[Any]] = {"segment": segment, "declares": declares, "layered": layered}
     arrays |= dict(zip(_COLUMNS, touches, strict=True))
     sizes = {"phases": len(declares), "buffers": len(layered), "ranks": ranks, "touches": touches.shape[1]}
     return _STEP(**sizes, **{name: array.ctypes.data for name, array in arrays.items()})

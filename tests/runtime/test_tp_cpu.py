@@ -275,7 +275,7 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
 def test_weights_that_ranks_have_in_common_are_held_once() -> None:
     def held(tp: int, o: str) -> dict[Buffer, int]:
         with cpu(FEW, hand_dims(FEW, tp, o, "dealt")) as backend:
-            lib, engine = backend._ranks._lib, backend._ranks._engine
+            lib, engine = backend._lib, backend._engine
             return {
                 b: len({lib.mk_bound(engine, r, b, 0) for r in range(tp)})
                 for b in (Buffer.EMBED, Buffer.ATTN_NORM, Buffer.W_O, Buffer.W_QKV, Buffer.LOGITS, Buffer.HISTORY)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import Buffer, Dims, Dtype, Forward, StepTable, slot_work
+from ...isa import MAX_PHASES, Buffer, Dims, Dtype, Forward, StepTable, slot_work
 from ...isa.record import Records
 from ...machine import cpu_count
 from ...model.checkpoint import Checkpoint
-from ...program import Program
+from ...program import SEGMENTS, Program
 from ...targets.cpu import MOST_HEAD_DIM
-from ...trace import Trace, TraceHeader
+from ...trace import DTYPE, Trace, TraceHeader
 from ..backend import Output
 from ..buffers import check_program, check_table, write_history
 from . import native
 from .ranks import CpuRanks
 
+_SLICE_MS = 50  # of a wait, after which Python can handle Ctrl-C
 
-class CpuBackend:
+
+class CpuBackend(CpuRanks):
     """Executes programs on this machine's cores, with one model's weights and one KV cache.
 
     `dims` gives the model, ranks, page size and limits. Its row limits are ignored: each program has its own. `threads`
@@ -61,41 +63,31 @@ class CpuBackend:
                 f"{dims.model.head_dim}"
             )
         self.name = "null" if null else "cpu"
-        self.dims = dims
-        self.pages = pages
         self.threads = threads or cpu_count()
         # Each loaded program and its handle in the native library, by the program's id(). While the program is kept, no
         # other object can have this id.
-        self._programs: dict[int, tuple[Program, int]] = {}
+        self._loaded: dict[int, tuple[Program, int]] = {}
         self._running: _Launch | None = None
-        self._closed = False
-        self._ranks = CpuRanks(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
-
-    def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """Return a view of a rank's buffer, in its declared shape. The view may have more rows than a program uses.
-
-        All ranks share one copy of the output buffers. Matrices have no view: they are stored in another layout.
-        """
-        return self._ranks.buffer(buffer, layer, rank)
+        super().__init__(checkpoint, dims, pages, threads=self.threads, null=null, deadlock_s=deadlock_s)
 
     @property
     def link_bytes(self) -> NDArray[np.int64]:
         """The bytes that each rank has stored in other ranks' copies of buffers since the backend was created: [tp]."""
-        return np.array([self._ranks.link_bytes(rank) for rank in range(self.dims.split.tp)], np.int64)
+        return np.array([self._lib.mk_link_bytes(self._engine, rank) for rank in self.ranks], np.int64)
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        for rank in range(self.dims.split.tp):
+        for rank in self.ranks:
             write_history(self.buffer(Buffer.HISTORY, rank=rank), slot, start, tokens)
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
         if self.name != "null":
-            self._ranks.load_weights(checkpoint, places)
+            super().load_weights(checkpoint, places)
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> _Launch:
         """Start to execute one step. The previous launch must have ended, by `wait` or `abort`."""
         if self._running is not None:
             raise MegakernelError("the previous launch has not ended: wait for it or abort it")
-        if self._closed:
+        if self._engine is None:
             raise MegakernelError("the backend is closed: make another one")
         check_program(self.dims, program)
         check_table(program, table, self.pages)
@@ -115,34 +107,78 @@ class CpuBackend:
         """Abort a running launch, and release threads and weights. Further launches are errors."""
         if self._running is not None:
             self._running.abort()
-        self._closed = True
-        self._programs.clear()
-        self._ranks.close()
+        self._loaded.clear()
+        super().close()
 
     def _load(self, program: Program) -> int:
-        """A program's handle. The first call for a program checks it, copies it, and enlarges buffers if necessary."""
-        if id(program) not in self._programs:
-            self._ranks.fit(program.dims)
-            self._programs[id(program)] = program, self._ranks.load(program)
-        return self._programs[id(program)][1]
+        """A program's handle. The first call for a program copies it, and enlarges buffers if necessary."""
+        if id(program) not in self._loaded:
+            self._check_weights(program.forward)
+            self.fit(program.dims)
+            self._loaded[id(program)] = program, self._copied(program)
+        return self._loaded[id(program)][1]
+
+    def _check_weights(self, forward: Forward) -> None:
+        named = {b for phase in forward for b in (phase.weights, phase.bias, phase.norm) if b is not None}
+        if absent := named.difference(self._weights):
+            names = ", ".join(sorted(buffer.name for buffer in absent))
+            raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
+
+    def _copied(self, program: Program) -> int:
+        """Copy a program into the native library, and return its handle there."""
+        lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
+        # Python must keep these arrays until mk_load_program has copied them.
+        arrays = [
+            [np.ascontiguousarray(a, dtype=np.int32) for a in group]
+            for group in (
+                [s.records for s in lists],
+                [s.offsets for s in lists],
+                [program.totals_first, program.totals_middle, program.totals_last],
+            )
+        ]
+        phases = np.stack([program.forward.words(dims) for dims in program.dims.ranks])
+        named = program.forward.by_number
+        names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
+        pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
+        texts = (ctypes.c_char_p * len(names))(*names)
+        source = native.CProgram(
+            ctypes.addressof(program.dims.native),
+            phases.ctypes.data,
+            ctypes.addressof(texts),
+            program.ranks,
+            program.workers,
+            program.counters,
+            program.rank_queues,
+            *pointers,
+        )
+        handle: int | None = self._lib.mk_load_program(ctypes.byref(source))
+        if handle is None:
+            raise MegakernelError(f"the program cannot be executed: {native.error()}")
+        self._programs.append(handle)
+        return handle
 
     # -- for tests
 
     def execute(self, instruction: Records, layer: int, table: StepTable, forward: Forward, rank: int = 0) -> None:
-        """Run the work of one instruction record on a rank's buffers, without its waits and signals, for tests. An
-        attention instruction runs all of its items."""
-        self._ranks.fit(table.dims)
-        self._ranks.execute(table.dims.on(rank), table.words, instruction, layer, forward)
+        """Run the work of one instruction record on a rank's buffers, without its waits and signals. An attention
+        instruction runs all of its items."""
+        self.fit(table.dims)
+        dims, record = table.dims.on(rank), np.ascontiguousarray(instruction, dtype=np.int32)
+        phases = forward.words(dims)
+        addresses = (array.ctypes.data for array in (phases, table.words, record))
+        self._lib.mk_execute(self._engine, ctypes.byref(dims.native), *addresses, layer)
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        self._ranks.delay(segment, record, layer, seconds)
+        """Delay one instruction by `seconds` in every traced launch; 0 ends this. `segment` is an index, and `record`
+        the instruction's number in the trace."""
+        self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
 
 class _Launch:
     """A launch on all ranks."""
 
     def __init__(self, backend: CpuBackend, program: Program, table: StepTable, trace: bool) -> None:
-        self._backend, self._ranks = backend, backend._ranks
+        self._backend, self._lib, self._engine = backend, backend._lib, backend._engine
         self._program, self._table, self._traced = program, table, trace
         self._begun = 0.0
         self._handle: int | None = None  # handle of the program, from the start of the launch on
@@ -151,10 +187,12 @@ class _Launch:
         """Start all ranks."""
         self._handle = handle
         self._begun = time.perf_counter()
-        self._ranks.start(handle, self._table.words, self._traced)
+        if self._lib.mk_launch_start(self._engine, handle, self._table.words.ctypes.data, self._traced):
+            raise native.error()
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once."""
+        """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once.
+        Raises MegakernelError, which names a blocked wait, if the launch was aborted or made no progress."""
         try:
             self._finish()
         except BaseException:
@@ -164,7 +202,7 @@ class _Launch:
         seconds = time.perf_counter() - self._begun
         outputs = (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT, Buffer.LOGITS, Buffer.Y)
         rows = self._program.dims.bucket.logit_rows
-        tokens, logprobs, logits, hidden = (self._ranks.buffer(b)[:rows] for b in outputs)
+        tokens, logprobs, logits, hidden = (self._backend.buffer(b)[:rows] for b in outputs)
         return Output(tokens, logprobs, logits, hidden, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
@@ -173,25 +211,30 @@ class _Launch:
             return
         try:
             if self._handle is not None:
-                self._ranks.abort()
+                self._lib.mk_abort(self._engine)
                 with suppress(MegakernelError):  # the error only says that the launch was stopped
                     self._finish()
-                self._ranks.reset(self._handle)
+                self._lib.mk_reset(self._engine, self._handle)
         finally:
             self._backend._running = None
 
     def _finish(self) -> None:
-        while not self._ranks.wait():
-            pass
+        while status := self._lib.mk_launch_wait(self._engine, _SLICE_MS):
+            if status < 0:
+                raise MegakernelError(f"the launch made no progress and was stopped: {native.error()}")
 
     def _trace(self) -> Trace:
-        intervals, dropped = self._ranks.intervals()
+        dropped = ctypes.c_int64()
+        count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
+        intervals = np.zeros(max(count, 0), dtype=DTYPE)
+        if count < 0 or self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped)) < 0:
+            raise native.error()
         header = TraceHeader(
             program=self._program.hash,
             source="cpu",
             tick_s=1e-9,
             read_s=native.clock_cost(),
             clock_error_s=0.0,
-            dropped=dropped,
+            dropped=dropped.value,
         )
         return Trace(header, intervals, slot_work(self._table)[None])

@@ -1,4 +1,4 @@
-"""The Python side of the native CPU library: packs weights, allocates buffers, loads and starts programs."""
+"""Where the native CPU library finds a model's weights and buffers: packs weights, and allocates buffers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space
-from ...isa.record import Records
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Space
 from ...library import load
 from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, rows_of
-from ...program import SEGMENTS, Program
 from ...settings import SETTINGS
-from ...trace import DTYPE, Intervals
 from . import native
 
 _ALIGNMENT = 64
-_SLICE_MS = 50
 
 
 class CpuRanks:
-    """All ranks of a model and their buffers. `threads` threads of this process execute the ranks.
+    """The weights and buffers of all ranks of a model, which `threads` threads of this process execute.
 
     If Python deletes this object or exits while a launch is running, the launch is aborted.
     """
@@ -41,7 +37,6 @@ class CpuRanks:
     ) -> None:
         self.dims, self.pages, self.ranks = dims, pages, range(dims.split.tp)
         self._lib = load()
-        self._ranks = [dims.on(rank) for rank in self.ranks]
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
         # Whether the LM head shares the memory of the embedding table: they are equal and have one type.
@@ -73,13 +68,13 @@ class CpuRanks:
                 address = self._lib.mk_bound(self._engine, home, buffer, layer)
                 self._lib.mk_bind(self._engine, rank, buffer, layer, address)
             elif BUFFERS[buffer].matrix:
-                self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self._ranks[rank].split))
+                self._pack(rank, buffer, layer, rows_of(checkpoint, buffer, layer, self.dims.ranks[rank].split))
             else:
-                self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self._ranks[rank].split))
+                self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self.dims.ranks[rank].split))
 
     def _tie(self, rank: int) -> None:
         """Make the rank's LM head use the rank's rows of the packed embedding table."""
-        panels = self._ranks[rank].split.first_vocab // native.PANEL_COLUMNS
+        panels = self.dims.ranks[rank].split.first_vocab // native.PANEL_COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
 
@@ -119,7 +114,7 @@ class CpuRanks:
         )
 
     def _shape(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
-        return BUFFERS[buffer].shape(self._ranks[rank], self.pages)
+        return BUFFERS[buffer].shape(self.dims.ranks[rank], self.pages)
 
     def _whole(self, buffer: Buffer) -> tuple[int, ...]:
         return BUFFERS[buffer].shape(self.dims.changed(tp=1), self.pages)
@@ -179,106 +174,12 @@ class CpuRanks:
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """A view of a rank's copy of a buffer, perhaps with more rows than needed. Packed matrices have none."""
+        """Return a view of a rank's buffer, in its declared shape. The view may have more rows than a program uses.
+
+        All ranks share one copy of the output buffers. Matrices have no view: they are stored in another layout.
+        """
         view: NDArray[Any] = self._arrays[rank, buffer][layer]
         return view
-
-    # -- programs and launches
-
-    def load(self, program: Program) -> int:
-        """Copy a program into the native library, and return its handle there."""
-        self._check_weights(program.forward)
-        lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
-        # Python must keep these arrays until mk_load_program has copied them.
-        arrays = [
-            [np.ascontiguousarray(a, dtype=np.int32) for a in group]
-            for group in (
-                [s.records for s in lists],
-                [s.offsets for s in lists],
-                [program.totals_first, program.totals_middle, program.totals_last],
-            )
-        ]
-        phases = np.stack([program.forward.words(program.dims.on(rank)) for rank in range(program.ranks)])
-        named = program.forward.by_number
-        names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
-        pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
-        texts = (ctypes.c_char_p * len(names))(*names)
-        source = native.CProgram(
-            ctypes.addressof(program.dims.native),
-            phases.ctypes.data,
-            ctypes.addressof(texts),
-            program.ranks,
-            program.workers,
-            program.counters,
-            program.rank_queues,
-            *pointers,
-        )
-        handle: int | None = self._lib.mk_load_program(ctypes.byref(source))
-        if handle is None:
-            raise MegakernelError(f"the program cannot be executed: {native.error()}")
-        self._programs.append(handle)
-        return handle
-
-    def _check_weights(self, forward: Forward) -> None:
-        named = {b for phase in forward for b in (phase.weights, phase.bias, phase.norm) if b is not None}
-        if absent := named.difference(self._weights):
-            names = ", ".join(sorted(buffer.name for buffer in absent))
-            raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
-
-    def start(self, handle: int, words: NDArray[np.int32], trace: bool) -> None:
-        """Start a launch with the step table `words`, which must stay as it is until the launch has ended."""
-        if self._lib.mk_launch_start(self._engine, handle, words.ctypes.data, trace):
-            raise native.error()
-
-    def wait(self) -> bool:
-        """Wait at most 50 ms, and return whether the launch has ended.
-
-        Raises MegakernelError, which names a blocked wait, if the launch was aborted or made no progress. Call `reset`
-        then.
-        """
-        status = self._lib.mk_launch_wait(self._engine, _SLICE_MS)
-        if status < 0:
-            raise MegakernelError(f"the launch made no progress and was stopped: {native.error()}")
-        return bool(status == 0)
-
-    def abort(self) -> None:
-        """Tell the launch to stop. `wait` returns when it has stopped."""
-        self._lib.mk_abort(self._engine)
-
-    def reset(self, handle: int) -> None:
-        """Reset the program's counters after a failed launch."""
-        self._lib.mk_reset(self._engine, handle)
-
-    def link_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank has stored in other ranks' copies of buffers since the start."""
-        return int(self._lib.mk_link_bytes(self._engine, rank))
-
-    def intervals(self) -> tuple[Intervals, int]:
-        """The intervals of the last trace, in ns, sorted by rank, worker and begin, and how many more did not fit."""
-        dropped = ctypes.c_int64()
-        count = self._lib.mk_intervals(self._engine, None, ctypes.byref(dropped))
-        intervals = np.zeros(max(count, 0), dtype=DTYPE)
-        if count < 0 or self._lib.mk_intervals(self._engine, intervals.ctypes.data, ctypes.byref(dropped)) < 0:
-            raise native.error()
-        return intervals, dropped.value
-
-    def execute(self, dims: Dims, words: NDArray[np.int32], instruction: Records, layer: int, forward: Forward) -> None:
-        """Run the work of one instruction record on rank `dims.rank`, without its waits and signals, for tests."""
-        record = np.ascontiguousarray(instruction, dtype=np.int32)
-        phases = forward.words(dims)
-        self._lib.mk_execute(
-            self._engine,
-            ctypes.byref(dims.native),
-            phases.ctypes.data,
-            words.ctypes.data,
-            record.ctypes.data,
-            layer,
-        )
-
-    def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Delay one instruction by `seconds` in every traced launch, for tests; 0 ends this. `segment` is an index, and
-        `record` the instruction's number in the trace."""
-        self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
     def close(self) -> None:
         """Abort a running launch, and release threads, programs and weights."""
