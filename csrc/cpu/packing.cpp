@@ -56,62 +56,56 @@ void add_fifth_bits(const uint8_t (&bits)[4], uint8_t* values) {
   for (int i = 0; i < 32; ++i) values[i] |= (word >> i & 1) << 4;
 }
 
-template <>
-struct RowBlock<PackedQ8_0> {
+struct OneScale {
   uint16_t scale;
-  int8_t bytes[32];
 
   void scales(Scale& out, int c) const { out.scale[c] = scale; }
+};
+
+struct ScaleWithMinimum {
+  uint16_t scale, minimum;
+
+  void scales(ScaleAndMinimum& out, int c) const {
+    out.scale[c] = scale;
+    out.minimum[c] = minimum;
+  }
+};
+
+template <class Scales>
+struct FourBits : Scales {
+  uint8_t nibbles[16];
+
+  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
+};
+
+template <class Scales>
+struct FiveBits : Scales {
+  uint8_t high[4], nibbles[16];
+
+  void values(uint8_t* out) const {
+    unpack_nibbles(nibbles, out);
+    add_fifth_bits(high, out);
+  }
+};
+
+template <>
+struct RowBlock<PackedQ8_0> : OneScale {
+  int8_t bytes[32];
+
   void values(uint8_t* out) const { memcpy(out, bytes, sizeof bytes); }
 };
 
 template <>
-struct RowBlock<PackedQ4_0> {
-  uint16_t scale;
-  uint8_t nibbles[16];
-
-  void scales(Scale& out, int c) const { out.scale[c] = scale; }
-  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
-};
+struct RowBlock<PackedQ4_0> : FourBits<OneScale> {};
 
 template <>
-struct RowBlock<PackedQ4_1> {
-  uint16_t scale, minimum;
-  uint8_t nibbles[16];
-
-  void scales(ScaleAndMinimum& out, int c) const {
-    out.scale[c] = scale;
-    out.minimum[c] = minimum;
-  }
-  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
-};
+struct RowBlock<PackedQ4_1> : FourBits<ScaleWithMinimum> {};
 
 template <>
-struct RowBlock<PackedQ5_0> {
-  uint16_t scale;
-  uint8_t high[4], nibbles[16];
-
-  void scales(Scale& out, int c) const { out.scale[c] = scale; }
-  void values(uint8_t* out) const {
-    unpack_nibbles(nibbles, out);
-    add_fifth_bits(high, out);
-  }
-};
+struct RowBlock<PackedQ5_0> : FiveBits<OneScale> {};
 
 template <>
-struct RowBlock<PackedQ5_1> {
-  uint16_t scale, minimum;
-  uint8_t high[4], nibbles[16];
-
-  void scales(ScaleAndMinimum& out, int c) const {
-    out.scale[c] = scale;
-    out.minimum[c] = minimum;
-  }
-  void values(uint8_t* out) const {
-    unpack_nibbles(nibbles, out);
-    add_fifth_bits(high, out);
-  }
-};
+struct RowBlock<PackedQ5_1> : FiveBits<ScaleWithMinimum> {};
 
 struct SuperBlock {
   uint16_t scale, minimum;

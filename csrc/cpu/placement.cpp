@@ -61,24 +61,4 @@ void Placement::separate(int self, int other) {
 
 }  // namespace mk
 
-#else
-
-namespace mk {
-
-struct Placement::Place {};
-
-Placement::Placement(int) {}
-
-Placement::~Placement() = default;
-
-void Placement::thread_starts(int) {}
-
-void Placement::job_starts() {}
-
-void Placement::part_starts(int) {}
-
-void Placement::separate(int, int) {}
-
-}  // namespace mk
-
 #endif

@@ -1,11 +1,11 @@
-// Moves the threads of a pool between cores. Only Linux lets a process move its threads, so elsewhere every
-// function does nothing.
+// Moves the threads of a pool between cores.
 #pragma once
 #include <atomic>
 #include <vector>
 
 namespace mk {
 
+#if defined(__linux__)
 class Placement {
  public:
   explicit Placement(int threads);
@@ -31,5 +31,15 @@ class Placement {
   static constexpr int kMoveCost = 4, kMostCredit = 16;
   std::atomic<int> credit_{kMostCredit};
 };
+#else
+// Only Linux lets a process move its threads.
+struct Placement {
+  explicit Placement(int) {}
+  void thread_starts(int) {}
+  void job_starts() {}
+  void part_starts(int) {}
+  void separate(int, int) {}
+};
+#endif
 
 }  // namespace mk
