@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=args.log_level.upper(), format="megakernel: %(levelname)s: %(message)s")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
-        with _on_interrupt(interrupt):
+        with on_interrupt(interrupt):
             status: int = args.run(args)
             sys.stdout.flush()
         return status
@@ -125,7 +125,7 @@ def _open_standard_files() -> None:
 
 
 @contextmanager
-def _on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
+def on_interrupt(handler: Callable[..., None]) -> Iterator[None]:
     """Handle Ctrl-C with `handler`, unless this process ignores Ctrl-C or this is not the main thread."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():

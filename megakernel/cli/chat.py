@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from ..settings import SETTINGS
-from . import FAILED, output
+from . import FAILED, on_interrupt, output
 from .options import AddVerb, add_flags, add_model_run, open_llm
 
 if TYPE_CHECKING:
@@ -79,11 +78,8 @@ class _Talk:
     def run(self) -> int:
         if not self._typed:
             return self._talk()
-        before = signal.signal(signal.SIGINT, self._interrupt)
-        try:
+        with on_interrupt(self._interrupt):
             return self._talk()
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, *_: object) -> None:
         """Handle Ctrl-C on a terminal: end the answer, or the line that the user is typing. Otherwise do nothing."""

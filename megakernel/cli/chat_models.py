@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from ..errors import MegakernelError
+from . import on_interrupt
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, SamplingParams
@@ -137,11 +137,8 @@ def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
         if asked:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    with on_interrupt(note):
         yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class RemoteModel:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -23,15 +22,8 @@ stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_w
 
 def emit(result: dict[str, Any]) -> None:
     """Print one JSON object on standard output. Infinity and NaN, which JSON lacks, become null."""
-    sys.stdout.write(json.dumps(_finite(result), allow_nan=False, ensure_ascii=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    encoded = msgspec.json.encode(result, enc_hook=float)  # numbers of NumPy are not known to msgspec
+    sys.stdout.write(msgspec.json.format(encoded, indent=0).decode() + "\n")
 
 
 def bold(figure: str, rest: str) -> Text:

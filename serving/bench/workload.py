@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -49,14 +48,24 @@ def sharegpt_lengths(count: int, vocab: int, seed: int) -> Workload:
     """Return prompts of random ids, with the lengths of the ShareGPT conversations that pass vLLM's filter. The lengths
     of a prompt and its answer are those of a conversation's first two turns, in Llama-2 tokens. There are 15,277 such
     pairs, with 246 input and 235 output tokens on average. If `count` is larger, the pairs repeat with other ids."""
-    text = (files(__package__) / "sharegpt_lengths.csv").read_text(encoding="utf-8")
-    return _from_csv("ShareGPT lengths, random ids", text, "sharegpt_lengths.csv", count, vocab, seed)
+    return length_pairs(Path(__file__).with_name("sharegpt_lengths.csv"), count, vocab, seed, "ShareGPT lengths")
 
 
-def length_pairs(path: Path, count: int, vocab: int, seed: int) -> Workload:
-    """Return prompts of random ids, with the lengths that a CSV file lists. The file has a header line. Each further
-    line has a number of prompt tokens and a number of output tokens."""
-    return _from_csv(f"lengths of {path.name}, random ids", _read(path), str(path), count, vocab, seed)
+def length_pairs(path: Path, count: int, vocab: int, seed: int, name: str = "") -> Workload:
+    """Return prompts of random ids, with the lengths that a CSV file lists, in shuffled order. The file has a header
+    line. Each further line has a number of prompt tokens and a number of output tokens."""
+    try:
+        pairs = [(int(prompt), int(output)) for prompt, output in list(csv.reader(_read(path).splitlines()))[1:]]
+    except ValueError as e:
+        raise MegakernelError(
+            f"{path} is not a CSV file with a header and two lengths per line, of prompt and output: {e}"
+        ) from e
+    if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
+        raise MegakernelError(f"{path} must have at least one line of lengths, and every length must be at least 1")
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(pairs))
+    chosen = [pairs[order[i % len(pairs)]] for i in range(count)]
+    return Workload(f"{name or f'lengths of {path.name}'}, random ids", _jobs(chosen, vocab, rng), vocab, seed)
 
 
 def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int, seed: int) -> Workload:
@@ -106,23 +115,6 @@ def _read(path: Path) -> str:
         return regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise MegakernelError(f"cannot read workload {path}: {e}") from e
-
-
-def _from_csv(name: str, text: str, source: str, count: int, vocab: int, seed: int) -> Workload:
-    """Return prompts of random ids, with the lengths of the CSV table `text` in shuffled order. Error messages call the
-    table `source`."""
-    rows = list(csv.reader(text.splitlines()))[1:]
-    try:
-        pairs = [(int(prompt), int(output)) for prompt, output in rows]
-    except ValueError as e:
-        raise MegakernelError(
-            f"{source} is not a CSV file with a header and two lengths per line, of prompt and output: {e}"
-        ) from e
-    if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
-        raise MegakernelError(f"{source} must have at least one line of lengths, and every length must be at least 1")
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(pairs))
-    return Workload(name, _jobs([pairs[order[i % len(pairs)]] for i in range(count)], vocab, rng), vocab, seed)
 
 
 def _jobs(pairs: Sequence[tuple[int, int]], vocab: int, rng: np.random.Generator) -> list[LoadJob]:
