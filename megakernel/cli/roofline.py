@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import machine as machines
 from ..errors import MegakernelError
-from ..isa import OperationFamily
-from ..roofline import PhasePart, StepRoofline, memory_fit, step_roofline
+from ..isa import OperationFamily, Phase
+from ..roofline import LeastTimes, PhasePart, memory_fit, step_roofline
 from ..roofline.program_step import rate_of
 from ..units import bytes_text, milliseconds
 from . import output, roofline_ask
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         for segment, runs in zip(tasks.segments, (1, tasks.dims.model.layers, 1), strict=True)
         for each in segment
     ]
-    step, rate = step_roofline(parts, hardware, context), rate_of(tasks.dims.model, hardware)
+    (step, phases), rate = step_roofline(parts, hardware, context), rate_of(tasks.dims.model, hardware)
+    step_s, times = max(step.seconds), ("math_s", "vector_s", "memory_s", "comms_s", "latency_s", "comms_measured_s")
     weights = max(weight_bytes(forward, dims.split, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
     facts = {
@@ -67,34 +68,38 @@ def run(args: argparse.Namespace) -> int:
         "context": context,
         "dtype": rate,
         "lowering": lowering(tasks.dims, forward),
-        **{key: value for key, value in asdict(step).items() if key != "instructions"},
+        **{f"t_{name}": getattr(step, name) for name in times},
+        "flops": step.matrix_flops,
+        "memory_bytes": step.memory_bytes,
+        "sent_bytes": step.sent_bytes,
         "bound": step.bound,
-        "step_s": step.step_s,
-        "step_without_overlap_s": step.step_without_overlap_s,
-        "tokens_per_s": args.tokens / step.step_s,
-        "flops_per_byte": step.flops_per_byte,
-        "critical_rows": hardware.critical_rows(rate, _bytes_per_weight(step, args.tokens)),
-        "memory": asdict(fit) | {"needed_bytes": fit.needed_bytes, "fits": fit.fits},
+        "step_s": step_s,
+        "step_without_overlap_s": sum(step.seconds),
+        "tokens_per_s": args.tokens / step_s,
+        "flops_per_byte": step.matrix_flops / step.memory_bytes,
+        "critical_rows": hardware.critical_rows(rate, _bytes_per_weight(phases, args.tokens)),
+        "memory": fit,
         "instructions": [
-            asdict(c) | {"family": c.family.name.lower(), "message_bytes": c.message_bytes, "bound": c.bound}
-            for c in step.instructions
+            {"instruction": phase.name, "family": phase.family.name.lower(), **asdict(c), "bound": c.bound}
+            | {"message_bytes": c.sent_bytes / c.hops if c.hops else 0.0}
+            for phase, c in phases.items()
         ],
     }
     if args.json:
         output.emit(facts)
     else:
-        _show_step(facts, step)
+        _show_step(facts)
     return 0
 
 
-def _bytes_per_weight(step: StepRoofline, rows: int) -> float:
+def _bytes_per_weight(phases: dict[Phase, LeastTimes], rows: int) -> float:
     """Return the mean number of bytes per weight over all matmuls. A weight costs 2 FLOPs per row, so the number of
     weights is FLOPs / (2 x rows)."""
-    matmuls = [c for c in step.instructions if c.matrix_flops and c.family is OperationFamily.MATMUL]
+    matmuls = [c for phase, c in phases.items() if c.matrix_flops and phase.family is OperationFamily.MATMUL]
     return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
 
 
-def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
+def _show_step(facts: dict[str, Any]) -> None:
     memory, gb = facts["memory"], 1e9
     measured = facts["t_comms_measured_s"]
     comms = f"{milliseconds(facts['t_comms_s'])}, {bytes_text(facts['sent_bytes'])} sent"
@@ -126,12 +131,12 @@ def _show_step(facts: dict[str, Any], step: StepRoofline) -> None:
     )
     columns = ["phase", "GFLOP", "MB\nread", "MB\nsent", "math\nus", "memory\nus", "link\nus"]
     table = output.table(*columns, *(["measured\nus"] if measured else []), "bound by")
-    for c in step.instructions:
-        work = (c.matrix_flops + c.vector_flops) / 1e9, c.memory_bytes / 1e6, c.sent_bytes / 1e6
-        times = [max(c.math_s, c.vector_s), c.memory_s, c.comms_s]
-        times += [c.comms_measured_s or 0.0] if measured else []
+    for c in facts["instructions"]:
+        work = (c["matrix_flops"] + c["vector_flops"]) / 1e9, c["memory_bytes"] / 1e6, c["sent_bytes"] / 1e6
+        times = [max(c["math_s"], c["vector_s"]), c["memory_s"], c["comms_s"]]
+        times += [c["comms_measured_s"] or 0.0] if measured else []
         cells = [_figure(w, 2) for w in work] + [_figure(t * 1e6, 1) for t in times]
-        table.add_row(c.instruction, *cells, c.bound if any(times) else "")
+        table.add_row(c["instruction"], *cells, c["bound"] if any(times) else "")
     output.stdout.print(table)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from time import perf_counter
+from typing import Any
 
 from .. import machine as machines
 from ..errors import MegakernelError
@@ -12,7 +12,6 @@ from ..isa import Dims, StepTable
 from ..machine import HOST, Machine
 from ..program import Program, load_program
 from ..roofline import memory_fit
-from ..roofline.fit import Fit
 from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from ..units import bytes_text
@@ -95,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts = {name: value for name, value in vars(done).items() if name != "trace"}
         facts |= {"instructions": program.instructions, "machine": machine.name, "simulate_s": seconds}
-        memory = asdict(fit) | {"needed_bytes": fit.needed_bytes}
-        output.emit(facts | {"fits": fit.fits, "memory": memory, "timeline": asdict(summary)})
+        output.emit(facts | {"fits": fit["fits"], "memory": fit, "timeline": summary})
         return 0
     each = f"{-(-tokens // sequences)} tokens each, " if tokens > sequences else ""
     output.rows(
@@ -157,7 +155,7 @@ def _check_size(name: str, workers: int, ranks: int, advice: str) -> None:
         raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: {advice}")
 
 
-def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> Fit:
+def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> dict[str, Any]:
     """Return the memory that the step needs on each rank, and print a warning if a rank has less. `sequences` is the
     number of sequences, each with `context` KV tokens."""
     from megakernel.serving.engine.memory import weight_bytes
@@ -165,9 +163,9 @@ def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context
     ranks = program.dims.ranks
     weights = max(weight_bytes(program.forward, dims.split, tied=tied) for dims in ranks)
     fit = memory_fit(ranks, weights, machine.memory_bytes, sequences, context)
-    if not fit.fits:
+    if not fit["fits"]:
         output.stderr.print(
-            f"megakernel: warning: a rank needs {bytes_text(fit.needed_bytes)} of memory, including"
+            f"megakernel: warning: a rank needs {bytes_text(fit['needed_bytes'])} of memory, including"
             f" {bytes_text(weights)} of weights, but {machine.name} has"
             f" {bytes_text(machine.memory_bytes)}: the step cannot run there"
         )

@@ -6,5 +6,5 @@ it answers questions about chips, networks and parallelism.
 
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure
 from .fit import memory_fit
-from .program_step import PhasePart, StepRoofline, step_roofline
+from .program_step import LeastTimes, PhasePart, step_roofline
 from .work import StepWork, achieved, attended, bound, fraction_error, step_work

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 
-from ..isa import Dims, Dtype, ModelSizes, Operation, OperationFamily, Phase, attention_cost, cost, link_bytes
+from ..isa import Dims, Dtype, ModelSizes, Operation, Phase, attention_cost, cost, link_bytes
 from ..isa.access import Columns
 from ..machine import Hardware
 
 # The names that `Hardware.flops_per_s` uses for the compute types.
 _RATE = {Dtype.BF16: "bf16", Dtype.F32: "fp32"}
-_Work = tuple[float, float, float, float]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
+_Work = tuple[float, ...]  # matrix FLOPs, vector FLOPs, memory bytes, bytes sent
 BOUNDS = ("math", "vector", "memory", "comms")
 
 
@@ -27,14 +28,12 @@ class PhasePart:
 
 
 @dataclass(frozen=True)
-class PhaseCost:
-    """The work of one phase in a step, all layers together, and the least times for this work. Each amount is the
-    maximum over the ranks. `instruction` is the phase's name. `sent_bytes` go to other ranks in `hops` messages, one
-    after another. `comms_s` is computed from the links' rates. `comms_measured_s` is computed from measured bandwidths
-    of collectives; it is None if there are none."""
+class LeastTimes:
+    """The work of a phase, all layers together, or of a step, and the least times for this work. Each amount is the
+    maximum over the ranks. `sent_bytes` go to other ranks in `hops` messages, one after another, whose latency is
+    `latency_s`. `comms_s` adds the time to send the bytes at the links' rates. `comms_measured_s` is computed from
+    measured bandwidths of collectives instead; None if there are none."""
 
-    instruction: str
-    family: OperationFamily
     matrix_flops: float
     vector_flops: float
     memory_bytes: float
@@ -44,60 +43,17 @@ class PhaseCost:
     vector_s: float
     memory_s: float
     comms_s: float
+    latency_s: float
     comms_measured_s: float | None
 
     @property
-    def message_bytes(self) -> float:
-        return self.sent_bytes / self.hops if self.hops else 0.0
+    def seconds(self) -> tuple[float, ...]:
+        """The times of the four kinds of work in BOUNDS. If they overlap, the longest counts, otherwise their sum."""
+        return self.math_s, self.vector_s, self.memory_s, self.comms_s
 
     @property
     def bound(self) -> str:
-        return bound_name(self.math_s, self.vector_s, self.memory_s, self.comms_s)
-
-
-@dataclass(frozen=True)
-class StepRoofline:
-    """The least times of a step in seconds, for each kind of work: the maximum over the ranks. `t_latency_s` is the
-    latency of all messages, one after another. `t_comms_s` adds the time to send the bytes at the links' rates.
-    `t_comms_measured_s` is computed from measured bandwidths of collectives instead; None if there are none."""
-
-    t_math_s: float
-    t_vector_s: float
-    t_memory_s: float
-    t_comms_s: float
-    t_latency_s: float
-    t_comms_measured_s: float | None
-    flops: float
-    memory_bytes: float
-    sent_bytes: float
-    instructions: tuple[PhaseCost, ...]
-
-    @property
-    def step_s(self) -> float:
-        """The least time of the step if all kinds of work overlap: the longest of their times."""
-        return max(self._times)
-
-    @property
-    def step_without_overlap_s(self) -> float:
-        """The least time of the step if nothing overlaps: the sum of the times of all kinds of work."""
-        return sum(self._times)
-
-    @property
-    def bound(self) -> str:
-        return bound_name(*self._times)
-
-    @property
-    def flops_per_byte(self) -> float:
-        return self.flops / self.memory_bytes
-
-    @property
-    def _times(self) -> tuple[float, float, float, float]:
-        return self.t_math_s, self.t_vector_s, self.t_memory_s, self.t_comms_s
-
-
-def bound_name(*seconds: float) -> str:
-    """Return the name, in BOUNDS, of the longest of four times; of equal ones, the first."""
-    return BOUNDS[seconds.index(max(seconds))]
+        return BOUNDS[self.seconds.index(max(self.seconds))]
 
 
 def rate_of(model: ModelSizes, hardware: Hardware) -> str:
@@ -106,49 +62,39 @@ def rate_of(model: ModelSizes, hardware: Hardware) -> str:
     return "int8" if model.q8_activations and hardware.rates.int8 else _RATE[Dtype(model.dtype)]
 
 
-def step_roofline(parts: Sequence[PhasePart], hardware: Hardware, context: float) -> StepRoofline:
-    """Return the least times of a step in which every token row attends to `context` KV tokens of its own."""
+def step_roofline(
+    parts: Sequence[PhasePart], hardware: Hardware, context: float
+) -> tuple[LeastTimes, dict[Phase, LeastTimes]]:
+    """Return the least times of a step in which every token row attends to `context` KV tokens of its own, and those of
+    each of its phases."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(rate_of(dims.model, hardware))
-    egress = hardware.link.egress_bytes_per_s
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
     work = [(part, _work(part, context)) for part in parts]
 
-    def of(phase: Phase) -> PhaseCost:
-        mine = [(part, w) for part, w in work if part.phase == phase]
-        matrix, vector, memory, sent = _most(mine)
-        hops = max(part.runs for part, _ in mine) if sent else 0
-        return PhaseCost(
-            instruction=phase.name,
-            family=phase.family,
-            matrix_flops=matrix,
-            vector_flops=vector,
-            memory_bytes=memory,
-            sent_bytes=sent,
+    def least(amounts: _Work, hops: int, measured_s: float | None) -> LeastTimes:
+        matrix, vector, memory, sent = amounts
+        return LeastTimes(
+            *amounts,
             hops=hops,
             math_s=matrix / peak,
             vector_s=vector / hardware.rates.fp32,
             memory_s=memory / hardware.chip.hbm_bytes_per_s,
-            comms_s=hops * hop_s + sent / egress,
-            comms_measured_s=_measured_s(sent, hops, hardware, dims.split.tp),
+            comms_s=hops * hop_s + sent / hardware.link.egress_bytes_per_s,
+            latency_s=hops * hop_s,
+            comms_measured_s=measured_s,
         )
 
-    costs = tuple(map(of, dict.fromkeys(part.phase for part in parts)))
-    matrix, vector, memory, sent = _most(work)
-    hops = sum(c.hops for c in costs)
-    measured = [c.comms_measured_s for c in costs]
-    return StepRoofline(
-        t_math_s=matrix / peak,
-        t_vector_s=vector / hardware.rates.fp32,
-        t_memory_s=memory / hardware.chip.hbm_bytes_per_s,
-        t_comms_s=hops * hop_s + sent / egress,
-        t_latency_s=hops * hop_s,
-        t_comms_measured_s=None if None in measured else sum(filter(None, measured)),
-        flops=matrix,
-        memory_bytes=memory,
-        sent_bytes=sent,
-        instructions=costs,
-    )
+    def of(phase: Phase) -> LeastTimes:
+        mine = [(part, w) for part, w in work if part.phase == phase]
+        amounts = _most(mine)
+        hops = max(part.runs for part, _ in mine) if amounts[-1] else 0
+        return least(amounts, hops, _measured_s(amounts[-1], hops, hardware, dims.split.tp))
+
+    phases = {phase: of(phase) for phase in dict.fromkeys(part.phase for part in parts)}
+    measured = [each.comms_measured_s for each in phases.values()]
+    total = None if None in measured else sum(filter(None, measured))
+    return least(_most(work), sum(each.hops for each in phases.values()), total), phases
 
 
 def _work(part: PhasePart, context: float) -> _Work:
@@ -169,11 +115,10 @@ def _work(part: PhasePart, context: float) -> _Work:
 def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
     """Return the four amounts of work, each of the rank that has most of it."""
     sums: dict[int, _Work] = {}
-    for part, (matrix, vector, memory, sent) in work:
-        a, b, c, d = sums.get(part.dims.split.rank, (0.0, 0.0, 0.0, 0.0))
-        sums[part.dims.split.rank] = a + matrix, b + vector, c + memory, d + sent
-    matrix, vector, memory, sent = (max(column) for column in zip(*sums.values(), strict=True))
-    return matrix, vector, memory, sent
+    for part, amounts in work:
+        before = sums.get(part.dims.split.rank, (0.0, 0.0, 0.0, 0.0))
+        sums[part.dims.split.rank] = tuple(map(add, before, amounts))
+    return tuple(map(max, zip(*sums.values(), strict=True)))
 
 
 def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int = 2) -> float | None:

@@ -229,7 +229,7 @@ def test_bytes_of_the_cache() -> None:
         assert attention_cost(dims.model, 3, 100.0) == (attention_cost(whole.model, 3, 100.0)[0], 3 * 100 * 2 * row)
         forward = passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split)
         assert step_work(forward, dims.split, [1, 1], [50, 70], 2).kv_bytes == 120 * 2 * 2 * 2 * row
-        assert memory_fit([dims], 0, 1e9, 5, 100).kv_bytes == 5 * 100 * 2 * 2 * 2 * row
+        assert memory_fit([dims], 0, 1e9, 5, 100)["kv_bytes"] == 5 * 100 * 2 * 2 * 2 * row
 
 
 def test_the_pool_holds_more_tokens() -> None:
