@@ -95,8 +95,8 @@ def latency(
                     peer.run()
             advance(done, runs + 1)
 
-        measured = measure(llm, ids, tokens, runs, after)
-    ours = {"decode": [one.decode.seconds for one in measured], "prefill": [one.prefill.seconds for one in measured]}
+        measured = measure(llm, ids, tokens, runs, ceilings, after)
+    ours = {"decode": [one.decode.wall_s for one in measured], "prefill": [one.prefill.wall_s for one in measured]}
     vs = {"vs": {peer.peer.name: peer.figures(ours) for peer in peers}}
     return report(measured, ceilings) | vs | {"ceilings": asdict(ceilings)}
 

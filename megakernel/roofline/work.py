@@ -40,19 +40,6 @@ class StepWork:
         return self.weight_bytes + self.kv_bytes
 
 
-@dataclass(frozen=True)
-class Achieved:
-    """The rates of a measured step. `fraction` is the least possible time divided by the measured time. A fraction
-    above 1 means that the time or the maximum rates were measured wrongly; `error` then says so. Otherwise, `error` is
-    None."""
-
-    fraction: float
-    read_bytes_per_s: float
-    flops: float
-    limit: str  # what limits the step's speed: "memory", "math" or "link"
-    error: str | None
-
-
 def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
     """The bytes in memory of each weight buffer that the phases use on rank `split.rank`, all layers together."""
     out: dict[Buffer, int] = {}
@@ -150,24 +137,8 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
 
 def bound(work: StepWork, ceilings: Ceilings) -> float:
     """The least time of a step in seconds: the longest of the times for arithmetic, memory and links, which overlap."""
-    return max(_times(work, ceilings).values())
-
-
-def _times(work: StepWork, ceilings: Ceilings) -> dict[str, float]:
-    return {
-        "memory": work.bytes / ceilings.read_bytes_per_s,
-        "math": work.flops / ceilings.flops,
-        "link": work.link_bytes / (ceilings.link_bytes_per_s or math.inf),
-    }
-
-
-def achieved(work: StepWork, ceilings: Ceilings, seconds: float) -> Achieved:
-    """Return the rates that a step achieved if it took `seconds`."""
-    times = _times(work, ceilings)
-    limit = max(times, key=lambda name: times[name])
-    fraction = times[limit] / seconds
-    error = fraction_error(fraction, ceilings)
-    return Achieved(fraction, work.bytes / seconds, work.flops / seconds, limit, error)
+    link = work.link_bytes / (ceilings.link_bytes_per_s or math.inf)
+    return max(work.bytes / ceilings.read_bytes_per_s, work.flops / ceilings.flops, link)
 
 
 def fraction_error(fraction: float, ceilings: Ceilings) -> str | None:

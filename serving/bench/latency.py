@@ -8,49 +8,36 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from megakernel.roofline import Ceilings, StepWork, achieved, step_work
+from megakernel.roofline import Ceilings, fraction_error
 from megakernel.serving.engine.engine import Step
+from megakernel.serving.engine.live import Totals
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.text.llm import LLM
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The measurements of the prefill or decode part of one run. Its steps computed `rows` token rows and generated
-    `tokens` tokens. `step_s` has the duration of each step in seconds, including the host's work between steps."""
-
-    rows: int
-    tokens: int
-    step_s: list[float]
-    work: StepWork  # of all steps together
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.step_s)
-
-    @property
-    def step_work(self) -> StepWork:
-        """The average work per step."""
-        n = len(self.step_s)
-        return StepWork(self.work.flops / n, self.work.weight_bytes / n, self.work.kv_bytes / n)
-
-
-@dataclass(frozen=True)
 class Run:
-    prefill: Stretch
-    decode: Stretch
-    counts: Counts  # token counts of prefill and decode together
+    """The work of a run's prefill and of its decode steps, with the times of the steps, which include the host's work
+    between them. `counts` has the numbers of tokens of both together."""
+
+    prefill: Totals
+    decode: Totals
+    decode_step_s: list[float]
+    decode_tokens: int
+    counts: Counts
 
 
-def measure(llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, on_run: Callable[[int], None]) -> list[Run]:
+def measure(
+    llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, ceilings: Ceilings, on_run: Callable[[int], None]
+) -> list[Run]:
     """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
     warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
     including the warm-up."""
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     done: list[Run] = []
     for number in range(runs + 1):
-        run = _one(llm, prompt_ids, params)
+        run = _one(llm, prompt_ids, params, ceilings)
         if number:
             done.append(run)
         on_run(number + 1)
@@ -68,45 +55,40 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
     1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message."""
     counts = sum((run.counts for run in runs), Counts())
     if counts.proposed:
-        decode = sorted((run.decode for run in runs), key=lambda phase: phase.tokens / phase.seconds)[len(runs) // 2]
-        step_s = decode.seconds / len(decode.step_s)
-        tokens_per_s = decode.tokens / decode.seconds
+        run = sorted(runs, key=lambda run: run.decode_tokens / run.decode.wall_s)[len(runs) // 2]
+        step_s = run.decode.wall_s / run.decode.steps
+        tokens_per_s = run.decode_tokens / run.decode.wall_s
     else:
-        decode = runs[0].decode  # any run will do: only its FLOPs and bytes are used, which are the same in all runs
-        step_s = median(s for run in runs for s in run.decode.step_s)
+        run = runs[0]  # any run will do: only its FLOPs and bytes are used, which are the same in all runs
+        step_s = median(s for run in runs for s in run.decode_step_s)
         tokens_per_s = 1.0 / step_s
-    medians = [median(run.decode.step_s) for run in runs]
-    prefill_s = median(run.prefill.seconds for run in runs)
-    prefill = runs[0].prefill
-    decode_rates = achieved(decode.step_work, ceilings, step_s)
-    prefill_rates = achieved(prefill.work, ceilings, prefill_s)
-    rates = (("decode", decode_rates), ("prefill", prefill_rates))
+    medians = [median(run.decode_step_s) for run in runs]
+    prefill_s = median(run.prefill.wall_s for run in runs)
+    decode, prefill = run.decode.rates(step_s * run.decode.steps), run.prefill.rates(prefill_s)
+    errors = {"decode": fraction_error(decode["roofline_fraction"], ceilings)}
+    errors["prefill"] = fraction_error(prefill["roofline_fraction"], ceilings)
     return {
         "tokens_per_s": tokens_per_s,
         **counts.figures(),
         "step_s": step_s,
         "step_s_min": min(medians),
         "step_s_max": max(medians),
-        "roofline_fraction": decode_rates.fraction,
-        "read_GBps": decode_rates.read_bytes_per_s / 1e9,
-        "read_fraction": decode_rates.read_bytes_per_s / ceilings.read_bytes_per_s,
-        "gflops": decode_rates.flops / 1e9,
+        **decode,
+        "read_fraction": decode["read_GBps"] * 1e9 / ceilings.read_bytes_per_s,
         "prefill": {
-            "tokens": prefill.rows,
+            "tokens": run.prefill.rows,
             "seconds": prefill_s,
-            "tokens_per_s": prefill.rows / prefill_s,
-            "roofline_fraction": prefill_rates.fraction,
-            "read_GBps": prefill_rates.read_bytes_per_s / 1e9,
-            "gflops": prefill_rates.flops / 1e9,
-            "fma_fraction": prefill_rates.flops / ceilings.flops,
+            "tokens_per_s": run.prefill.rows / prefill_s,
+            **prefill,
+            "fma_fraction": prefill["gflops"] * 1e9 / ceilings.flops,
         },
-        "errors": [f"{name}: {rate.error}" for name, rate in rates if rate.error],
-        "runs": [{"prefill_s": run.prefill.seconds, "decode_step_s": run.decode.step_s} for run in runs],
+        "errors": [f"{name}: {error}" for name, error in errors.items() if error],
+        "runs": [{"prefill_s": run.prefill.wall_s, "decode_step_s": run.decode_step_s} for run in runs],
         "vs": {},
     }
 
 
-def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
+def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams, ceilings: Ceilings) -> Run:
     steps: list[tuple[Step, float]] = []
     moments = [perf_counter()]
 
@@ -117,22 +99,16 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> Run:
     llm.engine.reset_prefix_cache()
     before = llm.engine.stats.counts
     llm.generate([prompt_ids], params, on_step=record)
-    first = next(i for i, (step, _) in enumerate(steps) if step.tokens)
-    tied = llm.config.tied
-    counts = llm.engine.stats.counts - before
-    return Run(_phase(steps[: first + 1], tied), _phase(steps[first + 1 :], tied), counts)
-
-
-def _phase(steps: list[tuple[Step, float]], tied: bool) -> Stretch:
-    def work(s: Step) -> StepWork:
-        return step_work(s.program.forward, s.program.dims.split, s.rows, s.contexts, s.logit_rows, tied=tied)
-
-    works = [work(step) for step, _ in steps]
-    return Stretch(
-        rows=sum(sum(step.rows) for step, _ in steps),
-        tokens=sum(len(step.tokens) for step, _ in steps),
-        step_s=[seconds for _, seconds in steps],
-        work=StepWork(*(sum(getattr(w, name) for w in works) for name in ("flops", "weight_bytes", "kv_bytes"))),
+    first = next(i for i, (step, _) in enumerate(steps) if step.tokens) + 1
+    prefill, decode = Totals(ceilings, llm.config.tied), Totals(ceilings, llm.config.tied)
+    for number, (step, seconds) in enumerate(steps):
+        (prefill if number < first else decode).add(step, seconds)
+    return Run(
+        prefill,
+        decode,
+        [seconds for _, seconds in steps[first:]],
+        sum(len(step.tokens) for step, _ in steps[first:]),
+        llm.engine.stats.counts - before,
     )
 
 

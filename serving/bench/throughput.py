@@ -76,8 +76,6 @@ def _one(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callabl
         **(engine.stats.counts - before).figures(),
         "step_s": totals.wall_s / totals.steps,
         "sequences": totals.sequences / totals.steps,
-        "roofline_fraction": totals.bound_s / seconds,
-        "read_GBps": totals.bytes / seconds / 1e9,
-        "gflops": totals.flops / seconds / 1e9,
+        **totals.rates(seconds),
         "error": fraction_error(totals.bound_s / seconds, ceilings),
     }

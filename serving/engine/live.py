@@ -37,3 +37,11 @@ class Totals:
         self.bytes += work.bytes
         self.rows += sum(step.rows)
         self.sequences += len(step.rows)
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Return the fraction of the roofline and the rates that the steps reached in `seconds`."""
+        return {
+            "roofline_fraction": self.bound_s / seconds,
+            "read_GBps": self.bytes / seconds / 1e9,
+            "gflops": self.flops / seconds / 1e9,
+        }
