@@ -75,8 +75,11 @@ def step_roofline(
     def least(amounts: _Work, hops: int, measured_s: float | None) -> LeastTimes:
         matrix, vector, memory, sent = amounts
         return LeastTimes(
-            *amounts,
-            hops=hops,
+            matrix,
+            vector,
+            memory,
+            sent,
+            hops,
             math_s=matrix / peak,
             vector_s=vector / hardware.rates.fp32,
             memory_s=memory / hardware.chip.hbm_bytes_per_s,
