@@ -77,17 +77,10 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the higher rates of two measurements. Other programs can only make a measured rate lower."""
         if earlier is None:
             return self
-        known = [one for one in (self.others, earlier.others) if one is not None]
-        return Measured(
-            self.threads,
-            max(self.read_bytes_per_s, earlier.read_bytes_per_s),
-            max(self.cache_bytes_per_s, earlier.cache_bytes_per_s),
-            max(self.flops, earlier.flops),
-            max(self.integer_ops, earlier.integer_ops),
-            min(known, default=None),
-            self.date,
-            self.probes + earlier.probes,
-        )
+        rates = ("read_bytes_per_s", "cache_bytes_per_s", "flops", "integer_ops")
+        best = {name: max(getattr(self, name), getattr(earlier, name)) for name in rates}
+        others = min((one.others for one in (self, earlier) if one.others is not None), default=None)
+        return msgspec.structs.replace(self, **best, others=others, probes=self.probes + earlier.probes)
 
     @property
     def ceilings(self) -> Ceilings:

@@ -13,9 +13,7 @@ from ..model.cache import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20
-# The measurements of each machine by number of threads. Those of other machines are kept as they are.
-_Kept = dict[str, msgspec.Raw]
-_Own = dict[str, Measured]
+_Kept = dict[str, dict[str, Measured]]  # the measurements of each machine by number of threads
 log = logging.getLogger(__name__)
 
 
@@ -31,15 +29,14 @@ def this_machine(simd: str) -> str:
 def recall(machine: str, threads: int) -> Measured | None:
     """Return the stored measurement for `threads` threads, or None if there is none. If the file is damaged, this is
     logged, and the result is None."""
-    found = _own(_read(), machine).get(str(threads))
+    found = _read().get(machine, {}).get(str(threads))
     return found if found and found.threads == threads else None
 
 
 def keep(machine: str, found: Measured) -> None:
     """Store a measurement beside those of other machines. If the folder cannot be written, this is logged."""
     everything = _read()
-    own = _own(everything, machine) | {str(found.threads): found}
-    everything[machine] = msgspec.Raw(msgspec.json.encode(own))
+    everything.setdefault(machine, {})[str(found.threads)] = found
     try:
         with file_errors(f"make the cache folder {path().parent}"):
             path().parent.mkdir(parents=True, exist_ok=True)
@@ -56,18 +53,6 @@ def _read() -> _Kept:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        _warn(e)
+        why = e.strerror if isinstance(e, OSError) else str(e)
+        log.warning("cannot use the ceilings in %s: %s; they are measured anew", path(), " ".join(str(why).split()))
         return {}
-
-
-def _own(everything: _Kept, machine: str) -> _Own:
-    try:
-        return msgspec.json.decode(everything.get(machine, b"{}"), type=_Own)
-    except (ValueError, RecursionError) as e:
-        _warn(e)
-        return {}
-
-
-def _warn(error: Exception) -> None:
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    log.warning("cannot use the ceilings in %s: %s; they are measured anew", path(), " ".join(str(why).split()))
