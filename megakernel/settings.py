@@ -90,7 +90,6 @@ _TABLE = """
 MEGAKERNEL_CACHE | dir | ($XDG_CACHE_HOME/megakernel or ~/.cache/megakernel) | folder for models, compiled GPU code and
     this machine's measured peak rates
 MEGAKERNEL_SIMD | name | (the best this CPU has) | CPU code path: portable, avx2, avx512 (with VNNI) or avx512bf16
-MEGAKERNEL_PREFETCH | n | 1 | 0: a waiting CPU worker does not prefetch the weights of its next instruction
 HF_HOME | dir | (~/.cache/huggingface) | folder of Hugging Face downloads
 HF_TOKEN | token | (none) | Hugging Face token, for gated models
 HF_ENDPOINT | url | (none) | server to use instead of huggingface.co

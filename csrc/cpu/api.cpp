@@ -154,8 +154,6 @@ MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase*
   engine->interpreter->execute(*dims, phases, words, record, layer);
 }
 
-MK_API void mk_fetch_ahead(mk_engine* engine, int32_t on) { engine->interpreter->fetch_ahead = on != 0; }
-
 MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t layer, int64_t ns) {
   engine->interpreter->delay = {segment, layer, record, ns};
 }

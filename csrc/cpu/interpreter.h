@@ -70,7 +70,6 @@ class Interpreter {
   int64_t dropped() const;
 
   Delay delay{};
-  bool fetch_ahead = true;  // a waiting worker prefetches the weights of its next instruction
   int threads() const { return pool_.size(); }
 
  private:

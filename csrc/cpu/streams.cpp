@@ -372,7 +372,7 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
 // Prefetches the next slice of the weights of the stream's current instruction. Returns false if none is
 // left.
 bool Interpreter::prefetch(Cursor& c) {
-  if (!fetch_ahead || c.phase->operation != Operation::kMatmul) return false;
+  if (c.phase->operation != Operation::kMatmul) return false;
   const Buffer weights = c.phase->weights;
   const bool layered = kLayered[static_cast<int32_t>(weights)];
   const void* table =

@@ -20,7 +20,6 @@ from ...library import load
 from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, rows_of
-from ...settings import SETTINGS
 from . import native
 
 _ALIGNMENT = 64
@@ -51,7 +50,6 @@ class CpuRanks:
         if self._engine is None:
             raise native.error()
         self._end = weakref.finalize(self, _end, self._lib, os.getpid(), self._engine, self._programs, self._arrays)
-        self._lib.mk_fetch_ahead(self._engine, SETTINGS["prefetch"].value() != "0")
         self._grow((Space.STATE, Space.ACTIVATION, Space.OUTPUT), dims)
         if not null:
             self.load_weights(checkpoint, families.places(checkpoint.config))
