@@ -191,7 +191,6 @@ def decode(model: str, report: Report, trace_file: Path | None) -> None:
 
     it = Decode(model)
     dims, backend = it.program.dims, it.backend
-    backend.time_launches()
     work = step_work(it.program.forward, dims.split, [1], [PROMPT + STEPS // 2], 1, tied=it.llm.config.tied)
     report.keep(phases_ratio=None, work=asdict(work), steps=STEPS, prompt=PROMPT)
     foretell(report, it.llm, it.program, next(it.tables()))
@@ -263,7 +262,6 @@ def ablate(report: Report, llm: Any, program: Any, table: Any) -> None:
     """Measure how fast a step is if the interpreter leaves out some work: waits, copies or arithmetic."""
     backend = llm.engine.backend
     foretell(report, llm, program, table)
-    backend.time_launches()
 
     def run() -> tuple[Json, bytes]:
         backend.launch(program, table)
@@ -432,7 +430,6 @@ def mixed(report: Report, _: Path | None) -> None:
     prompts, rows, decodes, context = MIXED
     llm, program, table = mixed_step()
     backend: Any = llm.engine.backend
-    backend.time_launches()
     sizes = program.forward, program.dims.split
     mixed_rows, contexts = [1] * decodes + [rows] * prompts, [context] * decodes + [rows] * prompts
     work = step_work(*sizes, mixed_rows, contexts, decodes + prompts)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime.cuda.backend import CudaBackend
-from megakernel.runtime.cuda.driver import Kernel, Prepared, check
+from megakernel.runtime.cuda.driver import Kernel, check
 from megakernel.runtime.cuda.loaded import Grid, Loaded, Tables
 from megakernel.targets.launch import BODY, PROLOGUE
 
@@ -20,13 +20,15 @@ from megakernel.targets.launch import BODY, PROLOGUE
 @contextmanager
 def by_phases(backend: CudaBackend) -> Iterator[None]:
     """Let `backend`, which must have a single GPU, launch a kernel for each phase while the block runs."""
-    graphs: dict[tuple[int, int], PhaseGraph] = {}
+    graphs: dict[tuple[int, ...], PhaseGraph] = {}
 
     def run(loaded: Loaded, *, traced: bool) -> None:
-        [grid], key = loaded.grids, (id(loaded.program), backend._heap.generation)  # buffers move with the generation
+        [grid] = loaded.grids
+        # Buffers move with the generation, and successive launches have different step tables.
+        key = id(loaded.program), backend._heap.generation, grid.params.step_words
         if key not in graphs:
             backend._provide(grid.gpu, grid.params, grid.blocks)
-            kernel = backend._kernel(grid.gpu, loaded.program.dims, trace=False)
+            [kernel] = backend._variant(loaded.program.dims, trace=False)
             graphs[key] = PhaseGraph(loaded.program, grid, kernel)
         graphs[key].launch()
 
@@ -57,15 +59,13 @@ class PhaseGraph:
             for index, name in plan
             if index == segment
         ]
-        launches = [Prepared(kernel, grid.blocks, self._params(grid, *phase)) for phase in order]
-        self._launches = launches  # the graph needs their arguments
         d = self._gpu.driver
         mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._gpu.use()
         check("recording a graph", d.cuStreamBeginCapture(self._gpu.stream, mode))
         try:
-            for launch in launches:
-                launch.begin(together=False)
+            for phase in order:
+                kernel.launch(grid.blocks, self._params(grid, *phase), together=False)
         finally:
             self._source = check("recording a graph", d.cuStreamEndCapture(self._gpu.stream))
         self._handle = check("making a graph", d.cuGraphInstantiate(self._source, 0))

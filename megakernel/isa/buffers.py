@@ -272,7 +272,7 @@ _SPECS: tuple[BufferSpec, ...] = (
         lambda m, b: (b.kv_page, m.kv_row),
         "values, [token][element] in a KV page; Q8_0 if quantised",
     ),
-    _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "all token ids of each running request"),
+    _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "each sequence's sampled ids, or all"),
     # -- outputs
     _use(_B.TOKENS_OUT, _O, _I, lambda m, s, b: (b.logit_rows,), "sampled (or scored) token ids"),
     _use(_B.LOGPROBS_OUT, _O, _F, lambda m, s, b: (b.logit_rows,), "log-softmax of raw logits at TOKENS_OUT"),

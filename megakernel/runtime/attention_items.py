@@ -77,8 +77,8 @@ class _Tiles:
 
 def moves(dims: Dims, position: Ints) -> bool:
     """Whether a row at one of these positions attends to other KV blocks than a row at the position before."""
-    here, before = (_seen(dims, at, at) for at in (position, position - 1))
-    return bool((here[0] != before[0]).any() or (here[1] != before[1]).any())
+    block, left = dims.bucket.kv_block, position + 1 - max(dims.model.spans)  # tokens before the longest window
+    return bool(((position % block == 0) | ((left > 0) & (left % block == 0))).any())
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:

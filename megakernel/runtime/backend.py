@@ -20,8 +20,6 @@ class HostRows(Protocol):
 
     def __getitem__(self, rows: Any, /) -> Any: ...
 
-    def copy(self) -> NDArray[Any]: ...
-
 
 @dataclass(frozen=True)
 class Output:
@@ -42,7 +40,8 @@ class Launch(Protocol):
         """Wait until the launch ends, and return its output. Call it once. Ctrl-C aborts the launch within a second."""
 
     def abort(self) -> None:
-        """Stop the launch, whose output is then lost, and return when it has stopped. Does nothing if it has ended."""
+        """Stop the launch and those queued after it, whose output is then lost, and return when they have stopped. Does
+        nothing if the launch has ended."""
 
 
 class Backend(Protocol):
@@ -53,9 +52,11 @@ class Backend(Protocol):
     """
 
     name: str
+    queues: bool  # whether a launch may be started while another runs, to run after it
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> Launch:
-        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`."""
+        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`, or the one before it
+        if the backend `queues`."""
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""

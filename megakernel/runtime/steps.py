@@ -218,9 +218,10 @@ class Steps:
             changed[:] = True
         self._kept[self._turn] = new = _Kept(kept.table)
         table, lineup = kept.table, rows.lineup
-        going_on = last and last.rows and last.table.dims is dims and _goes_on(last.rows, rows)
-        if last and going_on and not moves(dims, rows.start):
-            new.dealt = last.dealt
+        before = last.rows if last and last.table.dims is dims else None
+        same = before and before.lineup is lineup and len(rows.tokens) == len(rows.start)
+        if last and before and same and (rows.start == before.start + 1).all() and not moves(dims, rows.start):
+            new.dealt = last.dealt  # each sequence goes on by one token, in the same KV blocks
         if not new.dealt:
             new.dealt = deal_items(dims, lineup.slot, rows.start, lineup.count)
         if new.dealt is not kept.dealt:
@@ -234,15 +235,6 @@ class Steps:
             changed[:] = False
         new.rows, self._turn = rows, 1 - self._turn
         return table
-
-
-def _goes_on(last: StepRows, rows: StepRows) -> bool:
-    """Whether `rows` continues each sequence of `last` by exactly the next token."""
-    return (
-        rows.lineup is last.lineup
-        and len(rows.tokens) == len(rows.start)
-        and bool((rows.start == last.start + 1).all())
-    )
 
 
 @dataclass(frozen=True)
@@ -275,15 +267,10 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     sampling = Sampling(len(samples) + 1)
     for place, (_, sample) in enumerate(samples):
         sampling.set(place, sample)
-    lineup = Lineup(
-        slot=np.array([chunk.slot for chunk in chunks], np.int32),
-        count=np.array(lengths, np.int32),
-        chunk=np.array([number for number, _ in samples], np.int32),
-        index=np.array([sample.index for _, sample in samples], np.int32),
-        place=np.arange(len(samples)),
-        target=np.array([sample.target for _, sample in samples], np.int32),
-        store=np.array([sample.store for _, sample in samples], np.bool_),
-    )
+    columns = [(number, one.index, place, one.target, one.store) for place, (number, one) in enumerate(samples)]
+    of, index, at, target, store = np.array(columns, np.int32).reshape(-1, 5).T
+    slot = np.array([chunk.slot for chunk in chunks], np.int32)
+    lineup = Lineup(slot, np.array(lengths, np.int32), of, index, at, target, store > 0)
     start = np.array([chunk.start for chunk in chunks], np.int32)
     tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int32, sum(lengths))
     fits("tokens", len(tokens), dims.bucket.tokens)

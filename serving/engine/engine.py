@@ -5,6 +5,8 @@ the order of arrival. To keep the device busy, the engine plans the next step an
 the launch, while the current launch runs. Tokens that the running launch has yet to sample are inputs of the next step
 too. For such a token, the step table says where the launch will store it in the device buffer HISTORY. If the token
 turns out to end its sequence, the next step still computes a row for this sequence, and the engine ignores the result.
+If the backend queues launches, as a GPU does, the next step's launch is put behind the running one at once. So the GPU
+never waits for the host, unless the next step needs the results of the running one for more than its input tokens.
 
 With speculative decoding, the engine adds proposed tokens to a planned step when the previous launch has ended. While a
 step with proposed tokens runs, the engine does not plan the next step, because the number of accepted tokens decides at
@@ -14,6 +16,7 @@ A sequence's results do not depend on the other sequences, bit for bit, so none 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -69,7 +72,7 @@ class Step:
 
 @dataclass
 class _Running:
-    """The launch that the device is running, and the plan of the step that it computes."""
+    """A launch that the device is running or will run next, and the plan of the step that it computes."""
 
     part: PlannedRows
     # Whether tokens were proposed or forced, so that only the results tell where each sequence continues.
@@ -117,14 +120,14 @@ class Engine:
         self._speculation = speculation
         self._steps = Steps(self._batch.slots.pages, self._batch.slots.sampling)
         self._planner = Planner(self._batch.slots)
-        self._running: _Running | None = None
+        self._running: deque[_Running] = deque()  # oldest first
         self._requests = self._choices = 0
 
     # -- requests
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits or runs. Then no launch runs either."""
+        """Whether no sequence waits or runs. A launch may still run whose results nobody needs."""
         return not self._batch.waiting and not len(self._batch.slots.order)
 
     @property
@@ -194,19 +197,17 @@ class Engine:
         """Abort a request. Its unfinished choices (completions) end with the finish reason `abort`."""
         for sequence in request.choices:
             self._batch.finish(sequence, "abort")
-        self._settle()
 
     def stop(self, request: Request, choice: int) -> None:
         """End one choice (completion) of a request, because a stop string was found in its text."""
         self._batch.finish(request.choices[choice], "stop")
-        self._settle()
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
         """Replace the weights of some buffers and layers, and empty the prefix cache. Raises MegakernelError if a
         request waits or runs."""
         if not self.idle:
             raise MegakernelError("weights can be replaced only between requests: wait for the running ones")
-        self.reset_prefix_cache()
+        self._reset()
         self.backend.load_weights(checkpoint, places)
 
     def reset_prefix_cache(self) -> None:
@@ -223,14 +224,17 @@ class Engine:
         all requests wait in the queue to compute their lost keys and values again. Tokens that a launch has sampled may
         not have been returned, so the caller should abort the requests that ran."""
         try:
-            if self._running is None:
+            if not self._running:
                 self._start(*self._prepare(), trace)
-            running = self._running
-            if running is None:
+            if not self._running:
                 raise AssertionError("a step without work")
+            running = self._running[0]
             ahead = None if running.verified else self._prepare()
+            if ahead and self._queues(running.part.turns):
+                self._start(*ahead, trace)
+                ahead = None, None
             output = _own(running.launch.wait(), running.part.turns)
-            self._running = None
+            self._running.popleft()
             ended = perf_counter()
             failed = [sequence for sequence in running.failing if sequence.finish_reason is None]
             for sequence in failed:
@@ -269,6 +273,13 @@ class Engine:
             self._speculation.read(part)
         return part, self._build(part) if self._running else None
 
+    def _queues(self, turns: Turns) -> bool:
+        """Whether the next step may be launched behind the running one, whose plan is `turns`. Constraints and proposed
+        tokens depend on its results. The host reads logits and hidden states, and writes histories, between two."""
+        batch = self._batch
+        waits = self._speculation or batch.histories or np.count_nonzero(batch.slots.constrained)
+        return self.backend.queues and not (waits or turns.read or turns.pooled)
+
     def _build(self, part: PlannedRows) -> tuple[Program, StepTable]:
         """Choose the program of a planned step and build its step table, the inputs of the launch."""
         program = self.programs.get(len(part.tokens), max(len(part.turns.chunk), 1))
@@ -289,8 +300,9 @@ class Engine:
         if self._speculation:
             room -= sum(map(len, runs.values()))
             runs |= self._speculation.propose(part, batch, runs, room=room)
-        for slot, start, tokens in batch.take_histories():
+        for slot, start, tokens in batch.histories:
             self.backend.write_history(slot, start, tokens)
+        batch.histories.clear()
         if runs:
             part = extended(part, batch.slots, runs)
         if not np.count_nonzero(part.turns.alive(batch.slots)):
@@ -298,23 +310,13 @@ class Engine:
         program, table = built if built and not runs else self._build(part)
         failing = write(table, part, forced) if constrained else []
         launch = self.backend.start(program, table, trace=trace)
-        self._running = _Running(part, bool(runs), failing, program, launch)
-
-    def _settle(self) -> None:
-        """If no sequence is left, wait for the running launch, so that an idle engine has no running launch."""
-        if self.idle and self._running:
-            try:
-                self._running.launch.wait()
-                self._running = None
-            except BaseException:
-                self._reset()
-                raise
+        self._running.append(_Running(part, bool(runs), failing, program, launch))
 
     def _reset(self) -> None:
-        """Abort the running launch and ignore its results. All sequences wait again, and the prefix cache is empty."""
-        running, self._running = self._running, None
-        if running:
-            running.launch.abort()
+        """Abort the launches and ignore their results. All sequences wait again, and the prefix cache is empty."""
+        launches, self._running = self._running, deque()
+        if launches:
+            launches[0].launch.abort()
         self._batch.reset()
 
     # -- planning

@@ -226,7 +226,8 @@ class Batch:
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
         self._pool = PagePool(pages)
         self._slots = list(range(dims.bucket.max_seqs - 1, -1, -1))  # free slots
-        self._histories: list[tuple[int, int, NDArray[np.int32]]] = []
+        # Tokens that the host must write to the device buffer HISTORY before the next step: slot, first position, ids.
+        self.histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
@@ -273,12 +274,6 @@ class Batch:
         self._admit()
         return self._deal()
 
-    def take_histories(self) -> list[tuple[int, int, NDArray[np.int32]]]:
-        """Return the tokens that the host must write to the device buffer HISTORY before the next step, as (slot, first
-        position, ids), and forget them."""
-        histories, self._histories = self._histories, []
-        return histories
-
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, whether it runs or waits. Does nothing if it has ended already."""
         if sequence.finish_reason is not None:
@@ -306,7 +301,7 @@ class Batch:
         granted = tokens[: int(slots.pages.count[slot]) * self._page - known]
         if granted and slots.sampling.penalised[slot]:
             text = np.array([slots.tokens[slot, known - 1], *granted], np.int32)
-            self._histories.append((slot, known - 1, text))
+            self.histories.append((slot, known - 1, text))
         return granted
 
     def shorten(self, sequence: Sequence) -> None:
@@ -317,8 +312,7 @@ class Batch:
         kept, count = self.pages_for(tokens), int(slots.pages.count[slot])
         self._pool.give(slots.pages.ids[slot, kept:count].tolist())
         slots.set_pages(slot, min(kept, count), [])
-        if slots.sampling.penalised[slot]:
-            self._write_history(slot, tokens - 1)
+        self._write_history(slot, tokens - 1)
 
     def unhold(self, request: Request) -> None:
         """Move the choices of a request that wait for its first choice to the front of the queue. The first choice has
@@ -344,7 +338,7 @@ class Batch:
         for sequence in self.waiting:
             sequence.sampling = False
             sequence.request.scored = len(sequence.request.prompt_logprobs) or sequence.request.pooled_rows
-        self._histories.clear()
+        self.histories.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -419,7 +413,9 @@ class Batch:
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
     def _write_history(self, slot: int, start: int) -> None:
-        self._histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
+        """Let the host write a sequence's tokens from `start` on to HISTORY, if penalties make a launch read them."""
+        if self.slots.sampling.penalised[slot]:
+            self.histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
 
     def _prefix(self, sequence: Sequence) -> list[int]:
         """Return the cached pages that hold the beginning of the sequence's tokens. A page with the last token is never

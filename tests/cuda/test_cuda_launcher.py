@@ -111,6 +111,11 @@ def in_process_steps() -> None:
         (small, _table(small.dims, (-1,), 4)),
     ]
     got = [_bits(backend.launch(program, table)) for program, table in tables]
+    # Two launches under way: each is started before the one before it is awaited.
+    launches = [backend.start(*tables[0])]
+    for number in range(len(tables)):
+        launches += [backend.start(*step) for step in tables[number + 1 : number + 2]]
+        assert _bits(launches[number].wait())[:2] == got[number][:2]
     kernel.check()
     whole = {id(p): p for p, _ in tables}
     reference = ReferenceBackend(_weights(small.dims), small.dims, PAGES, dtype=Dtype.BF16)
@@ -138,7 +143,7 @@ def in_process_steps() -> None:
 @pytest.mark.parametrize(("tp", "devices", "grids"), [(1, 1, 1), (4, 1, 1), (2, 2, 2)])
 def test_steps_equal_the_references(tp: int, devices: int, grids: int) -> None:
     said = run(in_process_steps, TP=tp, FAKE_CUDA_DEVICES=devices)
-    assert said.split() == ["launches", str(4 * grids)]
+    assert said.split() == ["launches", str(8 * grids)]
 
 
 @pretended()
@@ -256,7 +261,7 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
         def stuck(params: Any) -> bool:
             notes = view(params.diagnoses, (params.ranks * params.workers, WARPS), NOTE)
             row = next(i for i, r in enumerate(program.body.records) if r[record.WAIT_WORD])
-            notes[2, 3] = (1, 1, 2, row, 0, 7, 3, 4)
+            notes[2 if params.launch == 2 else 0, 3] = (1, 1, 2, row, 0, 7, 3, 4)
             view(params.abort, (1,), np.int32)[0] = 1
             a = Arguments(params)
             a.counters[0][:] += 1
@@ -264,8 +269,10 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
             return False
 
         kernel.before = stuck
+        failing, queued = (backend.start(program, table) for _ in range(2))
         with pytest.raises(MegakernelError) as caught:
-            backend.launch(program, table)
+            failing.wait()
+        queued.abort()  # it was stopped together with the launch before it
         said = str(caught.value)
         assert "the input loader of rank 0 worker 2 waits in body record" in said and "layer 2" in said
         assert "for counter 7: in block 2 it has value 3, expected 4: a signal of" in said
@@ -281,25 +288,28 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
             return False
 
         kernel.before = endless
-        launch = backend.start(program, table)
+        launches = [backend.start(program, table) for _ in range(2)]
         assert began.wait(10)
-        with pytest.raises(MegakernelError, match="has not ended"):
+        with pytest.raises(MegakernelError, match="2 launches have not ended"):
             backend.start(program, table)
-        launch.abort()
-        launch.abort()
+        for launch in (*launches, *launches):
+            launch.abort()
 
-        # Ctrl-C aborts such a launch too.
+        # Ctrl-C aborts such launches too.
         import _thread
 
         threading.Timer(0.2, _thread.interrupt_main).start()
+        launch = backend.start(program, table)
+        backend.start(program, table)
         with pytest.raises(KeyboardInterrupt):
-            backend.launch(program, table)
+            launch.wait()
 
         # Closing the backend, at the end of this block, aborts a running launch.
         kernel.before = None
         assert _bits(backend.launch(program, table)) == first
         kernel.before = endless
-        backend.start(program, table)
+        for _ in range(2):
+            backend.start(program, table)
 
 
 @pytest.mark.slow

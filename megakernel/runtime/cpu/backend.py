@@ -35,6 +35,8 @@ class CpuBackend(CpuRanks):
     arithmetic is left out, and every token is 0.
     """
 
+    queues = False
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -84,35 +86,34 @@ class CpuBackend(CpuRanks):
             super().load_weights(checkpoint, places)
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> _Launch:
-        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`."""
         if self._running is not None:
             raise MegakernelError("the previous launch has not ended: wait for it or abort it")
         if self._engine is None:
             raise MegakernelError("the backend is closed: make another one")
-        check_program(self.dims, program)
+        handle = self._load(program)
         check_table(program, table, self.pages)
-        self._running = launch = _Launch(self, program, table, trace)
+        self._running = launch = _Launch(self, program, handle, table, trace)
         try:
-            launch.begin(self._load(program))
+            if self._lib.mk_launch_start(self._engine, handle, table.words.ctypes.data, trace):
+                raise native.error()
         except BaseException:
             launch.abort()
             raise
         return launch
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
-        """Execute one step: `start`, then `wait`."""
         return self.start(program, table, trace=trace).wait()
 
     def close(self) -> None:
-        """Abort a running launch, and release threads and weights. Further launches are errors."""
         if self._running is not None:
             self._running.abort()
         self._loaded.clear()
         super().close()
 
     def _load(self, program: Program) -> int:
-        """A program's handle. The first call for a program copies it, and enlarges buffers if necessary."""
+        """A program's handle. The first call for a program checks it, copies it, and enlarges buffers if necessary."""
         if id(program) not in self._loaded:
+            check_program(self.dims, program)
             self._check_weights(program.forward)
             self.fit(program.dims)
             self._loaded[id(program)] = program, self._copied(program)
@@ -177,18 +178,10 @@ class CpuBackend(CpuRanks):
 class _Launch:
     """A launch on all ranks."""
 
-    def __init__(self, backend: CpuBackend, program: Program, table: StepTable, trace: bool) -> None:
+    def __init__(self, backend: CpuBackend, program: Program, handle: int, table: StepTable, trace: bool) -> None:
         self._backend, self._lib, self._engine = backend, backend._lib, backend._engine
-        self._program, self._table, self._traced = program, table, trace
-        self._begun = 0.0
-        self._handle: int | None = None  # handle of the program, from the start of the launch on
-
-    def begin(self, handle: int) -> None:
-        """Start all ranks."""
-        self._handle = handle
+        self._program, self._handle, self._table, self._traced = program, handle, table, trace
         self._begun = time.perf_counter()
-        if self._lib.mk_launch_start(self._engine, handle, self._table.words.ctypes.data, self._traced):
-            raise native.error()
 
     def wait(self) -> Output:
         """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once.
@@ -206,15 +199,13 @@ class _Launch:
         return Output(tokens, logprobs, logits, hidden, seconds, self._trace() if self._traced else None)
 
     def abort(self) -> None:
-        """Stop the launch, whose output is then lost, and return when it has stopped. Does nothing if it has ended."""
         if self._backend._running is not self:
             return
         try:
-            if self._handle is not None:
-                self._lib.mk_abort(self._engine)
-                with suppress(MegakernelError):  # the error only says that the launch was stopped
-                    self._finish()
-                self._lib.mk_reset(self._engine, self._handle)
+            self._lib.mk_abort(self._engine)
+            with suppress(MegakernelError):  # the error only says that the launch was stopped
+                self._finish()
+            self._lib.mk_reset(self._engine, self._handle)
         finally:
             self._backend._running = None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,10 @@ from ...targets.launch import BODY, EPILOGUE, PROLOGUE, Ablation
 from ..backend import Output
 from ..buffers import check_history, check_program, check_table
 from . import compile
-from .driver import Gpu, Kernel, Stopwatch
+from .driver import Gpu, Kernel
 from .heap import Heap
 from .limits import refusal
-from .loaded import Loaded
+from .loaded import LANES, Lane, Loaded
 from .node import GpuNode
 from .tracing import Tracing
 from .weights import load_weights
@@ -48,20 +50,14 @@ class DeviceRows:
         self._heap, self._dims, self._buffer = heap, dims, buffer
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
-        """Return rows as an array [rows, columns] would. The first index is a row, a slice, or a list of rows."""
+        """Return rows as an array [rows, columns] would. `rows` is a row, a slice, or a list of rows."""
         count, columns = BUFFERS[self._buffer].shape(self._dims, 0)
         # Only the rank that sampled a row has its logits. Of the hidden states, Y, every rank has all rows.
         rank_rows = self._dims.own_logit_rows if self._buffer is Buffer.LOGITS else count
-        first, rest = (rows[0], rows[1:]) if isinstance(rows, tuple) else (rows, ())
-        wanted = np.arange(count)[first]
-        got = np.empty((wanted.size, columns), self._heap.numpy_dtype(self._buffer))
-        for i, row in enumerate(np.atleast_1d(wanted)):
-            got[i] = self._heap.read_row(int(row) // rank_rows, self._buffer, int(row), columns)
-        shaped = got.reshape(*wanted.shape, columns)
-        return shaped[(slice(None),) * wanted.ndim + rest]
-
-    def copy(self) -> NDArray[Any]:
-        return self[:]
+        kind, wanted = BUFFERS[self._buffer].resolve_dtype(self._dims.model).numpy, np.arange(count)[rows]
+        size = columns * kind.itemsize
+        got = [self._heap.read_row(r // rank_rows, self._buffer, r, size) for r in wanted.ravel().tolist()]
+        return np.array(got, np.uint8).view(kind).reshape(*wanted.shape, columns)
 
 
 class CudaBackend:
@@ -78,6 +74,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    queues = True
 
     def __init__(
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, timeout_s: float = _TIMEOUT_S
@@ -92,19 +89,17 @@ class CudaBackend:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages
         self.pipelined, self.synchronised, self.ablation = True, True, Ablation.NONE
-        self.kernel_s = 0.0  # seconds that the GPU took for the last launch, if `time_launches` was called before
-        self._watches: list[Stopwatch] = []
+        self.kernel_s = 0.0  # seconds that the GPU took for the last launch, without the copies to and from the host
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
-        self.running: CudaLaunch | None = None
+        self.running: deque[CudaLaunch] = deque()  # oldest first
         self._node = GpuNode(dims.split.tp)
-        self._codes: dict[compile.Build, bytes] = {}
-        self._kernels: dict[tuple[compile.Build, int], Kernel] = {}  # the int is a GPU's ordinal
+        self._kernels: dict[compile.Build, list[Kernel]] = {}  # one for each GPU
         self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU, the address and the size of its scratch memory
         self._closed = False
-        for gpu in self._node.gpus:
-            self._kernel(gpu, dims, trace=False)
+        self._variant(dims, trace=False)
         self._heap = Heap(self._node, dims, pages)
+        self._lanes = deque(Lane(self._heap, number) for number in range(LANES))  # the next launch's lane first
         load_weights(self._heap, checkpoint, dims)
         self._tracing = Tracing(self._heap)
 
@@ -124,7 +119,7 @@ class CudaBackend:
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
         one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
-        self._heap.fit(program.dims)
+        self._fit(program.dims)
         loaded = Loaded(self._heap, replace(one, queues=_nothing(program.ranks * program.rank_queues)))
         try:
             loaded.synchronise(False)
@@ -142,15 +137,13 @@ class CudaBackend:
         `record` the instruction's number in the trace."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
-    def time_launches(self) -> None:
-        """From now on, measure the GPU's time for each launch, without the copies to and from the host."""
-        self._watches = self._watches or [Stopwatch(gpu) for gpu in self._node.gpus]
-
     # -- launches
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:
-        if self.running is not None:
-            raise MegakernelError("the previous launch has not ended: wait for it or abort it")
+        if len(self.running) == LANES:
+            raise MegakernelError(f"{LANES} launches have not ended: wait for the first or abort it")
+        if trace:  # there is memory for one trace
+            self._finish_running()
         loaded = self._loaded(program)
         check_table(program, table, self.pages)
         loaded.synchronise(self.synchronised and self.ablation is Ablation.NONE)
@@ -174,46 +167,61 @@ class CudaBackend:
             if (why := refusal(program.dims)) is not None:
                 raise MegakernelError(f"the cuda backend cannot run the program: {why}")
             self._check_resident(program)
-            self._heap.fit(program.dims)
+            self._fit(program.dims)
             loaded = self._programs.setdefault(id(program), Loaded(self._heap, program))
-        loaded.settle()
+        if loaded.moved:
+            self._finish_running()
+            loaded.refresh()
         return loaded
 
+    def _fit(self, dims: Dims) -> None:
+        """Make room for programs with the sizes `dims`. Buffers with the results of a running launch may move."""
+        self._finish_running()
+        self._heap.fit(dims)
+        for lane in self._lanes:
+            lane.fit(dims)
+
+    def _finish_running(self) -> None:
+        for launch in [*self.running]:
+            launch.finish()
+
     def _check_resident(self, program: Program) -> None:
-        for gpu, ranks in self._node.grids():
-            room, need = self._kernel(gpu, program.dims, trace=False).blocks, len(ranks) * program.workers
+        kernels = self._variant(program.dims, trace=False)
+        for kernel, (gpu, ranks) in zip(kernels, self._node.grids(), strict=True):
+            room, need = kernel.blocks, len(ranks) * program.workers
             if need > room:
                 raise MegakernelError(
                     f"the program needs {program.workers} SMs for each of {len(ranks)} ranks, but GPU {gpu.ordinal} "
                     f"can run it on only {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 
-    def _kernel(self, gpu: Gpu, dims: Dims, *, trace: bool) -> Kernel:
-        """Return the variant of the kernel that runs programs of these sizes."""
+    def _variant(self, dims: Dims, *, trace: bool) -> list[Kernel]:
+        """Return the variant of the kernel that runs programs of these sizes, for each GPU."""
         build = compile.Build.of(dims, trace=trace, ablation=self.ablation)
-        if (build, gpu.ordinal) not in self._kernels:
-            if build not in self._codes:
-                self._codes[build] = compile.cubin(build)
-            self._kernels[build, gpu.ordinal] = Kernel(gpu, self._codes[build])
-        return self._kernels[build, gpu.ordinal]
+        if build not in self._kernels:
+            code = compile.cubin(build)
+            self._kernels[build] = [Kernel(gpu, code) for gpu in self._node.gpus]
+        return self._kernels[build]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
-        """Start `launch` on the GPUs."""
-        self.running = launch
-        loaded.send(table.used)
-        for watch in self._watches:
-            watch.begin()
+        """Start `launch` on the GPUs, behind the running launch if there is one."""
+        lane = self._lanes[0]
+        self._lanes.rotate()
+        before, launch.lane = [*self.running], lane
+        self.running.append(launch)
+        if before:
+            lane.follow(before[0].lane)
+        lane.send(table)
+        for grid, step_words in zip(loaded.grids, lane.tables, strict=True):
+            grid.params.step_words, grid.params.diagnoses = step_words, grid.diagnoses(lane.number)
         self.run(loaded, traced=launch.traced)
-        for watch in self._watches:
-            watch.end()
-        loaded.fetch()
+        lane.fetch(table.dims)
 
     def run(self, loaded: Loaded, *, traced: bool) -> None:
         """Launch the kernel on the GPUs."""
         loaded.launches += 1
         # Prepare all GPUs' launches before the first starts. Preparing may allocate memory or load code, which may
         # wait until a running kernel ends. If that kernel waits for a GPU not yet started, both hang.
-        ready = []
         for grid in loaded.grids:
             grid.gpu.use()
             grid.params.launch = loaded.launches % 2**32
@@ -221,31 +229,29 @@ class CudaBackend:
             self._provide(grid.gpu, grid.params, grid.blocks)
             if traced:
                 self._tracing.prepare(grid, loaded.program)
-            kernel = self._kernel(grid.gpu, loaded.program.dims, trace=traced)
-            ready.append((grid.gpu, grid.prepared(kernel)))
-        for gpu, prepared in ready:
-            gpu.use()
-            prepared.begin(together=True)
+        for kernel, grid in zip(self._variant(loaded.program.dims, trace=traced), loaded.grids, strict=True):
+            kernel.launch(grid.blocks, grid.params)
 
-    def ended(self, loaded: Loaded, *, failed: bool) -> None:
-        """Record that the launch has ended. If it failed, reset the program's counters."""
-        self.running = None
-        if failed:
-            loaded.reset()
+    def stopped(self) -> None:
+        """Record that all launches have been stopped, and reset the counters of their programs."""
+        for launch in self.running:
+            launch.loaded.reset()
+        self.running.clear()
 
     def lose(self) -> None:
         """Record that the GPUs do not answer. They and their memory cannot be used until the process ends."""
-        self.running = None
+        self.running.clear()
         self._closed = True
         for gpu in self._node.gpus:
             gpu.lose()
 
-    def outcome(self, loaded: Loaded, seconds: float, *, traced: StepTable | None) -> Output:
-        """Return the output of the launch that has just ended. `traced` is its step table if it was traced."""
-        self.kernel_s = max((watch.seconds() for watch in self._watches), default=0.0)
-        tokens, logprobs = loaded.outputs()
-        trace = self._tracing.collect(loaded, traced) if traced else None
-        logits, hidden = (DeviceRows(self._heap, loaded.program.dims, b) for b in (Buffer.LOGITS, Buffer.Y))
+    def outcome(self, launch: CudaLaunch, table: StepTable, seconds: float) -> Output:
+        """Return the output of the oldest launch, which has just ended."""
+        self.running.popleft()
+        self.kernel_s = launch.lane.kernel_s
+        tokens, logprobs = launch.lane.outputs(table.dims)
+        trace = self._tracing.collect(launch.loaded, table) if launch.traced else None
+        logits, hidden = (DeviceRows(self._heap, table.dims, b) for b in (Buffer.LOGITS, Buffer.Y))
         return Output(tokens, logprobs, logits, hidden, seconds, trace)
 
     def _provide(self, gpu: Gpu, params: Any, blocks: int) -> None:
@@ -268,26 +274,29 @@ class CudaBackend:
         """Abort a running launch, and release the GPUs' memory. Further launches are errors."""
         if self._closed:
             return
-        if self.running is not None:
-            self.running.abort()
+        if self.running:
+            self.running[0].abort()
         self._closed = True
+        for lane in self._lanes:
+            lane.close()
         for loaded in self._programs.values():
             loaded.close()
         self._programs.clear()
         self._heap.close()
-        for watch in self._watches:
-            watch.close()
-        for kernel in self._kernels.values():
+        for kernel in chain(*self._kernels.values()):
             kernel.close()
         self._node.close()
 
 
 class CudaLaunch:
-    """A launch, which the constructor starts. A backend runs at most one launch at a time."""
+    """A launch, which the constructor starts. Launches run one after another, and must be awaited in this order."""
+
+    lane: Lane
 
     def __init__(self, backend: CudaBackend, loaded: Loaded, table: StepTable, *, trace: bool) -> None:
-        self.traced = trace
-        self._backend, self._loaded, self._table = backend, loaded, table
+        self.traced, self.loaded = trace, loaded
+        self._backend, self._table = backend, table
+        self._output: Output | None = None
         self._begin = time.perf_counter()
         try:
             backend.begin(loaded, table, self)
@@ -297,36 +306,43 @@ class CudaLaunch:
 
     def wait(self) -> Output:
         """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once."""
+        return self._output or self.finish()
+
+    def finish(self) -> Output:
+        """Wait until the launch ends, and keep its output for `wait`."""
+        backend = self._backend
         try:
-            ended = self._answered(_PATIENCE * self._backend.timeout_s)
-            seconds = time.perf_counter() - self._begin
+            ended = self._answered(_PATIENCE * backend.timeout_s)
         except MegakernelError:
-            self._backend.lose()  # the driver itself has failed, and will not answer any more
+            backend.lose()  # the driver itself has failed, and will not answer any more
             raise
         except BaseException:
             self.abort()
             raise
-        if not ended:
+        if not ended or self.lane.aborted:
             self._stop()
-        failure = self._loaded.failure()
-        self._backend.ended(self._loaded, failed=failure is not None)
-        if failure is not None:
-            raise MegakernelError(f"the launch made no progress and was stopped: {failure}")
-        return self._backend.outcome(self._loaded, seconds, traced=self._table if self.traced else None)
+            why = self.loaded.waiting(self.lane.number, self._table) or "no warp says what it waits for"
+            backend.stopped()
+            raise MegakernelError(f"the launch made no progress and was stopped: {why}")
+        now = time.perf_counter()
+        self._output = backend.outcome(self, self._table, now - self._begin)
+        for next_launch in backend.running:  # it begins now
+            next_launch._begin = now
+        return self._output
 
     def abort(self) -> None:
-        """Stop the launch, and return when it has stopped. Its output is lost. Does nothing if the launch has ended.
+        """Stop all running launches, and return when they have stopped. Their output is lost. Does nothing if this
+        launch has ended.
 
-        Raises MegakernelError if the launch does not stop. After that, its GPUs can neither be used nor released.
+        Raises MegakernelError if a launch does not stop. After that, its GPUs can neither be used nor released.
         """
-        if self._backend.running is not self:
-            return
-        self._stop()
-        self._backend.ended(self._loaded, failed=True)
+        if self in self._backend.running:
+            self._stop()
+            self._backend.stopped()
 
     def _answered(self, limit_s: float) -> bool:
         """Wait for the launch's end; False if it does not come within `limit_s` seconds after the start."""
-        while not self._loaded.answered():
+        while not self.lane.answered():
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:
                 return False
@@ -335,19 +351,19 @@ class CudaLaunch:
         return True
 
     def _stop(self) -> None:
-        for grid in self._loaded.grids:
+        for grid in self.loaded.grids:
             grid.gpu.interrupt(grid.params.abort)
         limit = time.perf_counter() + _STOP_S
-        while not self._loaded.idle():
+        while not self.loaded.idle():
             if time.perf_counter() > limit:
                 raise self._lost()
             time.sleep(_NAP_S)
 
     def _lost(self) -> MegakernelError:
         """Give up the GPUs, and return an error. The launch may still access all of its memory, so nothing is freed."""
-        seconds, loaded = time.perf_counter() - self._begin, self._loaded
+        seconds, loaded = time.perf_counter() - self._begin, self.loaded
         try:
-            waiting = loaded.waiting()
+            waiting = loaded.waiting(self.lane.number, self._table)
         except MegakernelError:
             waiting = None  # the watchdog's report could not be read
         self._backend.lose()

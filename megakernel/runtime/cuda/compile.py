@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -207,13 +206,10 @@ def _failed(said: str) -> MegakernelError:
 
 
 if __name__ == "__main__":
-    _kinds = [(False, Ablation.NONE), (True, Ablation.NONE), (False, Ablation.COPIES), (False, Ablation.COMPUTE)]
     _units = (Units.TENSOR, Units.DOTS)
-    _builds = [
-        *(Build(trace, units, ablation) for (trace, ablation), units in itertools.product(_kinds, _units)),
-        *(Build(trace, units, experts=True) for trace in (False, True) for units in _units),
-        *(Build(trace, units, wide=True) for trace, units in itertools.product((False, True), _units)),
-    ]
+    _models = [(False, False), (True, False), (False, True)]  # with experts, with wide heads
+    _builds = [Build(trace, units, Ablation.NONE, *m) for trace in (False, True) for units in _units for m in _models]
+    _builds += [Build(False, units, ablation) for units in _units for ablation in (Ablation.COPIES, Ablation.COMPUTE)]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
         _made = [_pool.submit(cubin, build) for build in _builds]
     for _one in _made:

@@ -58,7 +58,6 @@ class Gpu:
         flag = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = check("making a stream", driver.cuStreamCreate(flag))
         self._side = check("making a stream", driver.cuStreamCreate(flag))
-        self._done = check("making an event", driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._one = self.pinned(np.dtype(np.int32).itemsize)
         self._one.view(np.int32)[:] = 1
 
@@ -139,7 +138,7 @@ class Gpu:
         """Copy an array to the device. When the call returns, the array may be changed."""
         whole = np.ascontiguousarray(array)
         if whole.nbytes:
-            self.send(address, whole)
+            self._send(address, whole, self.stream)
             self.synchronise()
 
     def download(self, address: int, size: int) -> NDArray[np.uint8]:
@@ -151,9 +150,15 @@ class Gpu:
             self.synchronise()
         return out
 
-    def send(self, address: int, array: NDArray[Any]) -> None:
-        """Start a copy to the device. If the array is in pinned memory, the call does not wait for the copy."""
-        answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream)
+    def send(self, address: int, pinned: NDArray[np.uint8], sent: Event) -> None:
+        """Start a copy to the device, even while a kernel runs. Later work in `stream` waits for it, by `sent`."""
+        self.use()
+        self._send(address, pinned, self._side)
+        sent.record(self._side)
+        self.await_event(sent)
+
+    def _send(self, address: int, array: NDArray[Any], stream: Any) -> None:
+        answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, stream)
         check("copying to the GPU", answer)
 
     def fetch(self, array: NDArray[Any], address: int, stream: Any = None) -> None:
@@ -173,30 +178,20 @@ class Gpu:
         pinned[:] = 0
         self.fetch(pinned, address, self._side)
         limit = time.perf_counter() + _PEEK_S
-        while not self._over(self.driver.cuStreamQuery(self._side)) and time.perf_counter() < limit:
+        while not _over(self.driver.cuStreamQuery(self._side)) and time.perf_counter() < limit:
             time.sleep(_PEEK_S / 1000)
 
     # -- order
 
-    def mark(self) -> None:
-        """Record an event in `stream`. Then `done` says whether all earlier work in the stream has ended."""
-        check("recording an event", self.driver.cuEventRecord(self._done, self.stream))
-
-    def done(self) -> bool:
+    def await_event(self, event: Event) -> None:
+        """Let later work in `stream` wait for an event, perhaps of another GPU."""
         self.use()
-        return self._over(self.driver.cuEventQuery(self._done))
+        check("waiting for an event", self.driver.cuStreamWaitEvent(self.stream, event.handle, 0))
 
     def idle(self) -> bool:
-        """Whether all work that was put into `stream` has ended."""
+        """Whether all work that was put into the streams has ended."""
         self.use()
-        return self._over(self.driver.cuStreamQuery(self.stream))
-
-    @staticmethod
-    def _over(answer: tuple[Any, ...]) -> bool:
-        if int(answer[0]) == _NOT_READY:
-            return False
-        check("the launch", answer)
-        return True
+        return all(_over(self.driver.cuStreamQuery(stream)) for stream in (self.stream, self._side))
 
     def synchronise(self) -> None:
         check("waiting for the GPU", self.driver.cuStreamSynchronize(self.stream))
@@ -206,39 +201,42 @@ class Gpu:
         d = self.driver
         d.cuStreamSynchronize(self.stream)
         self.unpin(self._one)
-        d.cuEventDestroy(self._done)
         d.cuStreamDestroy(self._side)
         d.cuStreamDestroy(self.stream)
         d.cuDevicePrimaryCtxRelease(self._device)
 
 
-class Stopwatch:
-    """Measures how long a GPU takes for the work that is put into its stream between `begin` and `end`."""
+def _over(answer: tuple[Any, ...]) -> bool:
+    if int(answer[0]) == _NOT_READY:
+        return False
+    check("the launch", answer)
+    return True
+
+
+class Event:
+    """A point in a GPU's stream. `done` says whether all work before the point has ended."""
 
     def __init__(self, gpu: Gpu) -> None:
         gpu.use()
         self._gpu = gpu
-        flag = gpu.driver.CUevent_flags.CU_EVENT_DEFAULT
-        self._events = [check("making an event", gpu.driver.cuEventCreate(flag)) for _ in range(2)]
+        self.handle = check("making an event", gpu.driver.cuEventCreate(gpu.driver.CUevent_flags.CU_EVENT_DEFAULT))
 
-    def begin(self) -> None:
-        self._record(0)
-
-    def end(self) -> None:
-        self._record(1)
-
-    def _record(self, event: int) -> None:
+    def record(self, stream: Any = None) -> None:
+        """Move the event to the end of a stream, by default the stream of launches."""
         self._gpu.use()
-        check("recording an event", self._gpu.driver.cuEventRecord(self._events[event], self._gpu.stream))
+        check("recording an event", self._gpu.driver.cuEventRecord(self.handle, stream or self._gpu.stream))
 
-    def seconds(self) -> float:
-        """Return the seconds between the events at `begin` and `end`, both of which must have happened."""
-        return float(check("reading a time", self._gpu.driver.cuEventElapsedTime(*self._events))) / 1e3
+    def done(self) -> bool:
+        self._gpu.use()
+        return _over(self._gpu.driver.cuEventQuery(self.handle))
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Return the seconds between two events, both of which must have happened."""
+        return float(check("reading a time", self._gpu.driver.cuEventElapsedTime(earlier.handle, self.handle))) / 1e3
 
     def close(self) -> None:
         self._gpu.use()
-        for event in self._events:
-            self._gpu.driver.cuEventDestroy(event)
+        self._gpu.driver.cuEventDestroy(self.handle)
 
 
 class Kernel:
@@ -255,26 +253,17 @@ class Kernel:
         occupancy = d.cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, THREADS, SHARED_BYTES)
         self.blocks = gpu.sms * min(1, int(check("asking for the occupancy", occupancy)))
 
+    def launch(self, blocks: int, params: ctypes.Structure, *, together: bool = True) -> None:
+        """Start a launch. If `together`, all blocks are resident at once and may wait for each other."""
+        self.gpu.use()
+        d, shape, held = self.gpu.driver, (blocks, 1, 1, THREADS, 1, 1), ctypes.c_void_p(ctypes.addressof(params))
+        arguments = (self.function, *shape, SHARED_BYTES, self.gpu.stream, ctypes.addressof(held))
+        answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)
+        check("launching the interpreter", answer)
+
     def close(self) -> None:
         self.gpu.use()
         self.gpu.driver.cuModuleUnload(self._module)
-
-
-class Prepared:
-    """Launches a kernel with `blocks` thread blocks repeatedly, each time with the current contents of `params`."""
-
-    def __init__(self, kernel: Kernel, blocks: int, params: ctypes.Structure) -> None:
-        self._driver, self._stream = kernel.gpu.driver, kernel.gpu.stream
-        self._function, self._blocks = kernel.function, blocks
-        self._held = params, (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self._arguments = ctypes.addressof(self._held[1])
-
-    def begin(self, *, together: bool) -> None:
-        """Start a launch. If `together`, all blocks are resident at once and may wait for each other."""
-        d, shape = self._driver, (self._blocks, 1, 1, THREADS, 1, 1)
-        arguments = (self._function, *shape, SHARED_BYTES, self._stream, self._arguments)
-        answer = d.cuLaunchCooperativeKernel(*arguments) if together else d.cuLaunchKernel(*arguments, 0)
-        check("launching the interpreter", answer)
 
 
 def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:

@@ -139,14 +139,9 @@ class Heap:
         data = gpu.download(self.address(rank, buffer, layer), copy_bytes(buffer, d, self.pages))
         return data.view(spec.resolve_dtype(d.model).numpy).reshape(spec.shape(d, self.pages))
 
-    def read_row(self, rank: int, buffer: Buffer, row: int, length: int) -> NDArray[Any]:
-        """Copy one row of a matrix to the host. A row has `length` elements."""
-        kind = self.numpy_dtype(buffer)
-        size = length * kind.itemsize
-        return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size).view(kind)
-
-    def numpy_dtype(self, buffer: Buffer) -> np.dtype[np.generic]:
-        return BUFFERS[buffer].resolve_dtype(self._dims.model).numpy
+    def read_row(self, rank: int, buffer: Buffer, row: int, size: int) -> NDArray[np.uint8]:
+        """Copy one row of a matrix, of `size` bytes, to the host."""
+        return self.node.gpu(rank).download(self.address(rank, buffer) + row * size, size)
 
     def write(self, rank: int, buffer: Buffer, layer: int, array: NDArray[Any], *, at: int = 0) -> None:
         """Write `array` to a rank's copy of a buffer, from element `at` on."""

@@ -1,4 +1,4 @@
-"""A program on the GPUs: its instructions, its counters, and the arguments of its launches."""
+"""A program on the GPUs: its instructions, its counters, and the arguments, inputs and results of its launches."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import Buffer, StepTable, record
+from ...isa import Buffer, Dims, StepTable, record
 from ...program import SEGMENTS, Program, Segment
 from ...targets import HOPPER
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
 from . import stall
-from .driver import Gpu, Kernel, Prepared
+from .driver import Event, Gpu
 from .heap import STATUS_BYTES, Heap
 from .limits import phase_refusal
 from .maps import map_bits
 
+LANES = 2  # launches that may be under way: one runs, and the next is queued behind it
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
-_ALIGNMENT = 256
-_ABORT_BYTES = 4
+_ALIGNMENT, _WORD = 256, 4
 
 Params = STRUCTURES["Params"]
 
@@ -71,8 +71,7 @@ class Grid:
             **arrivals,
             "buffers": heap.addresses(),
             "layer_stride": heap.strides(),
-            "step_words": StepTable(program.dims).words,
-            "diagnoses": np.zeros(self.blocks * WARPS, stall.NOTE),
+            "diagnoses": np.zeros(LANES * self.blocks * WARPS, stall.NOTE),
         }
         several: dict[str, list[NDArray[Any]]] = {
             "records": [s.records for s in lists],
@@ -101,7 +100,6 @@ class Grid:
         for name, group in several.items():
             getattr(self.params, name)[:] = [self._tables[f"{name}{i}"] for i in range(len(group))]
         self._notes = gpu.pinned(self.blocks * WARPS * stall.NOTE.itemsize)
-        self._prepared: dict[int, Prepared] = {}
         self._point()
 
     @property
@@ -118,27 +116,107 @@ class Grid:
         self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self._point()
 
-    def send(self, words: NDArray[np.uint8]) -> None:
-        """Start to copy a step table from pinned memory to the GPU."""
-        self.gpu.send(self._tables["step_words"], words)
+    def diagnoses(self, lane: int) -> int:
+        """The address where the watchdog records what each warp waits for in a launch of this lane."""
+        return self._tables["diagnoses"] + lane * self._notes.nbytes
 
-    def prepared(self, kernel: Kernel) -> Prepared:
-        """Return an object that launches the program with this kernel."""
-        known = self._prepared.get(id(kernel))
-        return known or self._prepared.setdefault(id(kernel), Prepared(kernel, self.blocks, self.params))
-
-    def waits(self) -> list[stall.Wait]:
-        """Return what the watchdog has recorded: what each warp waited for when the launch was aborted."""
-        self.gpu.peek(self._notes, self._tables["diagnoses"])
+    def waits(self, lane: int) -> list[stall.Wait]:
+        """Return what each warp waited for when the launch was aborted."""
+        self.gpu.peek(self._notes, self.diagnoses(lane))
         return stall.waits_of(self._program, self._notes.view(stall.NOTE), self.ranks)
 
     def forget_waits(self) -> None:
         self.gpu.use()
-        self.gpu.fill(self._tables["diagnoses"], 0, self._notes.nbytes)
+        self.gpu.fill(self.diagnoses(0), 0, LANES * self._notes.nbytes)
 
     def close(self) -> None:
         self.gpu.unpin(self._notes)
         self._tables.close()
+
+
+class Lane:
+    """What one launch needs besides its program: its step table, in pinned memory and on every GPU, and pinned memory
+    for its results. Each launch that may be under way has a lane, so that the host can send a step's inputs while the
+    step before runs. Only a lane whose launch has ended may be used again."""
+
+    def __init__(self, heap: Heap, number: int) -> None:
+        self.number, self._heap, self._gpus = number, heap, heap.node.gpus
+        self._sent, self._began, self._ended, self._done = ([Event(gpu) for gpu in self._gpus] for _ in range(4))
+        self._sizes = 0, 0  # bytes of a step table, and of the first GPU's results
+        self._pinned: list[NDArray[np.uint8]] = []  # a step table, then each GPU's results
+        self.tables: list[int] = []  # address of the step table on each GPU
+
+    def fit(self, dims: Dims) -> None:
+        """Make room for programs with the sizes `dims`. No launch may be under way."""
+        sizes = max(StepTable(dims).words.nbytes, self._sizes[0]), max(self._end(dims), self._sizes[1])
+        if sizes == self._sizes:
+            return
+        self._free()
+        self._sizes, first = sizes, self._gpus[0]
+        self._pinned = [first.pinned(size) for size in sizes] + [g.pinned(STATUS_BYTES) for g in self._gpus[1:]]
+        self.tables = [gpu.allocate(sizes[0]) for gpu in self._gpus]
+        for gpu in self._gpus:  # otherwise the zeros could come after the table, which another stream copies
+            gpu.synchronise()
+
+    def send(self, table: StepTable) -> None:
+        """Start to copy a step table to every GPU. The next launch waits for it."""
+        used = table.used.view(np.uint8)
+        pinned = self._pinned[0][: len(used)]
+        pinned[:] = used
+        for gpu, address, sent, began in zip(self._gpus, self.tables, self._sent, self._began, strict=True):
+            gpu.send(address, pinned, sent)
+            began.record()
+
+    def _end(self, dims: Dims) -> int:
+        """The size in bytes of the results that the host reads from the first GPU: its status, and then outputs."""
+        return self._heap.address(0, Buffer.LOGPROBS_OUT) + dims.bucket.logit_rows * _WORD - self._heap.status[0]
+
+    def follow(self, other: Lane) -> None:
+        """Let the next launch begin only when that of the `other` lane has ended on all GPUs. Otherwise a GPU that has
+        ended could overwrite what another GPU still reads."""
+        for gpu in self._gpus:
+            for other_gpu, done in zip(self._gpus, other._done, strict=True):
+                if other_gpu is not gpu:
+                    gpu.await_event(done)
+
+    def fetch(self, dims: Dims) -> None:
+        """Start to copy the launch's status and outputs to the host. Then `answered` says whether they are there."""
+        parts = self._heap.node.grids(), self._pinned[1:], self._ended, self._done
+        for (gpu, ranks), pinned, ended, done in zip(*parts, strict=True):
+            ended.record()
+            gpu.fetch(pinned[: STATUS_BYTES if ranks.start else self._end(dims)], self._heap.status[ranks.start])
+            done.record()
+
+    def answered(self) -> bool:
+        return all(done.done() for done in self._done)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a watchdog has aborted the launch, which has ended."""
+        return any(pinned[:_WORD].any() for pinned in self._pinned[1:])
+
+    @property
+    def kernel_s(self) -> float:
+        """The seconds that the launch, which has ended, took on the slowest GPU."""
+        return max(ended.seconds_since(began) for began, ended in zip(self._began, self._ended, strict=True))
+
+    def outputs(self, dims: Dims) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Return the tokens and log-probabilities of the launch, which has ended: two arrays [logit_rows]."""
+        base, size = self._heap.status[0], dims.bucket.logit_rows * _WORD
+        starts = [self._heap.address(0, b) - base for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)]
+        tokens, logprobs = (self._pinned[1][start : start + size].copy() for start in starts)
+        return tokens.view(np.int32), logprobs.view(np.float32)
+
+    def _free(self) -> None:
+        for pinned in self._pinned:
+            self._gpus[0].unpin(pinned)
+        for gpu, address in zip(self._gpus, self.tables, strict=False):
+            gpu.free(address)
+
+    def close(self) -> None:
+        self._free()
+        for event in (*self._sent, *self._began, *self._ended, *self._done):
+            event.close()
 
 
 class Loaded:
@@ -161,25 +239,15 @@ class Loaded:
         self._own = [Tables(heap.node.gpu(rank), zeros) for rank in range(program.ranks)]
         pointers = {name: np.array([own[name] for own in self._own], np.uint64) for name in sizes}
         self.grids = [Grid(heap, program, gpu, ranks, pointers) for gpu, ranks in heap.node.grids()]
-        first = self.grids[0].gpu
-        self._words = first.pinned(StepTable(program.dims).words.nbytes)
-        self._answers = self._answer_memory()
 
-    def _answer_memory(self) -> list[NDArray[np.uint8]]:
-        """Allocate pinned host memory for each GPU's status, which on the first GPU is followed by outputs."""
-        heap, rows = self._heap, self.program.dims.bucket.logit_rows
-        end = heap.address(0, Buffer.LOGPROBS_OUT) + rows * np.dtype(np.float32).itemsize
-        sizes = [end - heap.status[0]] + [STATUS_BYTES] * (len(self.grids) - 1)
-        return [grid.gpu.pinned(size) for grid, size in zip(self.grids, sizes, strict=True)]
+    @property
+    def moved(self) -> bool:
+        """Whether the heap's buffers have moved since the last launch. Then call `refresh` before the next one."""
+        return self._generation != self._heap.generation
 
-    def settle(self) -> None:
-        """If the heap's buffers have moved since the last launch, use their new addresses from now on."""
-        if self._generation == self._heap.generation:
-            return
-        for grid, answer in zip(self.grids, self._answers, strict=True):
+    def refresh(self) -> None:
+        for grid in self.grids:
             grid.refresh()
-            grid.gpu.unpin(answer)
-        self._answers = self._answer_memory()
         self._generation = self._heap.generation
 
     def synchronise(self, wanted: bool) -> None:
@@ -191,47 +259,13 @@ class Loaded:
                 grid.params.synchronise = wanted
             self._synchronises = wanted
 
-    def send(self, words: NDArray[np.int32]) -> None:
-        """Start to copy a step table to every GPU. The previous launch must have ended."""
-        pinned = self._words[: words.nbytes]
-        pinned[:] = words.view(np.uint8)
-        for grid in self.grids:
-            grid.gpu.use()
-            grid.send(pinned)
-
-    def fetch(self) -> None:
-        """Start to copy a launch's status and outputs to the host. Then `answered` says whether they are there."""
-        for grid, answer in zip(self.grids, self._answers, strict=True):
-            grid.gpu.use()
-            grid.gpu.fetch(answer, self._heap.status[grid.ranks.start])
-            grid.gpu.mark()
-
-    def answered(self) -> bool:
-        return all(grid.gpu.done() for grid in self.grids)
-
     def idle(self) -> bool:
         """Whether nothing runs."""
         return all(grid.gpu.idle() for grid in self.grids)
 
-    def outputs(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The tokens and log-probabilities of the last launch, as views of pinned memory: two arrays [logit_rows]."""
-        rows, base = self.program.dims.bucket.logit_rows, self._heap.status[0]
-        tokens, logprobs = (
-            self._answers[0][self._heap.address(0, b) - base :][: 4 * rows]
-            for b in (Buffer.TOKENS_OUT, Buffer.LOGPROBS_OUT)
-        )
-        return tokens.view(np.int32), logprobs.view(np.float32)
-
-    def failure(self) -> str | None:
-        """Return why the last launch failed, or None if it did not fail."""
-        if not any(answer[:_ABORT_BYTES].any() for answer in self._answers):
-            return None
-        return self.waiting() or "no warp says what it waits for"
-
-    def waiting(self) -> str | None:
-        """Describe the wait that blocked all others in the last launch, if the watchdog has recorded any wait."""
-        waits = [wait for grid in self.grids for wait in grid.waits()]
-        table = StepTable(self.program.dims, self._words.view(np.int32))
+    def waiting(self, lane: int, table: StepTable) -> str | None:
+        """Describe the wait that blocks all others in a launch, if the watchdog has recorded any wait."""
+        waits = [wait for grid in self.grids for wait in grid.waits(lane)]
         return stall.explain(self.program, table, waits) if waits else None
 
     def reset(self) -> None:
@@ -248,10 +282,8 @@ class Loaded:
         self.launches = 0
 
     def close(self) -> None:
-        for grid, answer in zip(self.grids, self._answers, strict=True):
+        for grid in self.grids:
             grid.close()
-            grid.gpu.unpin(answer)
-        self.grids[0].gpu.unpin(self._words)
         for table in self._own:
             table.close()
 

@@ -39,6 +39,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    queues = False
 
     def __init__(
         self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, seed: int | None = None

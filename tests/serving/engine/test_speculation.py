@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from api_support import serving
-from engine_support import EOS, TINY, EvenTimes, Guesses, Known, fake_engine, output_ids, speculation, transcribe
+from engine_support import EOS, EvenTimes, Guesses, Known, fake_engine, output_ids, speculation, transcribe
 
 from megakernel import LLM, SamplingParams
-from megakernel.errors import MegakernelError
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.speculation import Draft, Lookup, Speculation, StepTimes
@@ -323,12 +322,3 @@ def test_times_are_measured_ones_then_lines_between_them_then_predictions() -> N
     times.record_late(0.5)
     times.record_late(0.25)
     assert times.late_s == 0.25
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize("depth", [-1, 64])
-def test_depths_that_are_refused(depth: int) -> None:
-    with pytest.raises(MegakernelError, match=f"speculate={depth} must be from 0"):
-        LLM(TINY, speculate=depth)

@@ -13,6 +13,7 @@ from megakernel.isa import StepTable
 from megakernel.runtime.steps import FLOATS
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
+from megakernel.serving.text.codec import single_tokens
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -47,11 +48,15 @@ class Traffic:
             pages=rng.choice([17, 24, 40, 120]),
             prefix_cache=rng.random() < 0.8,
             speculate=(depth, self.guesses) if depth else None,
+            queues=rng.random() < 0.6,
             **self.most,
         )
         self.prefixes = [[rng.randrange(60) for _ in range(100)] for _ in range(3)]
         self.requests: list[Request] = []
         self.stopped: set[int] = set()
+        self.told: dict[int, list[int]] = {}  # the tokens that steps returned, by the number of their choice
+        share = rng.choice([0.0, 0.5, 1.0])
+        self.backend.early = lambda: rng.random() < share
         begin = self.backend.start
         self.backend.start = lambda program, table, **more: (  # type: ignore[method-assign]
             self.check_table(table),
@@ -113,13 +118,15 @@ class Traffic:
         proposed = max(generated.values(), default=0) > 1
         assert not (ended and proposed)  # a step with proposals has no rows of aborted requests
         self.met["lengthened steps"] += proposed
+        self.met["queued steps"] += len(self.backend.under_way)
         self.met["deferred tokens"] += int((table.token_ids < 0).sum())
 
     def step(self, failing: float) -> None:
         engine, backend = self.engine, self.backend
         backend.interrupt = self.rng.random() < failing
         try:
-            engine.step()
+            for token in single_tokens(engine.step().tokens):
+                self.told.setdefault(token.choice, []).append(token.token_id)
         except KeyboardInterrupt:
             self.met["interrupts"] += 1
             backend.kv.clear()
@@ -138,6 +145,7 @@ class Traffic:
                 continue
             for choice in request.choices:
                 assert (output_ids(choice), choice.finish_reason) == alone(request, choice.choice)
+                assert self.told[request.first + choice.choice] == output_ids(choice)
                 self.met["generated alone"] += 1
             if request.params.prompt_logprobs is not None:
                 prompt = request.prompt_ids
@@ -162,14 +170,16 @@ def run(seed: int, steps: int) -> Counter[str]:
     while not engine.idle:
         traffic.step(0.0)
     traffic.check_answers()
-    assert not traffic.requests and engine.stats.pages_used == 0 and not traffic.backend.under_way
+    assert not traffic.requests and engine.stats.pages_used == 0
+    engine.close()
+    assert not traffic.backend.under_way
     stats = engine.stats
     return traffic.met + Counter(preemptions=stats.preemptions, hits=stats.prefix_hits, accepted=stats.counts.accepted)
 
 
 def test_the_traffic_meets_everything() -> None:
-    met = sum((run(seed, 50) for seed in (6, 7)), Counter[str]())
-    assert len(met) == 10, met  # a sum of counters has no zeros
+    met = sum((run(seed, 50) for seed in (7, 8)), Counter[str]())
+    assert len(met) == 11, met  # a sum of counters has no zeros
 
 
 @pytest.mark.slow

@@ -289,6 +289,12 @@ int cuEventRecord(Event* event, Stream* stream) {
   });
   return kOk;
 }
+int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
+  stream->push([done = event->done] {
+    while (!*done) std::this_thread::yield();
+  });
+  return kOk;
+}
 int cuEventElapsedTime(float* ms, Event* begin, Event* end) {
   if (!*begin->done || !*end->done) return kNotReady;
   return give(ms, std::chrono::duration<float, std::milli>(*end->at - *begin->at).count());
