@@ -5,6 +5,7 @@ loaded instead of NVIDIA's: `run` calls a function of a test module in such a pr
 
 import ctypes
 import functools
+import itertools
 import json
 import os
 import select
@@ -281,9 +282,9 @@ def _reference_on(a: Arguments, pages: int) -> Any:
     from megakernel.runtime.reference import ReferenceBackend
 
     class OnDevice(ReferenceBackend):
-        def _load(self, checkpoint: Any, buffer: Buffer, changed: Collection[int]) -> None:
-            for rank, arrays in enumerate(self._arrays):
-                arrays[buffer] = {layer: a.buffer(rank, buffer, layer, 0).copy() for layer in changed}
+        def load_weights(self, checkpoint: Any, places: Collection[tuple[Buffer, int]]) -> None:
+            for (buffer, layer), (rank, arrays) in itertools.product(places, enumerate(self._arrays)):
+                arrays.setdefault(buffer, {})[layer] = a.buffer(rank, buffer, layer, 0).copy()
 
     checkpoint: Any = SimpleNamespace(config=a.config(), storage={})
     return OnDevice(checkpoint, a.dims, pages, dtype=Dtype.BF16)
