@@ -117,6 +117,7 @@ template <class P>
 class PackedUnit {
  public:
   using K = KindOf<P>;
+  static constexpr bool kUnpacked = false;
 
   MK_INLINE void open(const char* panel, int step) {
     block_ = reinterpret_cast<const P*>(panel) + step / P::kSteps;
@@ -154,6 +155,7 @@ template <class KindOfWeights>
 class UnpackedUnit {
  public:
   using K = KindOfWeights;
+  static constexpr bool kUnpacked = true;
   MK_INLINE void open(const char* units, int step) {
     unit_ = reinterpret_cast<const Unpacked<K>*>(units) + step / kUnit;
   }
@@ -207,9 +209,9 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
     for (const Rounded* x = a; done < end; done += kUnit, ++x) {
       const auto row = [&](int i) -> const Rounded& { return x[i * kRowUnits]; };
       constexpr int kWords = kUnit / 4 / K::kGroups;
-      // The words of several rows' panels alternate, so that a word of activations is loaded once for all
-      // panels. With one row, panels follow one another, because that keeps fewer values in registers.
-      constexpr int kTogether = R > 1 ? P : 1;
+      // The words of unpacked panels alternate, so that a word of activations is loaded once for all panels.
+      // Packed panels follow one another, because that keeps fewer values in registers.
+      constexpr int kTogether = Unit::kUnpacked ? P : 1;
       MK_UNROLL for (int first = 0; first < P; first += kTogether) {
         Unit units[kTogether];
         MK_UNROLL for (int p = 0; p < kTogether; ++p) units[p].open(data[first + p], begin + done);
@@ -265,40 +267,51 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
 
 using MultiplyUnits = void (*)(const Rounded*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// Returns a table whose element n - 1 is multiply_units for n rows and kIntegerPanels panels of unpacked
-// weights.
-template <class K, int... kBefore>
-constexpr std::array<MultiplyUnits, kIntegerRows> multiply_units_of(std::integer_sequence<int, kBefore...>) {
-  return {multiply_units<kBefore + 1, kIntegerPanels, UnpackedUnit<K>>...};
+// The fewest rows of a block, if more than kDirectIntegerRows rows are divided evenly into the fewest blocks.
+constexpr int kLeastRows = kIntegerRows / 2;
+
+// Returns a table whose element n is multiply_units for kLeastRows + n rows and kIntegerPanels panels of
+// unpacked weights.
+template <class K, int... kMore>
+constexpr std::array<MultiplyUnits, sizeof...(kMore)> multiply_units_of(
+    std::integer_sequence<int, kMore...>) {
+  return {multiply_units<kLeastRows + kMore, kIntegerPanels, UnpackedUnit<K>>...};
 }
 template <class K>
-constexpr auto kMultiplyUnits = multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows>{});
+constexpr auto kMultiplyUnits =
+    multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows - kLeastRows + 1>{});
 
-// How many weight panels a single row is multiplied with at once. A core reads memory faster as a few streams
-// at distant addresses than as one stream: on a Zen 3, this saved a quarter of the time for 4-bit weights
-// that were not in caches. Portable code gains nothing, because it is too slow.
+// How many weight panels one or two rows are multiplied with at once. A core reads memory faster as a few
+// streams at distant addresses than as one stream: on a Zen 3, this saved a quarter of the time for 4-bit
+// weights that were not in caches. Portable code gains nothing, because it is too slow.
 constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
+// For at most this many rows, weights are unpacked in registers. This saves storing and loading them, but for
+// more rows the registers do not suffice.
+constexpr int kDirectIntegerRows = 2;
+
 // Computes c = x W^T for `rows` rows that have been rounded to integers and `count` panels of weights,
-// over [begin, begin + steps) along K. With `resume`, adds to c instead. For one row, weights are unpacked in
-// registers. For more rows, they are unpacked once into the buffer `unpacked`.
+// over [begin, begin + steps) along K. With `resume`, adds to c instead. If the weights are not unpacked in
+// registers, they are unpacked once into the buffer `unpacked`.
 template <class P>
 void multiply_rounded(const Rounded* x, int64_t chunk_stride, int rows, const Panel* panels, int count,
                       int begin, int steps, void* unpacked, float* c, int64_t ldc, bool resume) {
-  if (rows == 1) {
+  if (rows <= kDirectIntegerRows) {
     const int apart = count / kStreams;
+    const MultiplyUnits streams =
+        rows == 1 ? multiply_units<1, kStreams, PackedUnit<P>> : multiply_units<2, kStreams, PackedUnit<P>>;
     for (int i = 0; i < apart; ++i)
-      multiply_units<1, kStreams, PackedUnit<P>>(x, chunk_stride, panels + i, apart, begin, steps,
-                                                 c + i * kPanel, ldc, resume);
-    for (int i = apart * kStreams; i < count; ++i)
-      multiply_units<1, 1, PackedUnit<P>>(x, chunk_stride, panels + i, 0, begin, steps, c + i * kPanel, ldc,
-                                          resume);
+      streams(x, chunk_stride, panels + i, apart, begin, steps, c + i * kPanel, ldc, resume);
+    for (int r = 0; r < rows; ++r) {
+      for (int i = apart * kStreams; i < count; ++i)
+        multiply_units<1, 1, PackedUnit<P>>(x + r * kRowUnits, chunk_stride, panels + i, 0, begin, steps,
+                                            c + r * ldc + i * kPanel, ldc, resume);
+    }
     return;
   }
   using K = KindOf<P>;
   constexpr int kBytes = kChunk / kUnit * sizeof(Unpacked<K>);  // of one panel's chunk
   static_assert(kIntegerPanels * kBytes <= kWidePanels * kWideStride * sizeof(float));
-  const int block = ceil_div(rows, ceil_div(rows, kIntegerRows));
   for (int p = 0; p < count; p += kIntegerPanels) {
     const int panels_here = lower_of(count - p, kIntegerPanels);
     const int apart = panels_here - 1;  // if one panel is left, it is computed twice, with the same results
@@ -312,9 +325,9 @@ void multiply_rounded(const Rounded* x, int64_t chunk_stride, int rows, const Pa
         cached[q] = {to, panels->dtype};
       }
       for (int i = 0, n; i < rows; i += n) {
-        n = lower_of(rows - i, block);
-        kMultiplyUnits<K>[n - 1](chunk + i* kRowUnits, chunk_stride, cached, apart, 0, part,
-                                 c + i* ldc + p* kPanel, ldc, resume || done > 0);
+        n = ceil_div(rows - i, ceil_div(rows - i, kIntegerRows));
+        kMultiplyUnits<K>[n - kLeastRows](chunk + i* kRowUnits, chunk_stride, cached, apart, 0, part,
+                                          c + i* ldc + p* kPanel, ldc, resume || done > 0);
       }
     }
   }
