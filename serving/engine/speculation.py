@@ -1,10 +1,9 @@
 """Speculative decoding with unchanged results: proposed tokens are verified if that is expected to save time.
 
-A step with more rows takes longer, and generates more tokens only if proposals are right. From each sequence's recent
-acceptance rate and from the measured times of steps, `Speculation.propose` chooses the number of proposed tokens with
-the highest expected tokens per second, which is often zero. A new sequence starts with the recent acceptance rate of
-all sequences. To notice that a text has begun to repeat itself, one proposed token is verified after a while even if no
-proposal is expected to save time. This is called a probe."""
+A step with more rows takes longer, and generates more tokens only if proposals are right. How likely that is follows
+from the sequence's earlier proposals, and from how long the text has already repeated what it said before. With the
+measured times of steps, `Speculation.propose` chooses the number of proposed tokens with the highest expected tokens
+per second, which is often zero. Whatever is expected, wrong proposals cost a sequence about 1 % of its time at most."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import median_low
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,13 +28,15 @@ MOST = 63  # maximum proposed tokens per sequence and step
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
 _SHARED_MEMORY = 0.99  # like _MEMORY, for the acceptance rate of all sequences together, which changes more slowly
 _MEMORY = 0.9  # acceptance rates are recent averages: at each verification, earlier counts are multiplied by this
-_BEGIN = 2.0  # weight of the initial acceptance rate: it counts like this many verified tokens
-_PATIENCE, _MOST_PATIENCE = 16, 64  # initial and maximum number of unverified proposals before a probe
+_BEGIN = 8.0  # a new sequence starts with the acceptance rate of all, which counts like at most this many tokens
+_FADE = 0.98  # each declined proposal multiplies the counts by this, so that a sequence gets another chance
+_LOSS = 0.01  # time that wrong proposals may cost, as a fraction of the time for the sequence's tokens without them
+_CREDIT = 2.0  # maximum number of tokens, already gained, that wrong proposals may cost as well
 _LEAST_MATCH = 2  # a proposal needs an earlier occurrence of at least this many last tokens
 _MOST_MATCH = 32  # how many of the last tokens are compared with earlier text, at most
 _TRIED = 8  # how many earlier occurrences of the last two tokens are compared, latest first
-_KEPT = 8  # latest step times kept per program; the shortest is used, because other processes only slow steps down
-_STALE = 1000  # if a program has not run for so many steps, its times are no longer used
+_KEPT = 8  # latest step times kept per program; their median is used
+_STALE = 100  # if a program has not run for so many steps, its times are no longer used
 
 
 class Proposer(Protocol):
@@ -43,26 +45,29 @@ class Proposer(Protocol):
     def read(self, tokens: Sequence[int]) -> None:
         """Read the tokens that the sequence has gained. While a launch runs, this takes no extra time."""
 
-    def propose(self, count: int) -> list[int]:
-        """Return at most `count` tokens that may come next."""
+    def propose(self, count: int) -> tuple[list[int], int]:
+        """Return at most `count` tokens that may come next, and how many of the last tokens would have been proposed
+        for the same reason."""
 
 
 @dataclass(slots=True)
-class AcceptanceShare:
-    """The acceptance rate: the probability that a proposed token is right if all proposed tokens before it are. `tried`
-    and `accepted` are counts of tokens in which old tokens count less and less (exponential decay)."""
+class Acceptance:
+    """How many proposed tokens were `tried` and `accepted`. A token is tried if all proposed tokens before it were
+    right. Old tokens count less and less (exponential decay)."""
 
     memory: float = _MEMORY
-    tried: float = _BEGIN
-    accepted: float = _BEGIN / 2
+    tried: float = 0.0
+    accepted: float = 0.0
 
-    @property
-    def value(self) -> float:
-        return self.accepted / self.tried
+    def rate(self, known: int) -> float:
+        """Return the probability that a proposed token is right. The `known` tokens before the proposal, which would
+        have been proposed too, count as accepted. Two more tokens count as tried, because nothing is certain."""
+        return (self.accepted + known) / (self.tried + known + 2)
 
-    def young(self) -> AcceptanceShare:
-        """Return an acceptance rate for a new sequence, which starts with the value of this one but changes faster."""
-        return AcceptanceShare(tried=_BEGIN, accepted=_BEGIN * self.value)
+    def young(self) -> Acceptance:
+        """Return what a new sequence starts with: the rate of this one, which changes faster."""
+        weight = min(1.0, _BEGIN / self.tried) if self.tried else 0.0
+        return Acceptance(tried=weight * self.tried, accepted=weight * self.accepted)
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Record that the first `accepted` of `proposed` tokens were right. The first wrong token counts as tried. The
@@ -73,43 +78,26 @@ class AcceptanceShare:
 
 @dataclass(slots=True)
 class Draft:
-    """The speculation state of one sequence. It decides when a probe is due. `share` is the sequence's acceptance rate.
-
-    A proposal is declined, that is, not verified, if verification is not expected to save time. After `patience`
-    declined proposals in a row, at least one token of the next proposal is verified nevertheless, as a probe. After a
-    successful probe, the next proposal is probed too. A failed probe doubles `patience`, up to _MOST_PATIENCE."""
+    """The speculation state of one sequence. `debt` is the time that proposals have cost beyond what they gained, as a
+    number of tokens that could have been generated instead. While it is positive, nothing is proposed."""
 
     proposer: Proposer
-    share: AcceptanceShare = field(default_factory=AcceptanceShare)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     read: int = 0  # number of the sequence's tokens that `proposer` has read
-    declined: int = 0
-    patience: int = _PATIENCE
-    probing: bool = False
+    debt: float = 0.0
 
-    @property
-    def acceptance(self) -> float:
-        return self.share.value
-
-    @property
-    def due(self) -> bool:
-        return self.declined >= self.patience
+    def pay(self, tokens: float) -> None:
+        self.debt = max(self.debt - tokens, -_CREDIT)
 
     def decline(self) -> None:
         """Record that the engine does not verify the current proposal."""
-        self.declined += 1
-
-    def verify(self) -> None:
-        self.probing, self.declined = self.due, 0
+        self.acceptance.tried *= _FADE
+        self.acceptance.accepted *= _FADE
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """Update the acceptance rate (see `AcceptanceShare.learn`), and decide how soon the next probe is due."""
-        self.share.learn(proposed, accepted)
-        if self.probing and accepted:
-            self.declined = self.patience
-        elif self.probing:
-            self.patience = min(2 * self.patience, _MOST_PATIENCE)
-        elif accepted:
-            self.patience = _PATIENCE
+        """Record that the first `accepted` of `proposed` tokens were right."""
+        self.acceptance.learn(proposed, accepted)
+        self.pay(accepted)
 
 
 class Lookup:
@@ -133,15 +121,16 @@ class Lookup:
             before.append(ends.get(pair, 0))
             ends[pair] = end
 
-    def propose(self, count: int) -> list[int]:
-        """Return `count` tokens that followed an earlier occurrence of the last tokens, or none.
+    def propose(self, count: int) -> tuple[list[int], int]:
+        """Return `count` tokens that followed an earlier occurrence of the last tokens, or none, and the number of
+        last tokens that occurred before them.
 
         Several earlier occurrences of the last two tokens are compared, and the one with the most equal tokens before
         it is used. The result is empty if the last two tokens have not occurred before. If fewer than `count` tokens
         follow the occurrence, the following tokens are repeated, as in a text that repeats itself."""
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST_MATCH:
-            return []
+            return [], 0
         end = self._ends.get((tokens[-2], tokens[-1]), 0)
         best = at = 0
         for _ in range(_TRIED):
@@ -156,11 +145,11 @@ class Lookup:
                     break
             end = self._before[end]
         if not best:
-            return []
+            return [], 0
         found = list(tokens[at : at + count])
         while len(found) < count:
             found += found[: count - len(found)]
-        return found
+        return found, best
 
 
 Bucket = tuple[int, int]
@@ -221,7 +210,7 @@ class StepTimes:
 
     def _lately(self, bucket: Bucket) -> float | None:
         measured = self._measured.get(bucket)
-        return min(measured.seconds) if measured and self._steps - measured.at < _STALE else None
+        return median_low(measured.seconds) if measured and self._steps - measured.at < _STALE else None
 
     def _prediction(self, bucket: Bucket) -> float:
         if bucket not in self._predicted:
@@ -242,6 +231,7 @@ class _Offer:
     chunk: int
     draft: Draft
     tokens: list[int]
+    rate: float  # the probability that a token is right if those before it are
     taken: int = 0
 
 
@@ -253,8 +243,9 @@ class Speculation:
     ) -> None:
         check_depth(depth)
         self.times = times
+        times.growing(1, 1, depth)  # compiles programs, so that the first proposal does not have to wait for them
         self._depth, self._proposer = depth, proposer
-        self._share = AcceptanceShare(_SHARED_MEMORY)  # of all sequences; new ones start with it
+        self._acceptance = Acceptance(_SHARED_MEMORY)  # of all sequences; new ones start with it
         self._drafts: WeakKeyDictionary[Choice, Draft] = WeakKeyDictionary()
 
     def read(self, part: PlannedRows) -> None:
@@ -274,12 +265,11 @@ class Speculation:
         """
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
-        if offers:
-            self._choose(offers, len(part.tokens) + more, len(part.turns.chunk) + more, room)
+        cost = self._choose(offers, len(part.tokens) + more, len(part.turns.chunk) + more, room) if offers else 0.0
         proposals: dict[int, list[int]] = {}
         for offer in offers:
             if granted := batch.grant(part.turns.sequence[offer.chunk], offer.tokens[: offer.taken]):
-                offer.draft.verify()
+                offer.draft.debt += cost * len(granted)
                 proposals[offer.chunk] = granted
             else:
                 offer.draft.decline()
@@ -288,16 +278,17 @@ class Speculation:
     def learn(self, sequence: Choice, proposed: int, accepted: int) -> None:
         """Record that `accepted` of a sequence's `proposed` tokens were right."""
         self._drafts[sequence].learn(proposed, accepted)
-        self._share.learn(proposed, accepted)
+        self._acceptance.learn(proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
         """Return the speculation state of a sequence. Its proposer has read all tokens."""
         draft = self._drafts.get(sequence)
         if draft is None:
-            draft = self._drafts[sequence] = Draft(self._proposer(sequence), self._share.young())
+            draft = self._drafts[sequence] = Draft(self._proposer(sequence), self._acceptance.young())
         if new := sequence.tokens_from(draft.read):
             draft.proposer.read(new)
             draft.read += len(new)
+            draft.pay(_LOSS * len(new))
         return draft
 
     def _offers(self, part: PlannedRows, batch: Batch) -> list[_Offer]:
@@ -308,32 +299,28 @@ class Speculation:
                 continue  # a grammar's mask depends on all tokens before, so each proposed token would need its own
             draft = self._draft(sequence)
             # Propose one token less than the maximum length allows, because a step also samples one token.
-            most = min(self._depth, sequence.length_limit - draft.read - 1)
-            tokens = draft.proposer.propose(most) if most > 0 else []
+            most = min(self._depth, sequence.length_limit - draft.read - 1) if draft.debt <= 0 else 0
+            tokens, known = draft.proposer.propose(most) if most > 0 else ([], 0)
             if sequence.constraint is not None:
                 output = batch.slots.known_tokens(sequence.slot)[len(sequence.request.prompt_ids) :]
                 tokens = tokens[: sequence.constraint.unlimited(output, tokens)]
             if tokens:
-                offers.append(_Offer(chunk, draft, tokens))
+                offers.append(_Offer(chunk, draft, tokens, draft.acceptance.rate(known)))
         return offers
 
-    def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> None:
+    def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> float:
         """Choose how many tokens of each offer (the proposal for one sequence) to verify in a step that already has
         `tokens` rows and `logit_rows` logit rows. The gain of a row is the probability that its token and those before
         it are right. Rows are added in order of decreasing gain, up to the number with the most expected tokens per
-        second. Probes are always added."""
-        probes = [offer for offer in offers if offer.draft.due][:room]
-        for offer in probes:
-            offer.taken = 1
-        gains = [(o.draft.acceptance ** (i + 1), o) for o in offers for i in range(o.taken, len(o.tokens))]
-        gains = sorted(gains, key=lambda gain: gain[0], reverse=True)[: room - len(probes)]
-        seconds = self.times.growing(tokens, logit_rows, len(probes) + len(gains))
-        certain = sum((offer.draft.acceptance for offer in probes), float(logit_rows))
+        second. Returns what each of them costs: the tokens that the step could generate in that time without them."""
+        gains = [(offer.rate ** (i + 1), offer) for offer in offers for i in range(len(offer.tokens))]
+        gains = sorted(gains, key=lambda gain: gain[0], reverse=True)[:room]
+        seconds = [max(each, _NO_TIME) for each in self.times.growing(tokens, logit_rows, len(gains))]
+        seconds[1:] = [each + self.times.late_s for each in seconds[1:]]
         # Expected number of generated tokens if the first 0, 1, 2 ... of `gains` are verified.
-        expected = accumulate((gain for gain, _ in gains), initial=certain)
-        rates = [
-            generated / max(seconds[rows] + (self.times.late_s if rows else 0.0), _NO_TIME)
-            for rows, generated in enumerate(expected, len(probes))
-        ]
-        for _, offer in gains[: rates.index(max(rates))]:
+        expected = accumulate((gain for gain, _ in gains), initial=float(logit_rows))
+        rates = [generated / each for generated, each in zip(expected, seconds, strict=True)]
+        chosen = rates.index(max(rates))
+        for _, offer in gains[:chosen]:
             offer.taken += 1
+        return (seconds[chosen] / seconds[0] - 1) * logit_rows / max(chosen, 1)

@@ -209,10 +209,10 @@ class Known(Reader):
         super().__init__()
         self.texts, self.wrong = texts, wrong
 
-    def propose(self, count: int) -> list[int]:
+    def propose(self, count: int) -> tuple[list[int], int]:
         n = len(self.tokens)
         text = next((text for text in self.texts if list(text[:n]) == self.tokens), [])
-        return [token ^ 1 if self.wrong(n + i) else token for i, token in enumerate(text[n : n + count])]
+        return [token ^ 1 if self.wrong(n + i) else token for i, token in enumerate(text[n : n + count])], 2
 
 
 class Guesses:
