@@ -1,7 +1,7 @@
 """Generates files from the declared tables: `python -m megakernel.codegen [--check]`.
 
 csrc/common/isa.h       operations, phases, operand structs, dims, step view, buffers, trace record
-csrc/cuda/params.h      arguments of a launch of the CUDA interpreter, pages of shared memory
+csrc/cuda/params.h      sizes of the CUDA interpreter and of its pages of shared memory
 docs/instructions.md    the reference table
 docs/settings.md        flags and environment variables
 docs/models.md          the table of model families
@@ -13,7 +13,6 @@ headers before it builds, so this module imports only packages that pyproject.to
 from __future__ import annotations
 
 import ast
-import ctypes
 import inspect
 import sys
 import textwrap
@@ -301,28 +300,9 @@ def launch_header() -> str:
         "// The kind of counter or barrier that a warp waits for. block.h explains the barriers.",
         f"enum class Awaited : int32_t {{ {', '.join(f'k{name.title()}' for name in launch.AWAITED)} }};",
         "",
-        "struct TensorMap;",
+        "}  // namespace mk",
         "",
     ]
-    for name, (what, fields) in launch.STRUCTS.items():
-        out += [f"// {what}", f"struct {name} {{"]
-        out += [f"  {field.c}{'  // ' + field.what if field.what else ''}" for field in fields]
-        if name == "Params":
-            out += [
-                "",
-                "  // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.",
-                "  MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {",
-                "    const int32_t i = rank * kBuffers + static_cast<int32_t>(buffer);",
-                "    return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];",
-                "  }",
-            ]
-        out += [
-            "};",
-            f"static_assert(sizeof({name}) == {ctypes.sizeof(launch.STRUCTURES[name])},"
-            f' "size differs from the {name} that Python passes");',
-            "",
-        ]
-    out += ["}  // namespace mk", ""]
     return "\n".join(out)
 
 

@@ -72,8 +72,8 @@ def source_folder() -> Path:
 def structure(header: str, name: str) -> Any:
     """Return a struct that a header of csrc declares, such as Step in "verify/verify.h", as a ctypes class.
 
-    Its members are numbers, pointers (of any type), and arrays of these. Functions are left out. Raises MegakernelError
-    if there is no such struct, or if it has any other member.
+    Its members are numbers, pointers (of any type), other structs, and arrays of these. Functions are left out. Raises
+    MegakernelError if there is no such struct, or if it has any other member.
     """
     text = re.sub(r"//.*", "", (source_folder() / header).read_text())
     found = re.search(rf"^struct {name} \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
@@ -87,6 +87,8 @@ def structure(header: str, name: str) -> Any:
         if not statement or "(" in statement:
             continue
         members = _MEMBERS.fullmatch(statement)
+        if members and f"\nstruct {members[1]} {{" in text and members[1] not in kinds:
+            kinds[members[1]] = structure(header, members[1])
         names = [_NAME.fullmatch(one.strip()) for one in members[3].split(",")] if members else []
         if not members or None in names or not ("*" in members[2] or members[1] in kinds):
             raise MegakernelError(f"csrc/{header} has a member that Python cannot read: {statement}")

@@ -20,7 +20,6 @@ from megakernel.library import structure
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.families import FAMILIES, forward
 from megakernel.scheduler import passes
-from megakernel.targets.launch import STRUCTS, STRUCTURES
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("megakernel", "scheduler", "serving", "csrc")
@@ -113,15 +112,18 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
 
 
 def test_offsets_of_a_launchs_arguments_are_those_of_the_compiler(tmp_path: Path) -> None:
-    fields = [(name, field.name) for name, (_, fields) in STRUCTS.items() for field in fields]
+    structs = {name: structure("cuda/launch.h", name) for name in ("Delay", "Diagnosis", "Params")}
+    fields = [(name, field) for name, struct in structs.items() for field, _ in struct._fields_]
     values = ", ".join(f"offsetof(mk::{s}, {f}), sizeof(mk::{s}::{f})" for s, f in fields)
-    header = ROOT / "csrc" / "cuda" / "params.h"
+    values += "".join(f", sizeof(mk::{name})" for name in structs)
+    header = ROOT / "csrc" / "cuda" / "launch.h"
     source = tmp_path / "offsets.cpp"
     source.write_text(f'#include <stddef.h>\n#include "{header}"\nextern "C" const size_t offsets[] = {{{values}}};\n')
-    found = (ctypes.c_size_t * (2 * len(fields))).in_dll(built_library(source), "offsets")
-    descriptors = [getattr(STRUCTURES[s], f) for s, f in fields]
-    assert list(found) == [value for d in descriptors for value in (d.offset, d.size)]
-    assert ctypes.sizeof(STRUCTURES["Params"]) <= 4096  # the maximum size of kernel parameters
+    found = (ctypes.c_size_t * (2 * len(fields) + len(structs))).in_dll(built_library(source), "offsets")
+    descriptors = [getattr(structs[s], f) for s, f in fields]
+    expected = [value for d in descriptors for value in (d.offset, d.size)]
+    assert list(found) == [*expected, *map(ctypes.sizeof, structs.values())]
+    assert ctypes.sizeof(structs["Params"]) <= 4096  # the maximum size of kernel parameters
 
 
 def test_structs_that_python_cannot_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@
 // never arrives at a barrier, the other warps give up after a time limit and exit.
 #pragma once
 #include "arithmetic.h"
-#include "params.h"
+#include "launch.h"
 
 namespace mk {
 

@@ -45,10 +45,9 @@ from megakernel.isa import (
 from megakernel.isa.record import WORDS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
-from megakernel.targets.launch import STRUCTURES
+from megakernel.runtime.cuda.loaded import Params
 
 ROOT = Path(__file__).parents[2]
-Params = STRUCTURES["Params"]
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.c_int)
 
 

@@ -14,9 +14,10 @@ from megakernel.isa import BUFFERS, Buffer, Dims, Forward, Space, StepTable
 from megakernel.isa.record import Records
 from megakernel.program import Program
 from megakernel.runtime.cuda import stall
+from megakernel.runtime.cuda.loaded import Params
 from megakernel.runtime.cuda.maps import MapLayout, map_bits, map_layouts
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.targets.launch import BODY, MAP_BYTES, STRUCTURES, WARPS
+from megakernel.targets.launch import BODY, MAP_BYTES, WARPS
 from megakernel.targets.pages import MAPS
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +86,7 @@ class LaunchImage:
     def execute(self, words: Records, layer: int, rank: int, table: StepTable) -> None:
         """Run one record of the body alone, with another step table. Its waits end at once, because the
         counters already have the totals of all launches so far."""
-        params = STRUCTURES["Params"].from_buffer_copy(self.params)
+        params = Params.from_buffer_copy(self.params)
         words, offsets = np.ascontiguousarray(words), (np.arange(self.program.ranks + 1) > rank).astype(np.int32)
         params.records[BODY], params.offsets[BODY] = words.ctypes.data, offsets.ctypes.data
         params.step_words = table.words.ctypes.data
@@ -117,7 +118,7 @@ class LaunchImage:
         for rank, d in enumerate(ranks):
             for place, layout in map_layouts(program.forward, d, pages).items():
                 maps[rank, *place, : MAP.itemsize] = host_map(layout, address=int(addresses[rank, place[0]]))
-        self.params = params = STRUCTURES["Params"]()
+        self.params = params = Params()
         arrays = {
             "dims": np.stack([dims_words(d) for d in ranks]),
             "phases": np.stack([program.forward.words(d) for d in ranks]),

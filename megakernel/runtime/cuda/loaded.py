@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from ...errors import MegakernelError
 from ...isa import Buffer, Dims, StepTable, record
+from ...library import structure
 from ...program import SEGMENTS, Program, Segment
 from ...targets import HOPPER
-from ...targets.launch import BODY, EPILOGUE, PROLOGUE, STRUCTURES, WARPS
+from ...targets.launch import BODY, EPILOGUE, PROLOGUE, WARPS
 from . import stall
 from .driver import Event, Gpu
 from .heap import STATUS_BYTES, Heap
@@ -23,7 +24,7 @@ LANES = 2  # launches that may be under way: one runs, and the next is queued be
 ALL_SEGMENTS = 1 << PROLOGUE | 1 << BODY | 1 << EPILOGUE
 _ALIGNMENT, _WORD = 256, 4
 
-Params = STRUCTURES["Params"]
+Params = structure("cuda/launch.h", "Params")
 
 
 class Tables:

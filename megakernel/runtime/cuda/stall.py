@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from ... import trace as tracing
 from ...isa import StepTable, record
+from ...library import structure
 from ...program import SEGMENTS, Program
-from ...targets.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, STRUCTURES, WARPS
+from ...targets.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, WARPS
 from ..reference.launch import Blocked, Counters, ReferenceLaunch, StreamPlace
 
-NOTE: np.dtype[Any] = np.dtype(STRUCTURES["Diagnosis"])
+NOTE: np.dtype[Any] = np.dtype(structure("cuda/launch.h", "Diagnosis"))
 _STORER = SERVICE_WARPS.index("storer")
 _CONSUMERS = WARPS - len(SERVICE_WARPS)
 _LATE = object()

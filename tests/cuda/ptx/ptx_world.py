@@ -20,7 +20,7 @@ from ptx_regions import Regions
 from megakernel.isa import DIM_FIELDS, Dims, Units
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
-from megakernel.targets.launch import STRUCTURES
+from megakernel.runtime.cuda.loaded import Params
 
 HERE = Path(__file__).parent
 BUILDS = {
@@ -34,7 +34,7 @@ BUILDS = {
 _compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
 _FLAGS = ["-std=c++20", *WARNINGS, "-Wno-clobbered", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC"]
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(STRUCTURES["Params"]), ctypes.c_int, ctypes.c_int)
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.c_int)
 
 
 class Schedule(ctypes.Structure):

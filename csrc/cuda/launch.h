@@ -1,0 +1,70 @@
+// The arguments of a launch, which Python reads from this file (megakernel/library.py). The description of a
+// pointer begins with the shape of the data: `tp` is the model's number of ranks, and `blocks` the number of
+// thread blocks of this launch on this GPU.
+#pragma once
+#include "params.h"
+
+namespace mk {
+
+struct TensorMap;
+
+// Delays one instruction, for tests of the trace. Only traced launches apply it.
+struct Delay {
+  int32_t segment, layer;
+  int32_t record;  // index of the record, as in a trace
+  int32_t ns;      // 0: no delay
+};
+
+// The wait in which a warp was stuck when its launch was aborted.
+struct Diagnosis {
+  int32_t set;       // 0: the warp was not stuck, and the other fields are unset
+  int32_t segment;   // segment of the instruction that the warp executed; -1: between two instructions
+  int32_t layer;     // layer of the instruction, in the body
+  int32_t number;    // index of the instruction's record, as in a trace
+  int32_t awaited;   // the kind of counter or barrier waited for, an Awaited
+  int32_t index;     // index of the counter in its block, or ring slot of the page or instruction
+  int32_t value;     // value of the counter; unused for a barrier
+  int32_t expected;  // the counter value waited for, or the parity of the barrier phase waited for
+};
+
+struct Params {
+  const Dims* dims;                // [tp]: one Dims per rank, which differ in Dims.rank
+  const Phase* phases;             // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
+  const int32_t* records[4];       // [n][kWords]: those of prologue, body, epilogue and queues
+  const int32_t* offsets[4];       // [tp * (workers or queues) + 1]: where each begins in `records`
+  const int32_t* totals[3];        // [tp][counters]: signals per launch: first, middle, last block
+  int32_t* const* counter_values;  // [tp]: each rank's counters, [layers + 1][counters]
+  int32_t* const* claims;          // [tp]: each rank's claim counters, [layers][queues]
+  void* const* buffers;            // [tp][kBuffers]
+  const uint64_t* layer_stride;    // [tp][kBuffers]: bytes between layers; 0 if they share one copy
+  const TensorMap* maps;           // [tp][kBuffers][kMaps]: set only for buffers copied through tensor maps
+  uint64_t mapped;                 // bit b is set if blocks use their own rank's tensor maps of buffer b
+  uint64_t mapped_everywhere;      // bit b is set if blocks use every rank's tensor maps of buffer b
+  const int32_t* step_words;       // the step table
+  int32_t* abort;                  // a value other than 0 makes all warps abort the launch
+  Diagnosis* diagnoses;            // [blocks][warps]: for each warp, the wait in which it was stuck
+  float* sample_scratch;           // [blocks][2][vocab]
+  Interval* trace;                 // [blocks][trace_capacity]
+  int32_t* trace_counts;           // [blocks]: number of intervals, including those beyond trace_capacity
+  uint64_t* clocks;                // [blocks][kClockStamps]
+  uint64_t timeout_ns;             // a wait that lasts longer than this aborts the launch
+  Delay delay;
+  int32_t trace_capacity;
+  uint32_t launch;          // number of launches since the counters were zeroed, including this one
+  int32_t first_rank;       // the lowest rank that this grid runs
+  int32_t ranks;            // number of ranks that this grid runs
+  int32_t workers, queues;  // per rank
+  int32_t counters;         // per counter block
+  int32_t synchronise;      // 0: instructions neither wait nor signal, for launches of a single phase
+  int32_t pipelined;        // 0: a block fetches an instruction only after its previous instruction has ended
+  int32_t segments;         // bit s is set if segment s is run
+  int32_t layer_begin, layer_end;  // the layers of the body to run
+
+  // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.
+  MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
+    const int32_t i = rank * kBuffers + static_cast<int32_t>(buffer);
+    return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
+  }
+};
+
+}  // namespace mk
