@@ -77,8 +77,11 @@ class _Tiles:
 
 def moves(dims: Dims, position: Ints) -> bool:
     """Whether a row at one of these positions attends to other KV blocks than a row at the position before."""
-    block, left = dims.bucket.kv_block, position + 1 - max(dims.model.spans)  # tokens before the longest window
-    return bool(((position % block == 0) | ((left > 0) & (left % block == 0))).any())
+    block, window = dims.bucket.kv_block, max(dims.model.spans)
+    moved = position % block == 0
+    if window < dims.bucket.max_context:
+        moved |= (position >= window) & ((position + 1 - window) % block == 0)
+    return bool(np.count_nonzero(moved))
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
@@ -130,7 +133,7 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
     # The padding rows count as one more chunk at the end.
     chunk_row = np.append(np.cumsum(count) - count, live)
     seq, start = np.append(seq, -1), np.append(start, 0)
-    run = np.union1d(chunk_row, np.arange(0, dims.bucket.tokens, dims.bucket.row_block))
+    run = _distinct(chunk_row, np.arange(0, dims.bucket.tokens, dims.bucket.row_block))
     run = run[run < dims.bucket.tokens]
     run_end = np.append(run[1:], dims.bucket.tokens)
     pieces = np.where(run < live, -(-(run_end - run) // tile_rows), 1)
@@ -143,6 +146,12 @@ def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _T
     first, end = _seen(dims, position, position + rows - 1)
     blocks = np.where(row < live, end - first, 0)
     return _Tiles(row, rows, seq[chunk], position, chunk_row[chunk], first, blocks)
+
+
+def _distinct(*arrays: Ints) -> Ints:
+    """The distinct values of arrays, in ascending order. `np.unique` takes four times as long."""
+    values: Ints = np.sort(np.concatenate(arrays))
+    return np.compress(np.append(True, values[1:] > values[:-1]), values)
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,7 @@ def _pieces(dims: Dims, tiles: _Tiles, cut: _Cut) -> _Pieces:
     part_begin = line.borders[ends.tile] + ends.part * grains
     inside = (ends.grain > 0) & (ends.grain < grains)
     cuts = part_begin + ends.grain
-    begin = np.unique(np.concatenate([line.borders, cuts, part_begin[inside], (part_begin + grains)[inside]]))
+    begin = _distinct(line.borders, cuts, part_begin[inside], (part_begin + grains)[inside])
     begin, length = begin[:-1], np.diff(begin)  # the last border is the end of the line, where no item begins
     tile = np.searchsorted(line.borders, begin, side="right") - 1
     part, grain = np.divmod(begin - line.borders[tile], line.grains[tile])

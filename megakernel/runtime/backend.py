@@ -21,7 +21,7 @@ class HostRows(Protocol):
     def __getitem__(self, rows: Any, /) -> Any: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Output:
     """The results of a launch, in host memory. The next launch overwrites the arrays, so copy those that you keep."""
 

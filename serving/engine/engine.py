@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -52,7 +52,7 @@ _BLOCK = 64  # size of the blocks of logits in `top_logprobs`
 _NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """A finished launch, with the tokens that it generated. `rows` has the number of tokens that the step computed for
     each of its sequences, and `contexts` the number of tokens of each sequence in the KV cache after the step.
@@ -268,7 +268,8 @@ class Engine:
         if not len(ones) and not prompts:
             return None, None
         part = self._planner.plan(ones, prompts)
-        self._batch.unhold_computed(part.turns.slot)
+        if np.count_nonzero(self._batch.slots.holds):
+            self._batch.unhold_computed(part.turns.slot)
         if self._speculation:
             self._speculation.read(part)
         return part, self._build(part) if self._running else None
@@ -333,7 +334,7 @@ class Engine:
         turns, slots = part.turns, self._batch.slots
         alive = turns.alive(slots)[turns.chunk]
         results = _Results(alive.copy())
-        for row in (~alive).nonzero()[0].tolist():
+        for row in [] if np.count_nonzero(alive) == len(alive) else (~alive).nonzero()[0].tolist():
             sequence = turns.sequence[turns.chunk[row]]
             results.heard[row] = sequence.finish_reason is None  # not finished but without a slot: it was preempted
             if results.heard[row] and turns.samples[row]:
@@ -354,10 +355,8 @@ class Engine:
         self, turns: Turns, rows: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
     ) -> None:
         """Append the sampled tokens of the selected `rows`, at most one per sequence, to their running sequences."""
-        slots, at = self._batch.slots, _index(rows)
-        slot = turns.slot[turns.chunk[at]]
-        results.first[at] = slots.known[slot] == slots.prompt[slot]
-        results.finish[at] = slots.append(slot, tokens[at], now)
+        at = _index(rows)
+        results.first[at], results.finish[at] = self._batch.slots.append(turns.slot[turns.chunk[at]], tokens[at], now)
 
     def _verify(
         self, part: PlannedRows, sampling: NDArray[np.bool_], tokens: NDArray[np.int32], now: float, results: _Results
@@ -464,13 +463,10 @@ def _own(output: Output, turns: Turns) -> Output:
     """Return a copy of the outputs of a launch that the host needs, because the next launch overwrites them. Of the
     logits, only the rows for which requests want top log-probabilities are copied."""
     rows = len(turns.top)
-    return replace(
-        output,
-        tokens=output.tokens[:rows].copy(),
-        logprobs=output.logprobs[:rows].copy(),
-        logits=output.logits[turns.read],
-        hidden=output.hidden[turns.pooled] if turns.pooled else _NO_ROWS,
-    )
+    logits = output.logits[turns.read] if turns.read else _NO_ROWS
+    hidden = output.hidden[turns.pooled] if turns.pooled else _NO_ROWS
+    scores = output.tokens[:rows].copy(), output.logprobs[:rows].copy()
+    return Output(*scores, logits, hidden, output.seconds, output.trace)
 
 
 def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:

@@ -58,16 +58,9 @@ class Programs:
                 self._cache[key] = self._compile(tokens=key[0], logit_rows=key[1])
             return self._cache[key]
 
-    def warm(self, stop: Event | None = None) -> int:
-        """Compile a program of every size that a step can need, until `stop` is set. Returns the number of such sizes,
-        even if `stop` was set."""
-        keys = [
-            (tokens, rows)
-            for tokens in buckets(self.most_tokens)
-            for rows in buckets(min(self.most_logit_rows, tokens))
-        ]
-        for tokens, rows in keys:
-            if stop is not None and stop.is_set():
-                break
-            self.get(tokens, rows)
-        return len(keys)
+    def warm(self, stop: Event) -> None:
+        """Compile a program of every size that a step can need, until `stop` is set."""
+        for tokens in buckets(self.most_tokens):
+            for rows in buckets(min(self.most_logit_rows, tokens)):
+                if not stop.is_set():
+                    self.get(tokens, rows)

@@ -82,8 +82,8 @@ class Sequence:
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
     def append(self, token: int, now: float) -> int:
-        """Append a token that was being sampled when the sequence was preempted and lost its slot. Returns what
-        `Slots.append` returns: 0, or an index into FINISH if the token ends the sequence."""
+        """Append a token that was being sampled when the sequence was preempted and lost its slot. Returns
+        0, or an index into FINISH if the token ends the sequence."""
         self.saved = np.append(self.saved, np.int32(token))
         self.first_token_at, self.last_token_at = self.first_token_at or now, now
         self.sampling = False
@@ -273,17 +273,17 @@ class Slots:
         full: Ints = np.minimum(self.computed[slots], self.known[slots] - 1) // self.page
         return full
 
-    def append(self, slots: Ints, tokens: Ints, now: float) -> NDArray[Any]:
-        """Append a sampled token to the sequence in each of `slots`. Returns for each an index into FINISH, which says
-        whether and why the token ends the sequence. `now` is the time."""
+    def append(self, slots: Ints, tokens: Ints, now: float) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+        """Append a sampled token to the sequence in each of `slots`. Returns for each whether it is the first, and an
+        index into FINISH, which says whether and why the token ends the sequence. `now` is the time."""
         known = self.known[slots]
         self.tokens[slots, known] = tokens
-        self.known[slots] = known = known + 1
+        self.known[slots] = after = known + 1
         self.last_token_at[slots] = now
-        first = slots[known == self.prompt[slots] + 1]
-        self.first_token_at[first] = now
-        stop = (self.stop_ids[slots] == tokens[:, None]).any(axis=1)
-        return np.where(stop, 1, np.where(known >= self.limit[slots], 2, 0))
+        if np.count_nonzero(first := known == self.prompt[slots]):
+            self.first_token_at[slots[first]] = now
+        stop = np.logical_or.reduce(self.stop_ids[slots] == tokens[:, None], axis=1)
+        return first, np.where(stop, 1, 2 * (after >= self.limit[slots]))
 
 
 class _Row(NamedTuple):

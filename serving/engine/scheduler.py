@@ -264,8 +264,9 @@ class Batch:
         sequences that compute one token, and a list of (sequence, number of tokens) for the other sequences. All these
         sequences have a slot and the pages that they need."""
         slots, order = self.slots, self.slots.order
-        for sequence in slots.sequence[order[slots.full_pages(order) > slots.known_pages[order]]]:
-            self._publish(sequence)
+        full = slots.full_pages(order)
+        for at in (full > slots.known_pages[order]).nonzero()[0]:
+            self._publish(slots.sequence[order[at]], int(full[at]))
         if self._windows:
             passed = slots.passed(order)
             for at in (passed > slots.freed[order]).nonzero()[0]:
@@ -280,7 +281,7 @@ class Batch:
             return
         sequence.finish_reason = reason
         if sequence.slot >= 0:
-            self._publish(sequence)
+            self._publish(sequence, int(self.slots.full_pages(np.array(sequence.slot))))
             self._release(sequence)
         elif sequence in sequence.request.held:
             sequence.request.held.remove(sequence)
@@ -345,10 +346,10 @@ class Batch:
         """Empty the prefix cache."""
         self._pool.forget()
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Add the sequence's KV pages that launches have filled so far to the prefix cache."""
+    def _publish(self, sequence: Sequence, full: int) -> None:
+        """Add the sequence's first `full` KV pages, which launches have filled, to the prefix cache."""
         slots, slot = self.slots, sequence.slot
-        full, known = int(slots.full_pages(np.array(slot))), int(slots.known_pages[slot])
+        known = int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)
         for page, key in zip(slots.pages.ids[slot, known:full].tolist(), hashes[known:], strict=True):
             self._pool.learn(key, page)
@@ -360,10 +361,11 @@ class Batch:
         slots = self.slots
         order = slots.order
         short = order[slots.crowded(order)]
+        if not len(short):
+            return
         short = short[slots.pending(short) > 0]
         if len(short) <= self._pool.free:
-            if len(short):
-                slots.add_page(short, self._pool.take(len(short)))
+            slots.add_page(short, self._pool.take(len(short)))
             return
         for sequence in sorted(slots.sequence[short], key=_age):
             while not self._pool.free and sequence.slot >= 0:

@@ -229,7 +229,7 @@ class LLM:
             self.engine.stop(request, choice)
         if on_token:
             on_token(token, text)
-        return all(other.finish_reason for other in transcripts)
+        return transcript.finish_reason is not None and all(other.finish_reason for other in transcripts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's author recommends; other fields have their usual defaults."""
@@ -349,10 +349,11 @@ def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]
     """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal. Yields a
     function. Call this function after each step, with the step and the number of prompts that it finished."""
     console = Console(stderr=True)
+    if not wanted or not console.is_terminal:
+        yield lambda step, finished: None
+        return
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(
-        *columns, TextColumn("{task.fields[rate]}"), console=console, disable=not wanted or not console.is_terminal
-    )
+    bar = Progress(*columns, TextColumn("{task.fields[rate]}"), console=console)
     tokens = 0
     with bar:
         task = bar.add_task("", total=prompts, rate="")
