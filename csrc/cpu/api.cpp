@@ -118,21 +118,14 @@ MK_API int32_t mk_launch_start(mk_engine* engine, mk::Program* program, const in
       -1);
 }
 
-// Waits at most `timeout_ms` for the launch to end. Returns 0 if it is done, 1 if it is still running and -1
-// if it was aborted. After -1, mk_error() says which wait was not satisfied, and mk_reset must be called
-// before the next launch.
+// Waits at most `timeout_ms` for the launch to end, and returns its Status. After kFailed, mk_error() says
+// which wait was not satisfied, and mk_reset must be called before the next launch.
 MK_API int32_t mk_launch_wait(mk_engine* engine, int32_t timeout_ms) {
   return guarded(
       [&] {
-        switch (engine->interpreter->wait(std::chrono::milliseconds(timeout_ms))) {
-          case mk::Status::kDone:
-            return 0;
-          case mk::Status::kRunning:
-            return 1;
-          default:
-            last_error = engine->interpreter->error();
-            return -1;
-        }
+        const mk::Status status = engine->interpreter->wait(std::chrono::milliseconds(timeout_ms));
+        if (status == mk::Status::kFailed) last_error = engine->interpreter->error();
+        return static_cast<int32_t>(status);
       },
       -1);
 }

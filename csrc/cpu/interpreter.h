@@ -32,7 +32,7 @@ struct Delay {
   int64_t ns;      // 0: no delay
 };
 
-enum class Status { kDone, kRunning, kFailed };
+enum class Status : int32_t { kDone = 0, kRunning = 1, kFailed = -1 };  // as Python knows it
 
 class Interpreter {
  public:
@@ -143,7 +143,6 @@ class Interpreter {
   bool prefetch(Cursor& cursor);
   void finish();
   std::string describe_block();
-  template <bool kTrace>
   void stall(const Cursor& cursor) const;
   void record_interval(Cursor& cursor, IntervalKind kind, uint64_t begin, uint64_t end, int slot) const;
   int64_t interval_bound(const Cursor& cursor) const;

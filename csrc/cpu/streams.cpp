@@ -281,7 +281,7 @@ bool Interpreter::step(Cursor& c, int thread) {
     if (c.wait_begin) record_interval(c, IntervalKind::COUNTER_WAIT, c.wait_begin, begin, c.blocked);
     if (c.load_begin) record_interval(c, IntervalKind::LOAD, c.load_begin, c.load_end, 0);
     c.wait_begin = c.load_begin = 0;
-    stall<kTrace>(c);
+    stall(c);
   }
   if (c.phase->operation == Operation::kDrain && claim(c)) return true;
   Memory& memory = memory_[thread];
@@ -386,7 +386,6 @@ bool Interpreter::prefetch(Cursor& c) {
   return true;
 }
 
-template <bool kTrace>
 void Interpreter::stall(const Cursor& c) const {
   if (delay.ns == 0 || c.segment != delay.segment || c.number != delay.record) return;
   if (c.segment == kBody && c.layer != delay.layer) return;

@@ -6,13 +6,6 @@
 
 namespace mk::MK_SIMD {
 
-// Stores output[r] = t.
-template <class T>
-inline void store_plain(const Call& call, int r, int first, int n, float* t) {
-  T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
-  for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
-}
-
 // Stores the clipped gate of megakernel/isa/operations/experts.py. Gate and up are in `t`, kPanel floats
 // apart.
 template <class T>

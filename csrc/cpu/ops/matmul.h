@@ -14,9 +14,10 @@ inline void add_residual(const Call& call, int r, int first, int n, float* t) {
 }
 
 // Stores the results as they are: output[r] = t.
-inline void store_float(const Call& call, int r, int first, int n, float* t) {
-  float* x = call.output<float>() + int64_t{r} * call.phase->width + first;
-  for (int i = 0; i < n; i += kLanes) store(x + i, load(t + i, n - i), n - i);
+template <class T>
+inline void store_plain(const Call& call, int r, int first, int n, float* t) {
+  T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
+  for (int i = 0; i < n; i += kLanes) store(out + i, load(t + i, n - i), n - i);
 }
 
 // Stores this rank's partial sums on each rank that has the residual of row r: output[this rank][r] = t.
@@ -69,7 +70,7 @@ void matmul(const Call& call, const Tile& tile) {
     case Result::kLogits:
       return gemm<T>(call, tile, store_logits);
     case Result::kStored:
-      return gemm<T>(call, tile, store_float);
+      return gemm<T>(call, tile, store_plain<float>);
     case Result::kGeluGated:
       return gemm<T>(call, tile, store_gated<T, gelu_exponent>);
   }
