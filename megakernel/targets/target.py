@@ -49,7 +49,7 @@ class Target:
         return 0
 
     def loads(self, phase: Phase, columns: Columns, dims: Dims) -> Loads:
-        """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.loads`)."""
+        """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.traffic`)."""
         return loads(phase, columns, dims)
 
     def violations(self, parts: Sequence[Part]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..isa import cost
-from ..isa.link import link_bytes_each
+from ..isa.traffic import link_bytes_each
 from ..machine import Machine
 from ..targets import target_of
 from ..targets.issue import issued

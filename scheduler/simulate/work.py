@@ -49,7 +49,6 @@ from megakernel.targets.pages import STAGES, attention_pages, computed_rows, mat
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
 Column = NDArray[np.integer[Any]]
-_LISTS = (*SEGMENTS, "queues")
 
 
 class _Tasks:
@@ -150,18 +149,15 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
     """Return the records (instructions) of all workers and queues; the rank of each record; the number of each record
-    in a trace; and, for each list in `_LISTS`, the offsets at which the records of each worker or queue begin."""
-    every, ranks, number, offsets = [], [], [], []
-    start = 0
-    for name in _LISTS:
-        segment = getattr(program, name)
-        streams = program.workers if name != "queues" else max(program.rank_queues, 1)
-        every.append(segment.records)
-        ranks.append(np.repeat(np.arange(len(segment.offsets) - 1) // streams, np.diff(segment.offsets)))
-        number.append(np.arange(len(segment.records)) + (len(program.body.records) if name == "queues" else 0))
-        offsets.append((segment.offsets + start).astype(np.int32))
-        start += len(segment.records)
-    return np.concatenate(every), np.concatenate(ranks), np.concatenate(number).astype(np.int32), offsets
+    in a trace; and the offsets at which those of each worker begin in each segment, and those of each queue."""
+    segments = [program.numbered(segment) for segment in range(len(SEGMENTS))]
+    ends = np.cumsum([len(records) for records, _ in segments])
+    begins = 0, ends[0], ends[1], ends[0] + len(program.body.records)
+    lists = program.prologue, program.body, program.epilogue, program.queues
+    offsets = [(each.offsets + begin).astype(np.int32) for each, begin in zip(lists, begins, strict=True)]
+    number = np.concatenate([np.arange(len(records), dtype=np.int32) for records, _ in segments])
+    every, ranks = (np.concatenate(each) for each in zip(*segments, strict=True))
+    return every, ranks, number, offsets
 
 
 class _Keys:

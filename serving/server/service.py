@@ -202,9 +202,7 @@ class Service:
         try:
             return _cut(await self._turns.run(work), limit)
         except TooLong as e:
-            most = self.max_context
-            told = f"This model's maximum context length is {most} tokens, but {e}: shorten the prompt"
-            raise APIError(400, told) from None
+            raise self._too_long(f", but {e}: shorten the prompt") from None
 
     async def encode_chat(self, asked: Conversation, limit: Limit | None = None) -> TokenIds:
         """Return the token ids of a conversation, up to where the answer begins. `limit` is that of its prompt."""
@@ -225,9 +223,10 @@ class Service:
     def check_count(self, ids: Sequence[int] | TokenIds) -> None:
         """Raise a 400 if there are more tokens than the context has room for."""
         if len(ids) > self.max_context:
-            raise APIError(
-                400, f"This model's maximum context length is {self.max_context} tokens, but the request has {len(ids)}"
-            )
+            raise self._too_long(f", but the request has {len(ids)}")
+
+    def _too_long(self, why: str) -> APIError:
+        return APIError(400, f"This model's maximum context length is {self.max_context} tokens{why}")
 
     def _check_text(self, *texts: str) -> None:
         """Raise a 400, without tokenizing, for a text that certainly does not fit the context. Such a text has more
@@ -235,10 +234,9 @@ class Service:
         most = self.max_context * self._longest
         size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
         if self._longest and size > most:
-            raise APIError(
-                400,
-                f"This model's maximum context length is {self.max_context} tokens, and its longest token has"
-                f" {self._longest} bytes, so a text may have at most {most} bytes, not {size}: shorten the prompt",
+            raise self._too_long(
+                f", and its longest token has {self._longest} bytes, so a text may have at most {most} bytes,"
+                f" not {size}: shorten the prompt"
             )
 
     def room(self, prompts: list[TokenIds], wanted: int | None) -> None:
@@ -254,11 +252,7 @@ class Service:
             asked = f" and the request asks for {wanted} more: shorten the prompt or lower max_tokens"
             if not wanted:
                 asked = ": shorten the prompt" if wanted == 0 else " and the answer needs one more: shorten the prompt"
-            raise APIError(
-                400,
-                f"This model's maximum context length is {self.max_context} tokens; the prompt has {longest} tokens"
-                + asked,
-            )
+            raise self._too_long(f"; the prompt has {longest} tokens{asked}")
 
     def limit(self, body: Truncated, wanted: int | None) -> Limit | None:
         """Return which tokens of a prompt are wanted: the last `truncate_prompt_tokens`, or all (None) if that field is

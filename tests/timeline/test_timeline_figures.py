@@ -23,8 +23,8 @@ from simulated import step_of
 
 from megakernel import machine as machines
 from megakernel.isa import MAX_PHASES, Operation, cost
-from megakernel.isa.link import link_bytes_each
 from megakernel.isa.record import counter_word as word
+from megakernel.isa.traffic import link_bytes_each
 from megakernel.model import ModelConfig
 from megakernel.program import Program
 from megakernel.scheduler.simulate import simulate
