@@ -55,7 +55,7 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or cycle.scope["http_version"] != "1.1" or self.scheme == "https":
             return False
         cycle.keep_alive = False
-        cycle.scope[HALF_CLOSED] = True
+        cycle.scope[HALF_CLOSED] = True  # type: ignore[literal-required]
         self._probe(cycle)
         return True
 
