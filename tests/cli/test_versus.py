@@ -85,19 +85,14 @@ def test_settings_are_searched_for_each_phase() -> None:
     assert search[0]["tokens_per_s"] == 16 / 8 and search[5]["tokens_per_s"] == 100 / 10
 
 
-def test_slow_settings_are_tried_once() -> None:
+# With 18.5 seconds more, the combinations take 20.5, 22.5 and 19.5 seconds.
+@pytest.mark.parametrize(("extra", "tried"), [(0.0, [4, 4, 2, 3.5, 3.5]), (18.5, [4, 2, 8, 8])])
+def test_slow_settings_and_long_runs_are_tried_once(extra: float, tried: list[float]) -> None:
     peer = Scripted()
-    peer.settings = lambda phase: ({"a": 4, "b": 1}, [{"a": 2}, {"a": 3.5}])  # type: ignore[method-assign]
+    peer.extra = extra
+    peer.settings = lambda phase: ({"a": 4, "b": 1}, [{"a": 2}, {"a": tried[-1]}])  # type: ignore[method-assign]
     Contest(peer, Trial(1, 100, 16), ("decode",)).search(lambda *_: None)
-    assert [settings["a"] for _, settings in peer.asked] == [4, 4, 2, 3.5, 3.5]
-
-
-def test_long_runs_are_tried_once() -> None:
-    peer = Scripted()
-    peer.extra = 18.5  # the combinations take 20.5, 22.5 and 19.5 seconds
-    peer.settings = lambda phase: ({"a": 4, "b": 1}, [{"a": 2}, {"a": 8}])  # type: ignore[method-assign]
-    Contest(peer, Trial(1, 100, 16), ("decode",)).search(lambda *_: None)
-    assert [settings["a"] for _, settings in peer.asked] == [4, 2, 8, 8]
+    assert [settings["a"] for _, settings in peer.asked] == tried
 
 
 def test_medians_spreads_and_ratios() -> None:

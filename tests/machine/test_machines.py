@@ -129,19 +129,10 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         ('base = "h100"\n[paths]\ndot_pair = []', "of length >= 1 - at `$.paths[...]`"),
         ('base = "h100"\n[chip]\nsmss = 3', "unknown field `smss` - at `$.chip`"),
         ('base = "h100"\n[chip]\nsms = 1.5', "Expected `int`, got `float` - at `$.chip.sms`"),
-        ('base = "h100"\n[chip]\nsms = true', "Expected `int`, got `bool`"),
-        ('base = "h100"\n[chip]\nhbm_bytes = "much"', "Expected `float`, got `str` - at `$.chip.hbm_bytes`"),
         ('base = "h100"\n[chip]\nhbm_bytes = 0', "Expected `float` >= 1e-30 - at `$.chip.hbm_bytes`"),
         ('base = "h100"\n[chip]\nhbm_bytes = nan', "Expected `float` >= 1e-30"),
-        ('base = "h100"\n[chip]\nhbm_bytes = inf', "Expected `float` <= 1e+30"),
-        ('base = "h100"\n[chip]\ngeneration = 4', "Expected `str`, got `int` - at `$.chip.generation`"),
-        (
-            'base = "h100"\n[[curve]]\ncollective = "all_reduce"\ngpus = 8\nmessage_bytes = 2\nbus_bytes_per_s = [1]',
-            "Expected `array`, got `int` - at `$.curve[0].message_bytes`",
-        ),
         ("[flops_per_s]\nbf16 = 1\nfp32 = 1\n", "missing required field `chip`"),
         ('base = "_gpu"\n[chip]\nsms = 3', "missing required field `generation` - at `$.chip`"),
-        ('base = "h100"\n[curve]\ngpus = 8', "Expected `array`, got `object` - at `$.curve`"),
         (
             'base = "h100"\n[[curve]]\ncollective = "all_reduce"\ngpus = 8\nmessage_bytes = [2, 1]\n'
             "bus_bytes_per_s = [1, 2]",

@@ -82,9 +82,6 @@ ENTRY = msgspec.structs.asdict(measured())
                 ENTRY | {"flops": 1.0},
                 ENTRY | {"read_bytes_per_s": 1e300},
                 ENTRY | {"read_bytes_per_s": float("nan")},
-                ENTRY | {"cache_bytes_per_s": True},
-                ENTRY | {"probes": 0},
-                ENTRY | {"others": 3.0},
                 ENTRY | {"date": "\x1b[31mtoday"},
                 ENTRY | {"more": 1},
             )
