@@ -41,6 +41,9 @@ KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 KERNELS = Path("csrc/cpu/kernels.cpp").resolve()
 SIMD = {"portable": (4, [])}
 if platform.machine().lower() in ("x86_64", "amd64"):
+    # Only processors from before 2013 take the portable code here. With -O1, it is as fast and compiles in two thirds
+    # of the time.
+    SIMD["portable"] = (4, ["-O1"])
     SIMD["avx2"] = (8, ["-mavx2", "-mfma", "-mf16c"])
     SIMD["avx512"] = (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"])
 
