@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -54,60 +54,40 @@ class PartialAnswer:
 
     tokens: int | None = None
     finish_reason: str | None = "stopped"
-    _pieces: list[str] = field(default_factory=list)
-    _began: float = field(default_factory=perf_counter)
-    _first: float | None = None
-    _last: float = 0.0
+    text: str = ""
+    _moments: list[float] = field(default_factory=lambda: [perf_counter()])  # the begin, and when each piece arrived
 
     def add(self, text: str) -> None:
-        self._pieces.append(text)
-        self._last = perf_counter()
-        self._first = self._first or self._last
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
+        self.text += text
+        self._moments.append(perf_counter())
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self._first is None else self._first - self._began
+        return self._moments[1] - self._moments[0] if self.text else None
 
     @property
     def tpot_s(self) -> float | None:
-        if self._first is None or self.tokens is None or self.tokens < 2:
-            return None
-        return (self._last - self._first) / (self.tokens - 1)
+        several = self.text and self.tokens and self.tokens > 1
+        return (self._moments[-1] - self._moments[1]) / (self.tokens - 1) if several and self.tokens else None
 
 
-class Partner(Protocol):
-    """A conversation partner, which answers messages: a model or a server. `name` is shown before its answers."""
+class LocalModel:
+    """A model whose engine runs in this process. `name` is shown before its answers."""
 
-    name: str
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.name, self._llm, self._params = llm.model, llm, params
+        llm.get_tokenizer()  # raises an error if the model has no tokenizer
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
         """Return the number of tokens of the conversation, and the context's maximum for the conversation and its
         answer together. The result is None if these numbers are unknown."""
+        return len(self._llm.chat_ids(messages)), self._llm.engine.dims.bucket.max_context
 
     def reply(
         self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
     ) -> None:
         """Answer the last message. Each piece of text is added to `answer` and passed to `show` when it arrives. If
         Ctrl-C (KeyboardInterrupt) ends the answer, `answer` keeps the pieces so far."""
-
-
-class LocalModel:
-    """A model whose engine runs in this process."""
-
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        self.name, self._llm, self._params = llm.model, llm, params
-        llm.get_tokenizer()  # raises an error if the model has no tokenizer
-
-    def count(self, messages: Messages) -> tuple[int, int]:
-        return len(self._llm.chat_ids(messages)), self._llm.engine.dims.bucket.max_context
-
-    def reply(
-        self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], max_tokens: int | None
-    ) -> None:
         reader = self._llm.codec.reader(None)
 
         def take(token: Token, text: str) -> None:
@@ -155,8 +135,8 @@ class RemoteModel:
         self.name = str(self._client.model)
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Ask the server for the numbers that the method `count` of Partner returns. Only megakernel and vLLM have the
-        path `/tokenize`. A server may refuse a conversation that is too long."""
+        """See `LocalModel.count`. Only megakernel and vLLM have the path `/tokenize`. A server may refuse a
+        conversation that is too long."""
         try:
             answer = self._run(self._client.post("/tokenize", {"model": self.name, "messages": messages}))
             found = msgspec.json.decode(answer, type=_Count)
@@ -206,3 +186,6 @@ class RemoteModel:
             raise MegakernelError(f"the server says: {e.said}") from None
         except ERRORS as e:
             raise MegakernelError(f"the request to {self._client.url} failed: {e or type(e).__name__}") from e
+
+
+Partner = LocalModel | RemoteModel

@@ -107,9 +107,7 @@ def _about(question: Question) -> dict[str, Any]:
 
 
 def _list() -> None:
-    table = output.table("phase", "why", "layout")
-    for column, name in zip(table.columns, ("question", "what", "numbers of the book"), strict=True):
-        column.header = name
+    table = output.table("question", "what", "numbers of the book")
     for question in QUESTIONS.values():
         table.add_row(question.name, question.what, ", ".join(map(str, question.numbers)))
     output.stdout.print(table)
