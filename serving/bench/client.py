@@ -279,10 +279,8 @@ class _Connection:
 
 def _read_usage(message: _Answer, outcome: Outcome) -> None:
     if (usage := message.usage) is not None:
-        outcome.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else outcome.prompt_tokens
-        outcome.output_tokens = (
-            usage.completion_tokens if usage.completion_tokens is not None else outcome.output_tokens
-        )
+        outcome.prompt_tokens = usage.prompt_tokens or outcome.prompt_tokens
+        outcome.output_tokens = usage.completion_tokens or outcome.output_tokens
 
 
 def said(error: Any) -> str:
