@@ -166,44 +166,6 @@ def test_a_page_is_kept_for_each_running_sequence_that_will_need_one() -> None:
     assert_generated_alone(old, young)
 
 
-@pytest.mark.parametrize("phase", ["queued", "held", "prefilling", "decoding", "preempted", "done"])
-def test_cancel_in_every_phase(phase: str) -> None:
-    engine, backend = fake_engine(None, max_seqs=4, pages=8, step_tokens=16)
-    params = SamplingParams(seed=5, max_tokens=60, min_tokens=60)
-    other = engine.add([1] * 40, params)
-    mine = engine.add([2] * 40, SamplingParams(seed=5, max_tokens=60, min_tokens=60, n=2 if phase == "held" else 1))
-    sequence = mine.choices[0]
-    reached = {
-        "queued": lambda: sequence.slot < 0,
-        "held": lambda: bool(mine.held),
-        "prefilling": lambda: sequence.slot >= 0 and 0 < engine._batch.slots.computed[sequence.slot] < 40,
-        "decoding": lambda: sequence.outputs > 2,
-        "preempted": lambda: sequence.slot < 0 and sequence.outputs > 2,
-        "done": lambda: mine.done,
-    }[phase]
-    while not reached():
-        engine.step()
-    engine.abort(mine)
-    engine.abort(mine)
-    assert mine.done and all(c.slot < 0 for c in mine.choices)
-    assert {c.finish_reason for c in mine.choices} == {"length" if phase == "done" else "abort"}
-    outputs = [list(output_ids(c)) for c in mine.choices]
-    finish(engine, backend)
-    assert outputs == [output_ids(c) for c in mine.choices]
-    assert_generated_alone(other)
-
-
-def test_a_step_after_everybody_left_is_not_needed() -> None:
-    engine, backend = fake_engine()
-    request = engine.add([1, 2], SamplingParams(max_tokens=50))
-    engine.step()
-    assert backend.under_way  # the second step has been started
-    engine.abort(request)
-    other = engine.add([3], SamplingParams(max_tokens=2))
-    finish(engine, backend)
-    assert output_ids(other.choices[0]) == [0, 1]
-
-
 def test_who_was_admitted_for_a_step_that_never_starts_is_known_to_the_next() -> None:
     """Two decoding requests fill the budget of every step and end unexpectedly, with EOS. By then, the engine has
     prepared one more step for them, which never starts. A third request was admitted while this step was planned. It

@@ -82,7 +82,9 @@ class Traffic:
         if self.rng.random() < 0.5:
             self.engine.stop(request, self.rng.randrange(len(request.choices)))
         else:
-            self.engine.abort(request)
+            for _ in range(2):
+                self.engine.abort(request)
+            assert request.done and all(choice.slot < 0 for choice in request.choices)
         self.met["aborts"] += 1
 
     def check_table(self, table: StepTable) -> None:
