@@ -189,9 +189,7 @@ def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls:
             hosts=_local_names(sock, given["host"]) if hosts is None else _names(hosts),
             origins=tuple(given["cors_origin"] or ()),
         ),
-        limits=Limits(
-            given["max_queued_requests"], given["max_body_bytes"], given["request_timeout"], given["stall_timeout"]
-        ),
+        limits=Limits(given["max_body_bytes"], given["request_timeout"], given["stall_timeout"]),
         drain_seconds=given["shutdown_timeout"],
         log_level=logging.getLogger().level,
         listener=sock.fileno(),

@@ -45,9 +45,8 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^][\s:/?#@]*))(?::[0-9]*
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. At most `max_waiting` choices of one client may wait for their first engine step."""
+    """Limits of a frontend, the process that serves HTTP."""
 
-    max_waiting: int = 65536
     max_body: int = 16 << 20  # bytes
     request_timeout: float | None = None  # seconds until an answer must be complete
     stall_timeout: float = 120.0  # If the engine has work but no step ends for this many seconds, /health answers 503.

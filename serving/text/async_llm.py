@@ -15,8 +15,7 @@ from megakernel.serving.server.client import EngineClient
 from megakernel.serving.server.host import EngineHost
 from megakernel.serving.text.llm import LLM, Prompt
 from megakernel.serving.text.vllm import Question, RequestOutput, as_prompts
-
-_MOST_WAITING = 65536
+from megakernel.settings import SETTINGS
 
 
 class AsyncLLM:
@@ -25,7 +24,8 @@ class AsyncLLM:
 
     def __init__(self, model: Any, **args: Any) -> None:
         self._llm = LLM(model, **args)
-        self._host = EngineHost(self._llm, source="", frontends=1, max_waiting=_MOST_WAITING)
+        most = SETTINGS["max_queued_requests"].value()
+        self._host = EngineHost(self._llm, source="", frontends=1, max_waiting=most)
         self._host.start()
         self._client: EngineClient | None = None
         self._requests = 0

@@ -95,14 +95,13 @@ class Live:
 
 @contextmanager
 def serving(
-    llm: LLM, *, names: list[str] | None = None, access: AccessRules | None = None, **limits: Any
+    llm: LLM, *, names: list[str] | None = None, access: AccessRules | None = None, max_waiting: int = 99, **limits: Any
 ) -> Iterator[Live]:
     """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits. Programs are compiled
     when they are needed, because compiling all of them ahead takes longer than most tests."""
-    allowed = Limits(**limits)
     ceilings = machine_ceilings(machine.host(llm.threads))
-    host = EngineHost(llm, source="", frontends=1, max_waiting=allowed.max_waiting, ceilings=ceilings)
-    service = Service(host.description, llm.codec, (1, "frontend"), names, access, allowed)
+    host = EngineHost(llm, source="", frontends=1, max_waiting=max_waiting, ceilings=ceilings)
+    service = Service(host.description, llm.codec, (1, "frontend"), names, access, Limits(**limits))
     ready = Event()
     sock = listen("127.0.0.1", 0)
     server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)

@@ -198,6 +198,7 @@ def test_a_bar_shows_on_a_terminal_only(llm: LLM, monkeypatch: pytest.MonkeyPatc
 def test_a_bar_shows_the_tokens_of_all_steps_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     bar = MagicMock()
     bar.tasks = [SimpleNamespace(elapsed=2.0)]
+    monkeypatch.setattr(progress_module, "Console", lambda stderr: SimpleNamespace(is_terminal=True))
     monkeypatch.setattr(progress_module, "Progress", lambda *columns, **how: bar)
     with progress_module.progress(5, True) as advance:
         for tokens in (4, 6):
