@@ -88,19 +88,12 @@ def ggml_tokenizer(
     named = {name: next(iter(keys.ids(f"{key}_token_id")), defaults.get(name)) for name, key in NAMED_TOKENS.items()}
     for name in ("bos_token", "eos_token"):
         if (number := named[name]) is not None and number >= len(tokens):
-            _log.warning(
-                "%s: %s_id is %s, outside of the vocabulary of %s tokens; it is ignored",
-                source,
-                name,
-                number,
-                len(tokens),
-            )
+            what = f"{name}_id is {number}, outside of the vocabulary of {len(tokens)} tokens"
+            _log.warning("%s: %s; it is ignored", source, what)
     own = {name: tokens[i] for name, i in named.items() if i is not None and 0 <= i < len(tokens)} | dict(special or {})
 
-    if model == "llama":
-        backend = _sentencepiece(keys, tokens, types, own.get("unk_token"))
-    else:
-        backend = _merging(keys, tokens, pre)
+    unk = own.get("unk_token")
+    backend = _sentencepiece(keys, tokens, types, unk) if model == "llama" else _merging(keys, tokens, pre)
     ends = _ENDS - {text for text, sets in _NO_ENDS.items() if any(others <= ids.keys() for others in sets)}
     for key, texts in _CODE_ENDS.items():
         ends |= {tokens[i] for i in keys.ids(f"{key}_token_id") if 0 <= i < len(tokens)} or set(texts.split())

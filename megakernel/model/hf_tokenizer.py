@@ -72,9 +72,8 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     vocabulary, merges = read_json(path), regular(path.with_name("merges.txt"))
     _check_ids({"model": {"vocab": vocabulary}}, path)
     with file_errors(f"read {merges}"), backend_errors(f"cannot read {path} and {merges}"):
-        pairs = [
-            (a, b) for line in merges.read_text(encoding="utf-8").splitlines() for a, _, b in [line.partition(" ")]
-        ]
+        lines = merges.read_text(encoding="utf-8").splitlines()
+        pairs = [(a, b) for a, _, b in (line.partition(" ") for line in lines)]
         model = BPE(vocabulary, [pair for pair in pairs if all(pair) and pair[0] != "#version:"])
         backend = split_bytes(tokenizers.Tokenizer(model), _SPLITS[kind])
     if kind == "GPT2Tokenizer":  # its rule sees the space that it puts before a text
@@ -190,21 +189,14 @@ def _sentencepiece(path: Path, config: dict[str, Any], special: dict[str, str], 
             if text not in known:
                 tokens[len(tokens)] = (text, 0.0, CONTROL)
         texts, scores, types = map(list, zip(*(tokens[i] for i in range(len(tokens))), strict=True))
-    original = opened.sentencepiece_tokenizer
-    ids = {
-        "bos": original.bos_id(),
-        "eos": original.eos_id(),
-        "unknown": original.unk_id(),
-        "padding": original.pad_id(),
-    }
+    own = opened.sentencepiece_tokenizer
+    ids = {"bos": own.bos_id(), "eos": own.eos_id(), "unknown": own.unk_id(), "padding": own.pad_id()}
     facts: dict[str, Any] = {f"{name}_token_id": number for name, number in ids.items() if number >= 0}
     facts |= {"model": "llama", "tokens": texts, "scores": scores, "token_type": types}
-    facts |= {
-        "add_bos_token": config.get("add_bos_token") is not False,
-        "add_eos_token": config.get("add_eos_token") is True,
-    }
+    begins, ends = config.get("add_bos_token") is not False, config.get("add_eos_token") is True
+    facts |= {"add_bos_token": begins, "add_eos_token": ends}
     plain = _ggml(path, facts, special=special, options=options, **more)
-    if plain and any(plain.encode(text, add_special=False) != original.encode(text) for text in _SAMPLES):
+    if plain and any(plain.encode(text, add_special=False) != own.encode(text) for text in _SAMPLES):
         raise UnknownTokenizer(f"{path} splits text by rules that are not supported: {remedy}")
     prefix = "never" if config.get("add_prefix_space") is False else "first" if config.get("legacy") is False else None
     return _ggml(path, facts | {"prefix": prefix}, special=special, options=options, **more) if prefix else plain

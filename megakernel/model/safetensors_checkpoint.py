@@ -175,7 +175,8 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
 
 def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str, *, some: bool = False) -> FileCheckpoint:
     """Return the checkpoint `name` of tensors with the names in Hugging Face's files: all or, with `some`, not all."""
-    tensors.use(FAMILIES[config.family])
+    family = FAMILIES[config.family]
+    tensors.use(family)
     expected = expected_shapes(safetensors_naming(config))
     for old, new in _PREFIXES:
         names = (name.removeprefix(old) for name in tensors.shapes if name.startswith(old) and name not in expected)
@@ -186,7 +187,8 @@ def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str, *, 
         tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
     _check_tied(config, tensors)
     naming = safetensors_naming(config)
-    return FileCheckpoint(name, split_experts(tensors), naming, left_out=tensors.left_out, some=some)
+    files = split_experts(tensors, family.alternate)
+    return FileCheckpoint(name, files, naming, left_out=tensors.left_out, some=some)
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:

@@ -24,26 +24,25 @@ _BLOCK = BLOCKS[Dtype.MXFP4].weights
 
 
 class _Part(NamedTuple):
-    """Every `step`-th output of a tensor, from number `first` on, of one expert or (None) of all. `kind` is the end of
-    the tensor's name."""
+    """Every `step`-th output of one expert, from number `first` on. `kind` is the end of the tensor's name."""
 
     stored: str
     kind: str
+    expert: int
     first: int
     step: int
-    expert: int | None = None
 
 
-def split_experts(files: TensorFile) -> TensorFile:
-    """A view of files in which gate and up are tensors of their own, if the files have them in one."""
-    return _Split(files) if any(".experts.gate_up_proj" in name for name in files.shapes) else files
+def split_experts(files: TensorFile, alternate: bool) -> TensorFile:
+    """A view of files in which gate and up of each expert are tensors of their own, if the files have them in one. If
+    `alternate`, the outputs of gate and up alternate in the files."""
+    return _Split(files, alternate) if any(".experts.gate_up_proj" in name for name in files.shapes) else files
 
 
 class _Split:
-    def __init__(self, files: TensorFile) -> None:
+    def __init__(self, files: TensorFile, alternate: bool) -> None:
         self._files = files
         self._parts: dict[str, _Part] = {}
-        alternate = any(name.endswith(".experts.gate_up_proj_bias") for name in files.shapes)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in files.shapes.items():
             stem, _, matrix = name.rpartition(".experts.")
@@ -61,20 +60,14 @@ class _Split:
                 raise MegakernelError(
                     f"tensor {name} in {files.where(name)} does not have the type and shape of experts' weights"
                 )
-            outputs = shape[2] if kind == "" else shape[1]
             inputs = {"": shape[1:2], "_blocks": (_BLOCK * shape[-2],)}.get(kind, ())
-            parts = ["gate", "up"] if proj == "gate_up" else ["down"]
-            if not alternate:
-                count = outputs // len(parts)
-                for expert, (number, part) in product(range(shape[0]), enumerate(parts)):
-                    own = f"{stem}.experts.{expert}.{part}_proj.weight"
-                    self.shapes[own] = (count, *inputs)
-                    self._parts[own] = _Part(name, kind, number * count, 1, expert)
-                continue
-            for first, part in enumerate(parts if kind != "_scales" else []):
-                own = f"{stem}.experts.{part}_proj{kind.removesuffix('_blocks')}"
-                self.shapes[own] = (shape[0], outputs // len(parts), *inputs)
-                self._parts[own] = _Part(name, kind, first, len(parts))
+            parts = [] if kind == "_scales" else ["gate", "up"] if proj == "gate_up" else ["down"]
+            count = (shape[2] if kind == "" else shape[1]) // max(len(parts), 1)
+            for expert, (number, part) in product(range(shape[0]), enumerate(parts)):
+                own = f"{stem}.experts.{expert}.{part}_proj.{'bias' if kind == '_bias' else 'weight'}"
+                self.shapes[own] = (count, *inputs)
+                places = (number, len(parts)) if alternate else (number * count, 1)
+                self._parts[own] = _Part(name, kind, expert, *places)
 
     def where(self, name: str) -> Path:
         return self._files.where(self._parts[name].stored if name in self._parts else name)
@@ -88,31 +81,18 @@ class _Split:
     def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
         if name not in self._parts:
             return self._files.rows(name, start, end)
-        stored, kind, first, step, one = self._parts[name]
-        if one is not None:
-            return self._matrix(stored, kind, one, slice(first + start, first + end, 1))
-        if kind == "_bias":
-            return np.ascontiguousarray(self._files.rows(stored, start, end)[:, first::step])
-        experts, count = self.shapes[name][:2]
-        begin, out = min(start // count, experts - 1), []
-        for expert in range(begin, max(-(-end // count), begin + 1)):  # an empty range has rows of one, too
-            low, high = max(start - expert * count, 0), min(end - expert * count, count)
-            own = slice(first + step * low, first + step * high, step)
-            out.append(self._matrix(stored, kind, expert, own))
-        return np.concatenate(out)
-
-    def _matrix(self, stored: str, kind: str, expert: int, own: slice) -> NDArray[np.generic]:
-        """Some outputs of an expert, as rows of floats or of blocks in GGML's order."""
-        shape = self._files.shapes[stored]
-        if kind == "":
-            inputs = self._files.rows(stored, expert * shape[1], (expert + 1) * shape[1])
-            return np.ascontiguousarray(inputs[:, own].T)
+        stored, kind, expert, first, step = self._parts[name]
+        own, shape = slice(first + step * start, first + step * end, step), self._files.shapes[stored]
+        if kind != "_blocks":
+            inputs = shape[1] if kind == "" else 1
+            return np.ascontiguousarray(self._files.rows(stored, expert * inputs, (expert + 1) * inputs)[:, own].T)
+        # Blocks in GGML's order.
         first, end = (expert * shape[1] + own.start) * shape[2], (expert * shape[1] + own.stop) * shape[2]
         codes = self._files.rows(stored, first, end).view(np.uint8)
         scales = self._files.rows(stored.removesuffix("_blocks") + "_scales", first // shape[2], end // shape[2])
-        pairs = codes.reshape(-1, shape[2], _BLOCK // 2)[:: own.step]
+        pairs = codes.reshape(-1, shape[2], _BLOCK // 2)[::step]
         values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:2], _BLOCK)
         # A byte of a file has two successive values. In GGML, byte i has the values i and i + 16.
         packed = values[..., : _BLOCK // 2] | values[..., _BLOCK // 2 :] << 4
-        blocks = np.concatenate([scales.view(np.uint8)[:: own.step, :, None], packed], axis=-1)
+        blocks = np.concatenate([scales.view(np.uint8)[::step, :, None], packed], axis=-1)
         return blocks.reshape(len(blocks), -1)

@@ -90,14 +90,17 @@ def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, St
 
 
 class Stored:
-    """A checkpoint whose matrices are converted when read, to the types in `storage` or to the compute type."""
+    """A checkpoint whose matrices are converted when read, to the types in `storage` or to the compute type. `config`
+    replaces its configuration, which determines RoPE's frequencies."""
 
-    def __init__(self, whole: Checkpoint, storage: dict[Buffer, Storage]) -> None:
-        self.name, self.config, self.dtype = whole.name, whole.config, whole.dtype
+    def __init__(self, whole: Checkpoint, storage: dict[Buffer, Storage], config: ModelConfig | None = None) -> None:
+        self.name, self.config, self.dtype = whole.name, config or whole.config, whole.dtype
         self.storage = storage
         self._whole = whole
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
+        if buffer is Buffer.INV_FREQ:
+            return [vector(rope_table(self.config, layer))]
         inner = column_share(buffer, split).size
         if buffer not in self.storage:
             rows = self._whole.rows(buffer, layer, split)
@@ -118,21 +121,7 @@ class Stored:
 
 def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:
     """Return `checkpoint` for contexts of at most `tokens` tokens, which determine LongRoPE's frequencies."""
-    rope = checkpoint.config.rope
-    return _Shorter(checkpoint, tokens) if rope.short_factors and tokens <= rope.original_context else checkpoint
-
-
-class _Shorter:
-    """A checkpoint with a lower limit on the context. `for_contexts` returns it."""
-
-    def __init__(self, whole: Checkpoint, tokens: int) -> None:
-        self.name, self.dtype, self.storage = whole.name, whole.dtype, whole.storage
-        self.config = replace(whole.config, max_context=tokens)
-        self._whole = whole
-
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        return (
-            [vector(rope_table(self.config, layer))]
-            if buffer is Buffer.INV_FREQ
-            else self._whole.rows(buffer, layer, split)
-        )
+    config, rope = checkpoint.config, checkpoint.config.rope
+    if not rope.short_factors or tokens > rope.original_context:
+        return checkpoint
+    return Stored(checkpoint, checkpoint.storage, replace(config, max_context=tokens))

@@ -275,7 +275,7 @@ NAME = "model__layers__1__mlp__experts__"
         ({"gate_up_proj_scales": torch.zeros(3, 192, 2)}, "does not have the type and shape of experts"),
         ({"gate_up_proj_scales": None}, "does not have the type and shape of experts"),
         ({"down_proj_blocks": torch.zeros(3, 64, 96)}, "does not have the type and shape of experts"),
-        ({"down_proj_blocks": None}, r"has no tensor model\.layers\.1\.mlp\.experts\.down_proj"),
+        ({"down_proj_blocks": None}, r"has no tensor model\.layers\.1\.mlp\.experts\.0\.down_proj"),
         ({"down_proj_bias": torch.zeros(3, 64, dtype=torch.uint8)}, "has type U8, which is not supported"),
         ({"gate_up_proj_bias": torch.zeros(576)}, "does not have the type and shape of experts"),
         ({"down_proj_scales": torch.full((3, 64, 3), 255, dtype=torch.uint8)}, "contains a NaN"),

@@ -99,7 +99,8 @@ class TinyCheckpoint(FileCheckpoint):
     """A Checkpoint with the weights and the RoPE frequencies of a transformers model."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
-        super().__init__("tiny", split_experts(_StateDict(model)), safetensors_naming(config))
+        files = split_experts(_StateDict(model), FAMILIES[config.family].alternate)
+        super().__init__("tiny", files, safetensors_naming(config))
         # Use the RoPE frequencies of transformers, with two exceptions. For LongRoPE, transformers changes the
         # frequencies only when a text is long. And frequencies do not express layers without RoPE or with another
         # RoPE, or factors of attention scores.

@@ -4,44 +4,19 @@ from __future__ import annotations
 
 from ...isa import BUFFERS, Buffer, Forward, Space
 from ..config import ModelConfig
-from .experts import GPT_OSS, GRANITE_MOE, MIXTRAL, OLMOE, QWEN3_MOE
+from . import experts, like_llama, llama, post_norms
 from .family import Family
-from .lacking import LACKING
-from .like_llama import (
-    CWM,
-    ERNIE4_5,
-    EXAONE,
-    GEMMA,
-    GLM,
-    GRANITE,
-    GRANITE_HYBRID,
-    INTERNLM3,
-    IQUEST_CODER,
-    MINISTRAL,
-    MINISTRAL3,
-    MISTRAL,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SEED_OSS,
-    SMOLLM3,
-)
-from .llama import LLAMA
-from .post_norms import EXAONE4, GEMMA3, GLM4, OLMO2, OLMO3
+from .lacking import LACKING as LACKING
 
-# Of two families with the same name in GGUF files, the first reads them.
-_ALL = (
-    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA3, GPT_OSS, PHI3, OLMO2, OLMO3,
-    OLMOE, SMOLLM3, GRANITE, GRANITE_MOE, GRANITE_HYBRID, GLM, GLM4, ERNIE4_5, SEED_OSS, CWM, EXAONE, EXAONE4,
-    INTERNLM3, IQUEST_CODER,
-)  # fmt: skip
-FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+# All families in these modules. Of two with the same name in GGUF files, the first reads them.
+_MODULES = (llama, like_llama, experts, post_norms)
+FAMILIES: dict[str, Family] = {f.name: f for module in _MODULES for f in vars(module).values() if isinstance(f, Family)}
 
 
 def table() -> str:
     """The table of families in docs/models.md."""
-    names = {f.name: ", ".join(f"`{name}`" for name in f.gguf) or "—" for f in _ALL}
-    return "".join(f"| `{f.name}` | {names[f.name]} | {f.models} |\n" for f in _ALL)
+    names = {f.name: ", ".join(f"`{name}`" for name in f.gguf) or "—" for f in FAMILIES.values()}
+    return "".join(f"| `{f.name}` | {names[f.name]} | {f.models} |\n" for f in FAMILIES.values())
 
 
 def forward(config: ModelConfig) -> Forward:

@@ -39,7 +39,10 @@ def forward(c: ModelConfig, f: Family) -> Forward:
     )
 
 
-def _weights(router: str, gate_up: str, down: str) -> dict[Buffer, Weight]:
+_GATE_UP, _DOWN = "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj", "mlp.experts.{expert}.down_proj"
+
+
+def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOWN) -> dict[Buffer, Weight]:
     """The weights of experts. The arguments are names in safetensors files. GGUF files have one tensor for all experts
     of a layer."""
     return {
@@ -57,8 +60,12 @@ _KEYS = (
 _GGUF_KEYS = "expert_count expert_used_count"
 
 
-def _counts(config: Keys, every: tuple[str, ...], used: str) -> dict[str, Any]:
-    """Read the numbers of experts: of a layer, by any of the names `every`, and of a token."""
+def counts(config: Keys) -> dict[str, Any]:
+    """Read the numbers of experts: of a layer and of a token. GGUF files also have the width of one expert, where that
+    is not the key of an MLP."""
+    every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", ""
+    if config.get("expert_count") is not None:
+        every, used, width = ("expert_count",) * 2, "expert_used_count", "expert_feed_forward_length"
     name = next((key for key in every if config.get(key) is not None), every[0])
     count, per_token = config.count(name), config.count(used)
     for key in every:
@@ -68,19 +75,8 @@ def _counts(config: Keys, every: tuple[str, ...], used: str) -> dict[str, Any]:
             f"{config.source}: {config.prefix}{name} = {count} with {config.prefix}{used} = {per_token} is not "
             f"supported: a layer has at most {MOST_EXPERTS} experts, and a token uses 1 or more of them"
         )
-    return {"experts": count, "experts_per_token": per_token}
-
-
-def counts(config: Keys) -> dict[str, Any]:
-    """Read the numbers of experts from config.json."""
-    return _counts(config, ("num_local_experts", "num_experts"), "num_experts_per_tok")
-
-
-def gguf_counts(config: Keys) -> dict[str, Any]:
-    """Read the numbers of experts from a GGUF file, and the width of one, where that is not the key of an MLP."""
-    width = "expert_feed_forward_length"
-    own = {} if config.get(width) is None else {"ffn": config.count(width)}
-    return _counts(config, ("expert_count",), "expert_used_count") | own
+    own = {"ffn": config.count(width)} if width and config.get(width) is not None else {}
+    return {"experts": count, "experts_per_token": per_token, **own}
 
 
 def read(config: Keys) -> dict[str, Any]:
@@ -104,7 +100,7 @@ MIXTRAL = Family(
     read=read,
     keys=f"{_KEYS} sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    read_gguf=gguf_counts,
+    read_gguf=counts,
     gguf_keys=_GGUF_KEYS,
 )
 
@@ -125,7 +121,7 @@ GRANITE_MOE = replace(
     fields={name: key for name, key in GRANITE.fields.items() if name != "mlp_bias"},
     read=counts,
     keys=_KEYS,
-    read_gguf=gguf_counts,
+    read_gguf=counts,
     gguf_keys=_GGUF_KEYS,
 )
 
@@ -136,11 +132,7 @@ OLMOE = Family(
     architecture="OlmoeForCausalLM",
     gguf=("olmoe",),
     forward=forward,
-    weights=_weights(
-        "mlp.gate",
-        "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
-        "mlp.experts.{expert}.down_proj",
-    ),
+    weights=_weights(),
     adjacent=(),
     fixed={"whole_norms": True},
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False)},
@@ -148,7 +140,7 @@ OLMOE = Family(
     read=counts,
     keys=_KEYS,
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    read_gguf=gguf_counts,
+    read_gguf=counts,
     gguf_keys=_GGUF_KEYS,
 )
 
@@ -169,18 +161,14 @@ QWEN3_MOE = Family(
     gguf=("qwen3moe", "qwen3vlmoe"),
     forward=forward,
     head_norms=True,
-    weights=_weights(
-        "mlp.gate",
-        "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
-        "mlp.experts.{expert}.down_proj",
-    ),
+    weights=_weights(),
     adjacent=(),
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False), "ffn": ("moe_intermediate_size", None)},
     only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "use_qk_norm": (True,)},
     read=read_qwen3,
     keys=f"{_KEYS} layer_types max_window_layers sliding_window use_sliding_window",
     defaults={"max_position_embeddings": 32768},
-    read_gguf=lambda config: gguf_counts(config) | {"normalised_routes": True},
+    read_gguf=lambda config: counts(config) | {"normalised_routes": True},
     gguf_keys=f"{_GGUF_KEYS} expert_feed_forward_length",
 )
 
@@ -198,10 +186,9 @@ def read_gguf_gpt_oss(config: Keys) -> dict[str, Any]:
     """Read the sliding windows and the numbers of experts. A file must have windows, and one RoPE for all layers."""
     config.only("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
     config.count("attention.sliding_window")
-    return read_gguf_windows(config, 2) | gguf_counts(config)
+    return read_gguf_windows(config, 2) | counts(config)
 
 
-_GATE_UP = "mlp.experts.gate_proj mlp.experts.up_proj"
 GPT_OSS = Family(
     name="gpt_oss",
     models="gpt-oss-20b and 120b",
@@ -209,16 +196,15 @@ GPT_OSS = Family(
     gguf=("gpt-oss",),
     forward=forward,
     sinks=True,
-    weights={
+    weights=_weights("mlp.router")
+    | {
         B.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
         B.SINKS: of_layer("self_attn.sinks", "attn_sinks.weight", ""),
-        B.W_ROUTER: of_layer("mlp.router", "ffn_gate_inp"),
         B.B_ROUTER: of_layer("mlp.router", "ffn_gate_inp", ".bias"),
-        B.W_GATE_UP: of_layer(_GATE_UP, "ffn_gate_exps.weight ffn_up_exps.weight", ""),
-        B.B_GATE_UP: of_layer(_GATE_UP.replace("_proj", "_proj_bias"), "ffn_gate_exps.bias ffn_up_exps.bias", ""),
-        B.W_DOWN: of_layer("mlp.experts.down_proj", "ffn_down_exps.weight", ""),
-        B.B_DOWN: of_layer("mlp.experts.down_proj_bias", "ffn_down_exps.bias", ""),
+        B.B_GATE_UP: of_layer(_GATE_UP, "ffn_gate_exps ffn_up_exps", ".bias"),
+        B.B_DOWN: of_layer(_DOWN, "ffn_down_exps", ".bias"),
     },
+    alternate=True,
     adjacent=(),
     fixed={"normalised_routes": True, "clipped_gates": True, "mlp_bias": True},
     fields=dict.fromkeys(("qkv_bias", "o_bias"), ("attention_bias", True)),

@@ -70,6 +70,7 @@ class Family:
     `weights`         the tensor names of buffers, where they are not those of Llama
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
                       formats, the rows are half of a head's rotated part apart
+    `alternate`       in tensors with gate and up of all experts, their outputs alternate
     `norms_minus_one` safetensors files contain the scales of norms minus 1
     `fixed`           fields of ModelConfig with the same value in all models of the family
     `fields`          fields of ModelConfig that have a key in config.json: the key, and the value if it is absent
@@ -80,7 +81,7 @@ class Family:
     `aliases`         other names of keys in config.json, with the usual ones
     `renames`         parts of tensor names in safetensors files, with the usual ones, which replace them
     `defaults`        the values of keys that are absent in config.json, where they are not those of Llama. The key
-                      `partial_rotary_factor` is supported only if it is listed here.
+                      `partial_rotary_factor`, and `alpha` of RoPE's settings, are supported only if listed here.
     `activations`     the allowed names of the MLP's activation in config.json
     `two_ropes`       `rope_parameters` in config.json has one table for layers with sliding windows, one for others
     `gguf_fields`     as `fields`, but for GGUF files, in which a value of 0 counts as absent
@@ -102,6 +103,7 @@ class Family:
     sinks: bool = False
     weights: Mapping[Buffer, Weight] = field(default_factory=dict)
     adjacent: tuple[str, ...] = ("gguf",)
+    alternate: bool = False
     norms_minus_one: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
