@@ -107,6 +107,10 @@ MK_FN float gated(float gate, float x) {
   return gate / (1.0f + expf(-x));
 #endif
 }
+// Returns x or, if `cap` is not 0, cap * tanh(x / cap).
+MK_FN float capped(float x, float cap) {
+  return cap == 0.0f ? x : cap - gated(2.0f * cap, x * (-2.0f / cap));
+}
 MK_FN float gelu_exponent(float gate) { return 1.595769122f * (gate + 0.044715f * gate * gate * gate); }
 
 }  // namespace mk

@@ -108,9 +108,9 @@ constexpr bool kHasExperts = true;
 #endif
 
 // Whether the build has the code for wide norms and heads: norms over all heads of q and of k, rounding
-// without a norm, and heads of more than kHeadPart elements. Few models need this code, and without it the
-// others need fewer registers and less of the instruction cache. -DMK_WIDE=1 must be set exactly if the
-// programs to run need the code (megakernel/runtime/cuda/limits.py).
+// without a norm, heads of more than kHeadPart elements, caps of scores and logits, and scales of heads after
+// RoPE. Few models need this code, and without it the others need fewer registers. -DMK_WIDE=1 must be set if
+// the programs to run need the code (megakernel/runtime/cuda/limits.py).
 #if defined(MK_WIDE)
 constexpr bool kWide = MK_WIDE;
 #else

@@ -94,9 +94,12 @@ class ToHeads {
       row.norm += a * a + b * b;
       return;
     }
-    a = a * row.norm * column.scale.a, b = b * row.norm * column.scale.b;
+    const bool late = kWide && d_.late_scales;
+    a *= row.norm, b *= row.norm;
+    if (!late) a *= column.scale.a, b *= column.scale.b;
     const Pair angle = load_pair(row.rope + column.element);
-    const float x = a * angle.a - b * angle.b, y = b * angle.a + a * angle.b;
+    float x = a * angle.a - b * angle.b, y = b * angle.a + a * angle.b;
+    if (late) x *= column.scale.a, y *= column.scale.b;
     if (column.to == Buffer::Q) {
       store_pair(row.q + column.at, x, y);
     } else if (row.k) {
@@ -226,8 +229,9 @@ class ToLogits : public To {
     return c_.copy<float>(c_.phase().output, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
   MK_FN void store(Row row, int col, float a, float b) const {
-    row[col] = a;
-    if (col + 1 < c_.dims->rank_vocab()) row[col + 1] = b;
+    const float cap = kWide ? c_.dims->logit_cap : 0.0f;
+    row[col] = capped(a, cap);
+    if (col + 1 < c_.dims->rank_vocab()) row[col + 1] = capped(b, cap);
   }
 };
 

@@ -165,6 +165,11 @@ def rms_norm(x: F32, weight: F32, eps: float) -> F32:
     return x / scale * weight
 
 
+def capped(x: F32, cap: float) -> F32:
+    """`x`, or, if `cap` is not 0, cap * tanh(x / cap), which is smaller than `cap`."""
+    return np.float32(cap) * np.tanh(x / np.float32(cap)) if cap else x
+
+
 def product(a: F32, b: F32) -> F32:
     """a @ b, added in float64 and rounded once, so that BLAS's order of additions changes hardly any number."""
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)

@@ -85,6 +85,9 @@ class Shape:
     window: int = 0  # if not 0, a token attends to this many tokens, itself included, in some layers
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
     whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
+    late_scales: int = 0  # 1: the scales of the norms of heads multiply q and k after RoPE
+    score_cap: float = 0.0  # if not 0, attention scores s become cap * tanh(s / cap)
+    logit_cap: float = 0.0  # likewise for logits
 
 
 @_hashed_once
@@ -430,7 +433,7 @@ _RECORDS = {
 }
 # The names and types of all sizes, in the order in which the C++ struct has them.
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
-    (name, float if name in ("rms_eps", "embed_scale") else int) for names in _RECORDS.values() for name in names
+    (f.name, float if f.type == "float" else int) for record in _RECORDS for f in fields(record) if f.name != "model"
 )
 
 

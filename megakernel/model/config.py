@@ -104,6 +104,7 @@ class ModelConfig(Shape):
         """The model's sizes for the compute type `dtype`, with a quantised KV cache or rounded activations if asked."""
         common = {field.name for field in fields(self)} & {field.name for field in fields(ModelSizes)}
         own: dict[str, Any] = {name: int(getattr(self, name)) for name in common - {"window", "rms_eps"}}
+        own |= {"score_cap": self.score_cap, "logit_cap": self.logit_cap}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         if self.rounds_embedding:

@@ -115,9 +115,8 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     for other, key in family.aliases.items():
         if raw.get(other) is not None and raw.get(key) not in (None, raw[other]):
             raise refuse(f"{other} and {key} are both given and differ")
-        raw = {name: value for name, value in raw.items() if name != other} | (
-            {key: raw[other]} if raw.get(other) is not None else {}
-        )
+        given = {} if raw.get(other) is None else {key: raw[other]}
+        raw = {name: value for name, value in raw.items() if name != other} | given
     default = family.defaults.get
     known = _READ | _IGNORED | family.config_keys
     known |= {key for key in raw if key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")}
@@ -221,7 +220,9 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     if len(named) > 1 or (table and not named and set(table) - {"rope_theta"}):
         raise MegakernelError(f"{where} must name exactly one rope_type, not {', '.join(sorted(named)) or 'none'}")
     name = named.pop() if named else "default"
-    if name == "dynamic" and set(table) <= {"rope_type", "type", "rope_theta", "factor"}:
+    inside = Keys(table, where)
+    alpha = table.get("alpha") if name == "dynamic" and "alpha" in family.defaults else None
+    if name == "dynamic" and (alpha or set(table) <= {"rope_type", "type", "rope_theta", "factor"}):
         name = "default"  # frequencies change only beyond max_position_embeddings, which limits the context here
     kind = next((k for k in _NEEDS if k.value == name), None)
     if kind is None:
@@ -231,12 +232,14 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     # Keys of other kinds of RoPE scaling are accepted, because some files contain them and they have no effect.
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, *_MAY_HAVE.get(kind, ())}
+    known_keys |= {"alpha", *_MAY_HAVE[RopeKind.YARN]} if alpha else set()
     for extra in sorted(set(table) - known_keys.union(*_NEEDS.values())):
         if table[extra] is not None and table[extra] is not False:
             raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
 
-    inside = Keys(table, where)
     theta = _once(keys, inside, "rope_theta", family.defaults.get("rope_theta", Rope.theta))
+    if alpha:  # a base that is stretched at every length
+        theta *= inside.number("alpha") ** (head_dim / (head_dim - 2))
     partial = _once(keys, inside, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
     dims = int(head_dim * partial)
     if partial != 1 and not ("partial_rotary_factor" in family.defaults and 0 < dims < head_dim):

@@ -72,6 +72,8 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         if value is not None and not 1e-4 < value < 1e4:
             raise refuse(f"{name} is {value}; it must be between 0.0001 and 10000")
 
+    if not (0 <= config.score_cap < 1e4 and 0 <= config.logit_cap < 1e4):
+        raise refuse(f"caps of scores and logits are {config.score_cap} and {config.logit_cap}, not below 10000")
     if config.window < 0:
         raise refuse(f"the sliding window is {config.window}; it must be at least 1")
     if config.window:

@@ -147,7 +147,7 @@ def _sizes(d: Dims) -> Iterator[str]:
     known = d.model.dtype in (Dtype.F32, Dtype.BF16) and d.worker.units in list(Units)
     if d.split.expert_parallel and not d.split.equal_experts:
         yield f"{m.experts} experts cannot be divided equally among {d.split.tp} ranks"
-    flags = {d.split.replicated_o, d.split.replicated_residual, d.split.expert_parallel}
+    flags = {d.split.replicated_o, d.split.replicated_residual, d.split.expert_parallel, m.late_scales}
     known &= flags | {m.quantised_kv, m.q8_activations, m.normalised_routes, m.clipped_gates, m.whole_norms} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"

@@ -86,12 +86,8 @@ GEMMA = {
 }
 GEMMA_READ = {"embedding_multiplier": 8.0, "rounds_embedding": True, "tied": True}
 # Further keys of Gemma 3's published files, with smaller sizes.
-GEMMA3 |= {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "sliding_window": 64,
-}
+GEMMA3 |= {"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+GEMMA3 |= {"sliding_window": 64}
 GEMMA3 |= {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "sliding_window_pattern": 2}
 GEMMA3_READ = {"embedding_multiplier": 8.0, "rounds_embedding": True, "post_norms": True, "tied": True}
 GEMMA3_READ |= {"attention_multiplier": 1 / 16, "rope": Rope(1e6), "local_theta": 1e4}
@@ -189,6 +185,11 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
         ({**GLM, "head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0}, {}),
         (GEMMA, GEMMA_READ),
         ({**GEMMA, "hidden_act": "gelu", "hidden_activation": None}, GEMMA_READ),
+        (
+            {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_head_dim": 24}
+            | {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "beta_fast": 32, "factor": 1.0, "mscale": 1.0}},
+            {"head_dim": 24, "late_scales": True, "rope": Rope(1e4 * 1000 ** (24 / 22))},
+        ),
         (GEMMA3, GEMMA3_READ),
         (
             {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, "layer_types": [FULL, WINDOW]}

@@ -48,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "exaone": {"heads": 6, "kv_heads": 2, "hidden": 72, "head_dim": 24, "ffn": 77},
     "exaone4": {"layers": 5, "heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "sliding_window": 9},
     "gemma": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "tied": True},
+    "gemma2": {"layers": 5, "heads": 6, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 75, "tied": True}
+    | {"sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.5, "final_logit_softcapping": 9.0},
     "gemma3_text": {"layers": 7, "heads": 6, "kv_heads": 3, "head_dim": 24, "hidden": 48, "ffn": 75, "tied": True}
     | {"sliding_window": 9, "query_pre_attn_scalar": 24},
     "glm": {"heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 77},
@@ -57,6 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite": {"heads": 6, "kv_heads": 3, "head_dim": 16, "hidden": 40, "ffn": 99, "tied": True, **MULTIPLIERS},
     "granitemoe": {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden": 48, "ffn": 77, "tied": True, **MULTIPLIERS},
     "granitemoehybrid": {"heads": 6, "kv_heads": 2, "head_dim": 8, "hidden": 48, "tied": True, **MULTIPLIERS},
+    "hunyuan_v1_dense": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 56, "ffn": 69, "attention_bias": True},
     "internlm3": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 42, "ffn": 67, "qkv_bias": True, "bias": True},
     "iquestcoder": {"heads": 6, "kv_heads": 2, "head_dim": 24, "hidden": 42, "ffn": 71},
     "llama": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "tied": True},

@@ -34,7 +34,7 @@ def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
 def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> None:
     own: dict[str, Any] = {"sliding_window": None} if family in ("mistral", "ministral") else {}
-    own |= {"query_pre_attn_scalar": 16} if family == "gemma3_text" else {}
+    own |= {"query_pre_attn_scalar": 16} if family in ("gemma2", "gemma3_text") else {}
     _, checkpoint = make_llama(5, family, tied=family == "qwen2", rms_eps=2**-17, **own)
     write_gguf(checkpoint, tmp_path / "m.gguf", dtype)
     back = open_checkpoint(str(tmp_path / "m.gguf"))
@@ -49,7 +49,7 @@ def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> N
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3"])
 def test_layers_with_windows_come_back(tmp_path: Path, family: str) -> None:
-    own: dict[str, Any] = {"query_pre_attn_scalar": 16} if family == "gemma3_text" else {}
+    own: dict[str, Any] = {"query_pre_attn_scalar": 16} if family in ("gemma2", "gemma3_text") else {}
     types = ["full_attention", "sliding_attention", "sliding_attention"]
     _, checkpoint = make_llama(5, family, layers=3, sliding_window=9, layer_types=types, rms_eps=2**-17, **own)
     write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)

@@ -86,6 +86,9 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
             writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         writer.add_rope_dimension_count(int(c.head_dim * rope["partial_rotary_factor"]))
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(c.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(c.final_logit_softcapping)
     if architecture.startswith("granite"):
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)

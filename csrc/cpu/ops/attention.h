@@ -201,13 +201,15 @@ inline void store_output(const Call& call, int row, QueryHeads heads, const T* v
 }
 
 // Computes the softmax of one (row, head) pair over `tokens` scores, without the final division. Replaces
-// each score by its weight e^(s - m), where s is the score times `scale` and m is the maximum s. Also returns
-// m, and the sum l of the weights. The rest of the last SIMD vector becomes zero.
-inline void softmax_row(float* scores, int tokens, float scale, float& m, float& l) {
+// each score by its weight e^(s - m), where s is the score times `scale`, limited by the cap `d.score_cap`,
+// and m is the maximum s. Also returns m, and the sum l of the weights. The rest of the last SIMD vector
+// becomes zero.
+inline void softmax_row(const Dims& d, float* scores, int tokens, float scale, float& m, float& l) {
   const I32 lane = lane_index();
   F32 top = splat(-INFINITY);
   for (int t = 0; t < tokens; t += kLanes) {
-    const F32 s = select(lane < tokens - t, load(scores + t) * scale, splat(-INFINITY));
+    const F32 own = capped(load(scores + t) * scale, d.score_cap);
+    const F32 s = select(lane < tokens - t, own, splat(-INFINITY));
     top = select(s > top, s, top);
     store(scores + t, s);
   }
@@ -243,7 +245,7 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
     float* own = scores + int64_t{j} * d.kv_block;
     const int first = first_token(d, span, positions[j / group], block);
     for (int t = begin; t < first; ++t) own[t] = -INFINITY;
-    softmax_row(own + begin, visible_tokens(d, positions[j / group], block) - begin, scale, m[j], l[j]);
+    softmax_row(d, own + begin, visible_tokens(d, positions[j / group], block) - begin, scale, m[j], l[j]);
   }
   // Tokens that every row sees come first: their values are multiplied for all rows together. The later
   // tokens follow, row by row. These are few, because the rows have consecutive positions.

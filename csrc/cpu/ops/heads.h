@@ -19,21 +19,23 @@ MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
 #endif
 
 // Applies RoPE to n columns, in pairs: (a, b) -> (a cos - b sin, b cos + a sin). n is even, and the first
-// column is the first of a pair.
+// column is the first of a pair. Then multiplies them by `scales`, if these are not null.
 template <class T>
-inline void rotate(const float* t, const float* rope, int n, T* out) {
+inline void rotate(const float* t, const float* rope, const float* scales, int n, T* out) {
   const I32 lane = lane_index();
   const I32 even = lane & ~1, odd = lane | 1, swapped = lane ^ 1;
   const F32 sign = select((lane & 1) != 0, splat(1.0f), splat(-1.0f));
   for (int i = 0; i < n; i += kLanes) {
     const F32 v = load(t + i, n - i), angle = load(rope + i, n - i);
     const F32 turned = MK_SHUFFLE(v, swapped) * sign * MK_SHUFFLE(angle, odd);
-    store(out + i, v * MK_SHUFFLE(angle, even) + turned, n - i);
+    F32 rotated = v * MK_SHUFFLE(angle, even) + turned;
+    if (scales != nullptr) rotated = rotated * load(scales + i, n - i);
+    store(out + i, rotated, n - i);
   }
 }
 
 // Applies an RMS norm to each head of q and k in the columns [first, first + n) of q, k and v. The range must
-// consist of whole heads.
+// consist of whole heads. If the model has late scales, `rotate` multiplies by them.
 inline void norm_heads(const Call& call, int first, int n, float* t) {
   const Dims& d = *call.dims;
   const int rotated = lower_of(n, d.q_cols() + d.kv_cols() - first);
@@ -43,7 +45,8 @@ inline void norm_heads(const Call& call, int first, int n, float* t) {
     const float scale = rms_scale(t + i, d.head_dim, d.rms_eps);
     for (int j = 0; j < d.head_dim; j += kLanes) {
       const int m = d.head_dim - j;
-      store(t + i + j, normalised(t + i + j, weight + j, scale, m), m);
+      float* x = t + i + j;
+      store(x, d.late_scales ? load(x, m) * scale : normalised(x, weight + j, scale, m), m);
     }
   }
 }
@@ -85,6 +88,8 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
   if (call.phase->head_norm != Buffer::kNone) norm_heads(call, first, n, t);
   const StepView& s = *call.step;
   const float* rope = call.at<float>(Buffer::ROPE) + int64_t{r} * d.head_dim;
+  const float* q_scales = d.late_scales ? call.at<float>(call.phase->head_norm) : nullptr;
+  const float* k_scales = q_scales == nullptr ? nullptr : q_scales + d.head_dim;
   const int32_t seq = s.row_seq[r], position = s.positions[r], offset = position % d.kv_page;
   const int32_t page = seq < 0 ? 0 : s.block_tables[int64_t{seq} * d.pages_per_seq() + position / d.kv_page];
   for (int i = 0, width; i < n; i += width) {
@@ -92,13 +97,13 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
     const int element = col % d.head_dim;
     width = lower_of(d.head_dim - element, n - i);
     if (col < d.q_cols()) {
-      rotate(t + i, rope + element, width, call.output<T>() + int64_t{r} * d.q_cols() + col);
+      rotate(t + i, rope + element, q_scales, width, call.output<T>() + int64_t{r} * d.q_cols() + col);
     } else if (seq < 0) {
       continue;
     } else if (col < d.q_cols() + d.kv_cols()) {
       const int head = (col - d.q_cols()) / d.head_dim;
       if (d.quantised_kv) {
-        rotate(t + i, rope, width, t + i);
+        rotate(t + i, rope, k_scales, width, t + i);
         quantise(d, t + i, call.at<char>(Buffer::K_CACHE) + k_index(d, page, head, 0), offset, true);
         continue;
       }
@@ -106,7 +111,8 @@ inline void store_heads(const Call& call, int r, int first, int n, float* t) {
       T rotated[kPanel];
       for (int j = 0; j < width; j += kPanel) {
         const int m = lower_of(width - j, kPanel);
-        rotate(t + i + j, rope + element + j, m, rotated);
+        const float* scales = k_scales == nullptr ? nullptr : k_scales + j;
+        rotate(t + i + j, rope + element + j, scales, m, rotated);
         for (int e = 0; e < m; ++e) k[int64_t{j + e} * d.kv_page] = rotated[e];
       }
     } else {

@@ -50,6 +50,8 @@ inline void store_gated(const Call& call, int r, int first, int n, float* t) {
 inline void store_logits(const Call& call, int r, int first, int n, float* t) {
   const Dims& d = *call.dims;
   const int sampler = r / d.own_logit_rows();
+  for (int i = 0; d.logit_cap != 0.0f && i < n; i += kLanes)
+    store(t + i, capped(load(t + i, n - i), d.logit_cap), n - i);
   store_to(call, call.phase->output, {sampler, sampler + 1}, int64_t{r} * d.vocab + d.first_vocab() + first,
            t, n);
 }

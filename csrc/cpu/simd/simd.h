@@ -411,4 +411,11 @@ MK_INLINE F32 exp(F32 x) {
   return select(x != x, x, select(tiny, F32{}, result));
 }
 
+// Returns x or, if `cap` is not 0, cap * tanh(x / cap). Minus infinity, which hides a token, stays.
+MK_INLINE F32 capped(F32 x, float cap) {
+  if (cap == 0.0f) return x;
+  const F32 limited = cap - 2.0f * cap / (exp(x * (2.0f / cap)) + 1.0f);
+  return select(x == splat(-INFINITY), x, limited);
+}
+
 }  // namespace mk::MK_SIMD

@@ -111,7 +111,7 @@ class AttentionItem {
         tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
         pages_.release();
       }
-      tile.softmax(scale, block, span());
+      tile.softmax(scale, kWide ? d_.score_cap : 0.0f, block, span());
       if (!split) tile.merge();
       if constexpr (kWide) pages_.skip(2 * part());
       tile.template values<0>(pages_.take(), split);

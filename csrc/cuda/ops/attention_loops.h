@@ -38,12 +38,14 @@ class AttentionTile {
     }
   }
 
-  void softmax(float scale, int block, int span) {
+  void softmax(float scale, float cap, int block, int span) {
     for (int i = 0; i < rows_; ++i) {
       const int tokens = position_[i] + 1 - block * kKvBlock, before = tokens - span;
       float m = minus_infinity(), l = 0.0f;
       for (int t = 0; t < kKvBlock; ++t) {
-        score_[i][t] = t >= before && t < tokens ? score_[i][t] * scale : minus_infinity();
+        score_[i][t] = t >= before && t < tokens ? (cap == 0.0f ? score_[i][t] * scale
+                                                                : cap * tanh_fast(score_[i][t] * scale / cap))
+                                                 : minus_infinity();
         m = fmaxf(m, score_[i][t]);
       }
       const float base = m == minus_infinity() ? 0.0f : m;

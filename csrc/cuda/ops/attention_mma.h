@@ -110,8 +110,16 @@ class AttentionTile {
 
   // Computes the softmax of KV block number `block`: turns the scores into e^(score - m), rounded to bf16,
   // where m is the row's maximum score in the block. A row sees the last `span` tokens up to its own; for
-  // other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before rounding.
-  __device__ void softmax(float scale, int block, int span) {
+  // other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before rounding. Scores are
+  // first multiplied by `scale`, and limited by `cap` if it is not 0.
+  __device__ void softmax(float scale, float cap, int block, int span) {
+    if (kWide && cap != 0.0f) {
+      const float inside = scale * one_over_root(cap * cap);
+      MK_UNROLL for (int n = 0; n < 16; ++n) {
+        MK_UNROLL for (int e = 0; e < 4; ++e) score_[n][e] = tanh_fast(score_[n][e] * inside);
+      }
+      scale = cap;
+    }
     MK_UNROLL for (int half = 0; half < 2; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;
       // The row sees the token in column c of this lane if 0 <= offset + c < span. With unsigned numbers, one

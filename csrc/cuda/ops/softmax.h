@@ -16,6 +16,16 @@ MK_FN float exp_fast(float x) {
 #endif
 }
 
+MK_FN float tanh_fast(float x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  return tanhf(x);
+#endif
+}
+
 // The factors that merge one more KV block: `keep` scales the earlier sum, `add` scales the new block's sum.
 // They apply to l and to each element of o.
 struct Rescale {

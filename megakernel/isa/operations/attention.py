@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from ..buffers import Buffer, given, kv_bytes
-from ..context import F32, Context, product
+from ..context import F32, Context, capped, product
 from ..dims import Dims, ModelSizes, ceil_div
 from ..dtypes import Dtype
 from ..integers import codes, multiply, rounded
@@ -187,7 +187,7 @@ def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     quantised = c.dims.model.quantised_kv
     scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)
-    scores *= np.float32(c.dims.model.head_dim**-0.5)
+    scores = capped(scores * np.float32(c.dims.model.head_dim**-0.5), c.dims.model.score_cap)
     m = scores.max(axis=1, keepdims=True)
     p = np.exp(scores - m)
     return np.concatenate([m, p.sum(axis=1, keepdims=True), product(p, values)], axis=1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..access import EVERY, Access, Columns, Kind
 from ..buffers import Buffer, given
-from ..context import F32, Context, rms_norm
+from ..context import F32, Context, capped, rms_norm
 from ..dims import Dims
 from ..dtypes import Dtype, from_f32, to_f32
 from ..opcodes import Result, Rows
@@ -91,13 +91,17 @@ def _store_heads(c: Context, row: int, col: int, t: F32) -> None:
     if c.phase.head_norm is not None:
         heads = t[:, :rotated].reshape(len(t), -1, d.model.head_dim)
         kind = (column[: rotated : d.model.head_dim] >= d.split.q_cols).astype(int)
-        t[:, :rotated] = rms_norm(heads, c.read(c.phase.head_norm)[kind], d.model.rms_eps).reshape(len(t), -1)
+        scales = c.read(c.phase.head_norm)[kind]
+        early = np.ones_like(scales) if d.model.late_scales else scales
+        t[:, :rotated] = rms_norm(heads, early, d.model.rms_eps).reshape(len(t), -1)
     even = column[:rotated:2] % d.model.head_dim
     rope = c.read(Buffer.ROPE, r)
     cos, sin = rope[:, even], rope[:, even + 1]
     a, b = t[:, :rotated:2].copy(), t[:, 1:rotated:2].copy()
     t[:, :rotated:2] = a * cos - b * sin
     t[:, 1:rotated:2] = b * cos + a * sin
+    if c.phase.head_norm is not None and d.model.late_scales:
+        t[:, :rotated] *= scales.ravel()
 
     q = column < d.split.q_cols
     c.write(c.output, (r, column[q]), t[:, q])
@@ -165,13 +169,14 @@ def _logits_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 def _store_logits(c: Context, row: int, col: int, t: F32) -> None:
     columns = slice(c.dims.split.first_vocab + col, c.dims.split.first_vocab + col + t.shape[1])
-    for i, line in enumerate(t, row):
+    for i, line in enumerate(capped(t, c.dims.model.logit_cap), row):
         c.store(c.output, (i // c.dims.own_logit_rows,), (i, columns), line)
 
 
 RESULTS: dict[Result, ResultSpec] = {
     Result.HEADS: ResultSpec(
-        "q in buffer Q, k and v in a KV page, each rounded once; q and k are first rotated by the angles in ROPE[r]",
+        "q in buffer Q, k and v in a KV page, each rounded once; q and k are first rotated by the angles in ROPE[r], "
+        "before or after the scales of `head_norm`, as the model says",
         _heads_accesses,
         lambda width, d: contents(Buffer.Q, d),
         _store_heads,
@@ -207,7 +212,8 @@ RESULTS: dict[Result, ResultSpec] = {
         _store,
     ),
     Result.LOGITS: ResultSpec(
-        "output[i] = t in float32, for this rank's part of the vocabulary, on the rank that samples row i",
+        "output[i] = t, or logit_cap * tanh(t / logit_cap), in float32, for this rank's part of the vocabulary, on the "
+        "rank that samples row i",
         _logits_accesses,
         lambda width, d: logits(d),
         _store_logits,

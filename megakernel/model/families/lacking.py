@@ -26,8 +26,7 @@ _MODELS = {
     "experts of another kind": """arctic dbrx flex_olmo flint grok grovemoe jetmoe mellum phimoe smallthinker""",
     "embeddings of its own in each layer": """gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
         gemma4_unified_assistant gemma4_unified_text""",
-    "attention scores or logits capped by tanh": "gemma2 nanochat vaultgemma",
-    "norms of q and k after RoPE": "hunyuan-dense hunyuan_v1_dense",
+    "attention scores or logits capped by tanh": "nanochat vaultgemma",
     "norms that subtract the mean": """biogpt bloom codegen codeshell cohere cohere2 cohere2_moe cohere_compass_text
         command-r cpmant ctrl falcon fuyu gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj gptneox jais2
         mpt nemotron olmo openai-gpt opt persimmon phi phi2 stablelm starcoder starcoder2 xglm""",

@@ -150,6 +150,26 @@ GRANITE_HYBRID = replace(
     "output_router_logits position_embedding_type router_aux_loss_coef time_step_limit",
 )
 
+HUNYUAN = Family(
+    name="hunyuan_v1_dense",
+    models="Hunyuan 0.5B to 7B",
+    architecture="HunYuanDenseV1ForCausalLM",
+    gguf=("hunyuan-dense",),
+    forward=forward,
+    head_norms=True,
+    weights={Buffer.QK_NORM: of_layer("self_attn.query_layernorm self_attn.key_layernorm", "attn_q_norm attn_k_norm")},
+    adjacent=(),
+    fixed={"late_scales": True},
+    fields=ATTENTION_BIAS,
+    only={"mlp_bias": (False,), "norm_type": ("rms",), "num_experts": (1,), "use_cla": (False,)}
+    | {"use_qk_norm": (True,), "use_rotary_pos_emb": (True,)},
+    aliases={"attention_head_dim": "head_dim"},
+    # What describes images, groups of shared keys (use_cla) or tasks.
+    keys="cla_share_factor class_num dense_list im_end_id im_newline_id im_start_id mask_init_id org_vocab_size pad_id "
+    "pool_type sep_id text_end_id text_start_id",
+    defaults={"rms_norm_eps": 1e-5, "alpha": 1.0},
+)
+
 INTERNLM3 = Family(
     name="internlm3",
     models="InternLM3-8B",

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import MegakernelError
-from ...isa import Buffer, Forward
+from ...isa import Buffer, Forward, Phase
 from ..config import Keys, ModelConfig
 from .family import Family, of_layer
 from .like_llama import GELU, GEMMA, GLM, scaled_embeddings
 from .llama import AFTER, ATTENTION_BIAS, BEFORE, next_rope, qkv_phases
-from .verbs import add_norm, attention, gated_matmul, matmul, norm, qkv, rounded
+from .verbs import add_norm, attention, gated_matmul, matmul, norm, rounded
 from .windows import every_nth, layers_of, read_gguf_windows, windows, windows_with_rope
 
 B = Buffer
@@ -19,36 +19,31 @@ B = Buffer
 
 def forward(c: ModelConfig, f: Family) -> Forward:
     """Norms precede and follow attention and the MLP."""
-    return Forward.of(
-        BEFORE,
-        [
-            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norms=f.head_norms, output=B.Q),
-            attention("attention", inputs=B.Q, output=B.ATTN),
-            matmul("o_proj", inputs=B.ATTN, weights=B.W_O, output=B.SUBLAYER),
-            add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
-            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            gated_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, gelu=f.gelu, output=B.ACT),
-            matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.SUBLAYER),
-            add_norm("post_mlp_norm", inputs=B.SUBLAYER, scale=B.POST_MLP_NORM, output=B.X),
-            *next_rope(c),
-        ],
-        AFTER,
+    return _followed(
+        c,
+        f,
+        norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
+        norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
     )
 
 
 def forward_olmo(c: ModelConfig, f: Family) -> Forward:
     """Norms only follow attention and the MLP. q and k have norms too."""
+    return _followed(c, f, rounded("attn_input", inputs=B.X, output=B.H), rounded("mlp_input", inputs=B.X, output=B.H))
+
+
+def _followed(c: ModelConfig, f: Family, before_attention: Phase, before_mlp: Phase) -> Forward:
+    """Norms follow attention and the MLP. The arguments say what precedes them."""
     return Forward.of(
         BEFORE,
         [
-            rounded("attn_input", inputs=B.X, output=B.H),
+            before_attention,
             *qkv_phases(c, f),
             attention("attention", inputs=B.Q, output=B.ATTN),
             matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.SUBLAYER),
             add_norm("post_attn_norm", inputs=B.SUBLAYER, scale=B.POST_ATTN_NORM, output=B.X),
-            rounded("mlp_input", inputs=B.X, output=B.H),
-            gated_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, output=B.ACT),
+            before_mlp,
+            gated_matmul("gate_up_silu", inputs=B.H, weights=B.W_GATE_UP, gelu=f.gelu, output=B.ACT),
             matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, output=B.SUBLAYER),
             add_norm("post_mlp_norm", inputs=B.SUBLAYER, scale=B.POST_MLP_NORM, output=B.X),
             *next_rope(c),
@@ -73,52 +68,76 @@ GLM4 = replace(
 )
 
 
+def _scalar(config: Keys) -> dict[str, Any]:
+    """Read what Gemma 2 and 3 multiply embeddings and attention scores by."""
+    if (scalar := config.number("query_pre_attn_scalar", 256)) <= 0:
+        raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
+    return scaled_embeddings(config.count("hidden_size")) | {"attention_multiplier": scalar**-0.5}
+
+
+def _gemma2(config: Keys) -> dict[str, Any]:
+    """Read which layers have windows, and the caps, of which null means none."""
+    caps = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)}
+    given = {name: own for name, own in caps.items() if config.raw.get(own[0], own[1]) is not None}
+    return _scalar(config) | windows(config, every_nth(layers_of(config), 2)) | config.fields(given)
+
+
 def _gemma3(config: Keys) -> dict[str, Any]:
-    """Read which layers have windows, their RoPE base, and what multiplies attention scores."""
+    """Read which layers have windows, and their RoPE base."""
     every = config.count("sliding_window_pattern", 6)
     if every < 1:
         raise MegakernelError(f"{config.source}: sliding_window_pattern is {every}; it must be at least 1")
-    scalar = config.number("query_pre_attn_scalar", 256)
-    if scalar <= 0:
-        raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
-    windowed = windows_with_rope(
-        config, every_nth(layers_of(config), every), config.number("rope_local_base_freq", 1e4)
-    )
-    return scaled_embeddings(config.count("hidden_size")) | windowed | {"attention_multiplier": scalar**-0.5}
+    full, theta = every_nth(layers_of(config), every), config.number("rope_local_base_freq", 1e4)
+    return _scalar(config) | windows_with_rope(config, full, theta)
 
 
-def _gguf_gemma3(config: Keys) -> dict[str, Any]:
+def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
     """Read the windows and their RoPE base. llama.cpp assumes most of the other numbers."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
-    # The 27B model, with 62 layers, divides scores by the root of another size than that of its heads.
-    size = max(1, hidden / max(heads, 1) if layers == 62 else config.count("attention.key_length", 256))
-    return scaled_embeddings(hidden) | read_gguf_windows(config, 6, 1e4) | {"attention_multiplier": size**-0.5}
+    # The 27B models, with 46 or 62 layers, divide scores by the root of another size than that of their heads.
+    size = max(1, hidden / max(heads, 1) if layers in (46, 62) else config.count("attention.key_length", 256))
+    return scaled_embeddings(hidden) | read_gguf_windows(config, every, theta) | {"attention_multiplier": size**-0.5}
 
 
-GEMMA3 = replace(
+GEMMA2 = replace(
     GEMMA,
-    name="gemma3_text",
-    models="Gemma 3 270M and 1B, and the text part of 4B to 27B (`Gemma3ForConditionalGeneration`)",
-    architecture="Gemma3ForCausalLM",
-    inside=("Gemma3ForConditionalGeneration",),
-    gguf=("gemma3",),
+    name="gemma2",
+    models="Gemma 2 2B to 27B",
+    architecture="Gemma2ForCausalLM",
+    gguf=("gemma2",),
     forward=forward,
-    head_norms=True,
     weights={
         B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
         B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm"),
         B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
     },
     fixed={"rounds_embedding": True, "post_norms": True},
+    read=_gemma2,
+    keys="attn_logit_softcapping cache_implementation final_logit_softcapping layer_types query_pre_attn_scalar "
+    "sliding_window",
+    defaults={**GEMMA.defaults, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256000},
+    activations=(GELU,),
+    gguf_fields={"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)},
+    read_gguf=lambda config: _gguf_gemma(config, 2),
+    gguf_keys="attention.sliding_window_pattern",
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    models="Gemma 3 270M and 1B, and the text part of 4B to 27B (`Gemma3ForConditionalGeneration`)",
+    architecture="Gemma3ForCausalLM",
+    inside=("Gemma3ForConditionalGeneration",),
+    gguf=("gemma3",),
+    head_norms=True,
     only={**GEMMA.only, "attn_logit_softcapping": (), "final_logit_softcapping": ()},
     read=_gemma3,
     keys="cache_implementation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window "
     "sliding_window_pattern",
-    defaults={**GEMMA.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
-    activations=(GELU,),
+    defaults={**GEMMA2.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6, "vocab_size": 262208},
     two_ropes=True,
-    read_gguf=_gguf_gemma3,
+    gguf_fields={},
+    read_gguf=lambda config: _gguf_gemma(config, 6, 1e4),
     gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
 )
 

@@ -11,8 +11,10 @@ _TURN = 32  # a warp processes this many columns of its accumulators at a time (
 
 
 def wide(model: ModelSizes) -> bool:
-    """Whether the model needs the code for wide norms and heads, which only a build of its own has (`Build.wide`)."""
-    return model.head_dim > HEAD_PART or model.whole_norms > 0
+    """Whether the model needs the code for wide norms and heads, for caps or for late scales, which only a build of its
+    own has (`Build.wide`)."""
+    own = model.whole_norms or model.late_scales or model.score_cap or model.logit_cap
+    return model.head_dim > HEAD_PART or bool(own)
 
 
 def model_refusal(model: ModelSizes) -> str | None:

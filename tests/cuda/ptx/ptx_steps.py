@@ -62,6 +62,8 @@ _WIDE: Sequence[dict[str, Any]] = (
     {"family": "gemma", "head_dim": 256, "embedding_multiplier": 10.2},
     _OLMO | _WINDOWS,
     _GEMMA3 | _WINDOWS,
+    _GEMMA3 | {"family": "gemma2", "score_cap": 0.1, "logit_cap": 0.1},
+    {"family": "hunyuan_v1_dense", "late_scales": True},
 )
 _MORES = {"experts": _EXPERTS, "wide": _WIDE}
 _OPTIONS: dict[str, Sequence[dict[str, Any]]] = {

@@ -46,6 +46,7 @@ floating-point-instructions
   rsqrt.approx.{t:f32}               t = t          1.0f / std::sqrt({0})
   ex2.approx.{t:f32}                 t = t          std::exp2({0})
   ex2.approx.ftz.{t:f32}             t = t          flushed(std::exp2(flushed({0})))
+  tanh.approx.{t:f32}                t = t          std::tanh({0})
 comparison-and-selection-instructions
   setp.{c:eq|ne|lt|le|gt|ge}.{t:b32|b64|s16|s32|s64|u32|u64|f64}  pred = t t  {0} {c} {1}
   setp.{c:eq|neu|lt|gt}.{t:f32}      pred = t t     {0} {c} {1}

@@ -30,8 +30,8 @@ SEEDS = {
     "tensor": _QUICK,
     "experts dots": (20, 22, 25, 29),
     "experts tensor": (21, 22, 25),
-    "wide dots": (0, 1, 2, 7),
-    "wide tensor": (0, 1, 2, 3),
+    "wide dots": (0, 1, 2, 4, 5),
+    "wide tensor": (1, 2, 3, 4, 5),
 }
 # The faults that are planted unless PTX_RUNS is set. Each must cause an error that matches this regular expression.
 SAMPLE = {
