@@ -180,12 +180,6 @@ class Codec:
             raise MegakernelError(f"{self.why or f'{self.model} has no tokenizer'}: {remedy}")
         return self.tokenizer
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return self.need("give token ids instead of text").encode(prompt)
-
     def chat_ids(self, asked: Conversation, limit: Limit | None = None) -> list[int]:
         """Return the token ids of a conversation, up to the point where the answer begins, see `Tokenizer.encode`."""
         tokenizer = self.need("give token ids instead of a conversation")

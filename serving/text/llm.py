@@ -196,7 +196,7 @@ class LLM:
                     if step.failed:
                         raise MegakernelError(f"generation cannot continue: {step.failed[0].stuck}")
                     told = (self._take(token, *choices[token.choice], on_token) for token in single_tokens(step.tokens))
-                    advance(step, sum(told))
+                    advance(sum(told))
         except BaseException:
             for request in requests:
                 self.engine.abort(request)
@@ -280,7 +280,9 @@ class LLM:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt."""
-        return self.codec.encode(prompt)
+        if isinstance(prompt, str):
+            return self.codec.need("give token ids instead of text").encode(prompt)
+        return list(prompt)
 
     def trace_steps(self, prompt: str | Sequence[int], decode_steps: int = 1) -> tuple[list[Step], list[Step]]:
         """Run a prompt and return its prefill steps and its decode steps, each with its trace in `output.trace`. Before
@@ -345,23 +347,13 @@ def parse_dtype(name: str) -> Dtype | None:
 
 
 @contextmanager
-def progress(prompts: int, wanted: bool) -> Iterator[Callable[[Step, int], None]]:
-    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal. Yields a
-    function. Call this function after each step, with the step and the number of prompts that it finished."""
+def progress(prompts: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal. Yields a function
+    that adds a number of finished prompts."""
     console = Console(stderr=True)
     if not wanted or not console.is_terminal:
-        yield lambda step, finished: None
+        yield lambda finished: None
         return
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, TextColumn("{task.fields[rate]}"), console=console)
-    tokens = 0
-    with bar:
-        task = bar.add_task("", total=prompts, rate="")
-
-        def advance(step: Step, finished: int) -> None:
-            nonlocal tokens
-            tokens += len(step.tokens)
-            elapsed = bar.tasks[0].elapsed
-            bar.update(task, advance=finished, rate=f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "")
-
-        yield advance
+    with Progress(*columns, console=console) as bar:
+        yield partial(bar.advance, bar.add_task("", total=prompts))

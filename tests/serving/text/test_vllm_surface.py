@@ -5,16 +5,13 @@ import io
 import math
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import MagicMock
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from megakernel import LLM, AsyncLLM, SamplingParams
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.engine import Step
 from megakernel.serving.text import llm as progress_module
 
 LIMITS: dict[str, Any] = {"max_context": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
@@ -124,9 +121,6 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
         out.prompt_logprobs[1:], out.prompt_token_ids[1:], out.prompt_token_logprobs[1:], strict=True
     ):
         assert scored is not None and scored[token].logprob == value
-    for former, name in (("choices", "outputs"), ("prompt_top_logprobs", "prompt_logprobs")):
-        with pytest.raises(AttributeError, match=f"use {name}"):
-            getattr(out, former)
     [plain] = llm.generate("hello", SamplingParams(max_tokens=1))
     assert plain.outputs[0].logprobs is plain.prompt_logprobs is None
     assert repr(plain).startswith("RequestOutput(request_id='")
@@ -175,8 +169,6 @@ def test_arguments_in_vllms_names(model: str) -> None:
         ({"load_format": "dummy"}, "load_format='dummy'"),
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"tp": 2, "tensor_parallel_size": 4}, "tensor_parallel_size is given twice"),
-        ({"max_seqs": 4}, "max_seqs is now called max_num_seqs"),
-        ({"step_tokens": 4}, "step_tokens is now called max_num_batched_tokens"),
     ):
         with pytest.raises(MegakernelError, match=message):
             LLM(model, **wrong)  # type: ignore[arg-type]
@@ -191,19 +183,8 @@ def test_a_bar_shows_on_a_terminal_only(llm: LLM, monkeypatch: pytest.MonkeyPatc
             llm.generate(["a", "b", "c"], SamplingParams(max_tokens=3, stop=["\0"]), **how)
         return screen.getvalue()
 
-    assert "3/3" in shown(True) and "tokens/s" in shown(True)
+    assert "3/3" in shown(True)
     assert shown(True, use_tqdm=False) == shown(False) == shown(True, on_step=lambda step: None) == ""
-
-
-def test_a_bar_shows_the_tokens_of_all_steps_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = MagicMock()
-    bar.tasks = [SimpleNamespace(elapsed=2.0)]
-    monkeypatch.setattr(progress_module, "Console", lambda stderr: SimpleNamespace(is_terminal=True))
-    monkeypatch.setattr(progress_module, "Progress", lambda *columns, **how: bar)
-    with progress_module.progress(5, True) as advance:
-        for tokens in (4, 6):
-            advance(cast(Step, SimpleNamespace(tokens=range(tokens))), 1)
-    assert [call.kwargs["rate"] for call in bar.update.call_args_list] == ["2 tokens/s", "5 tokens/s"]
 
 
 # -- AsyncLLM
