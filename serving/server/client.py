@@ -58,10 +58,6 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` that ended the choice
 
-    @property
-    def token_ids(self) -> list[int]:
-        return [token.token_id for token in self.tokens]
-
 
 class Answers:
     """The choices (completions) of prompts that were submitted together, while the engine generates them.
@@ -121,7 +117,7 @@ class Answers:
 
     async def take(self, *, singly: bool = False) -> list[Delta]:
         """Wait for new tokens. Returns one delta per choice that has new tokens, or one per token if `singly` is set.
-        At most MOST_WORK is taken at once. If the engine cannot answer, `take` and `collect` raise the error that
+        At most MOST_WORK is taken at once. If the engine cannot answer, `take` raises the error that
         `EngineClient.submit` describes."""
         deltas: list[Delta] = []
         while not deltas:
@@ -130,13 +126,10 @@ class Answers:
                 deltas += [delta for part in parts if (delta := self._add(index, part)).tokens]
         return deltas
 
-    async def collect(self) -> list[Delta]:
-        """Wait until all choices are complete, and return them in order."""
-        choices: dict[int, Delta] = {}
+    async def complete(self) -> None:
+        """Wait until all choices are complete."""
         while not self.finished:
-            for index, tokens in (await self._arrived()).items():
-                choices[index] = self._add(index, tokens, choices.get(index))
-        return [choices[index] for index in sorted(choices)]
+            await self.take()
 
     def close(self) -> None:
         """Abort the choices that are not finished."""
@@ -203,13 +196,13 @@ class Answers:
         known = [index for index in self._held if index // self.n in self.scores]
         return {index: self._held.pop(index) for index in known}
 
-    def _add(self, index: int, tokens: list[Token], before: Delta | None = None) -> Delta:
-        """Append tokens to a choice. Returns what is new, merged into the delta `before` if there is one."""
+    def _add(self, index: int, tokens: list[Token]) -> Delta:
+        """Append tokens to a choice. Returns what is new."""
         transcript, metrics = self.transcripts[index], self._metrics
-        delta = before or Delta(index, index // self.n)
+        delta = Delta(index, index // self.n)
         if transcript.finish_reason is not None:
             return delta  # a stop string has ended this choice, but the engine did not know that yet
-        (first_at, last_at), known = self.times[index], len(delta.tokens)
+        first_at, last_at = self.times[index]
         for token in tokens:
             delta.text += transcript.add(token)
             delta.tokens.append(token)
@@ -232,7 +225,7 @@ class Answers:
                     )
                 break
         self.times[index] = first_at, last_at
-        self.completion_tokens += len(delta.tokens) - known
+        self.completion_tokens += len(delta.tokens)
         return delta
 
 

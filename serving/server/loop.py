@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,8 +27,7 @@ from megakernel.model.limited import HelperLost
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request
-from megakernel.serving.engine.sampling import SamplingParams, Tokens
-from megakernel.serving.engine.scheduler import ClientQueue
+from megakernel.serving.engine.sampling import Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
@@ -105,7 +104,7 @@ class EngineLoop:
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
-        self._uncompiled: ClientQueue[_Key] = ClientQueue()  # those whose grammar waits
+        self._uncompiled: OrderedDict[str, list[_Key]] = OrderedDict()  # by client: those whose grammar waits
         self._compiles = False
         self._looking: list[tuple[bytes, int]] = []  # frontends and numbers of the queries that wait
         self._frontends: set[bytes] = set()
@@ -211,29 +210,22 @@ class EngineLoop:
             else:
                 self._check_room(asked)
                 self._compiling[key] = asked
-                self._uncompiled.put(asked.client, key)
+                self._uncompiled.setdefault(asked.client, []).append(key)
                 self._compile_next()
 
     def _compile_next(self) -> None:
         """Compile one grammar of the client whose turn it is, unless another grammar is being compiled."""
-        while not self._compiles and (taken := self._uncompiled.take()):
-            if asked := self._compiling.get(key := taken[1]):  # otherwise it was aborted
+        while not self._compiles and self._uncompiled:
+            client, keys = self._uncompiled.popitem(last=False)
+            key = keys.pop(0)
+            if keys:
+                self._uncompiled[client] = keys  # behind all other clients
+            if asked := self._compiling.get(key):  # otherwise it was aborted
                 self._compiles = True
-                work, then = partial(self._compile, asked.params), partial(self._take_compiled, key)
+                work, then = partial(self._grammars.get, asked.params), partial(self._take_compiled, key)
                 self._run_beside(_GRAMMARS, work, then)
 
-    def _compile(self, params: SamplingParams) -> Constraint | MegakernelError:
-        try:
-            constraint = self._grammars.get(params)
-            assert constraint is not None
-            return constraint
-        except MegakernelError as e:
-            return e
-        except Exception:
-            log.exception("a grammar could not be compiled")
-            return MegakernelError("structured outputs: internal error, see the server's log")
-
-    def _take_compiled(self, key: _Key, result: Constraint | MegakernelError) -> None:
+    def _take_compiled(self, key: _Key, result: Constraint | MegakernelError | None) -> None:
         self._compiles = False
         self._compile_next()
         asked = self._compiling.pop(key, None)
@@ -248,25 +240,28 @@ class EngineLoop:
         """Answer a query for the page of a traced step. Queries that come meanwhile share the answer."""
         self._looking.append((frontend, asked.number))
         if len(self._looking) == 1:
-            self._run_beside(_TIMELINE, self._view, self._show)
+            self._run_beside(_TIMELINE, self.timeline, self._show)
 
-    def _view(self) -> bytes | None:
-        try:
-            return self.timeline()
-        except Exception:
-            log.exception("a step could not be shown")
-            return None
-
-    def _show(self, content: bytes | None) -> None:
+    def _show(self, content: bytes | MegakernelError | None) -> None:
+        seen = content if isinstance(content, bytes) else None
         for frontend, number in self._looking:
-            self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, content))])
+            self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, seen))])
         self._looking.clear()
 
-    def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Run `work` in the thread for its kind, so that no step has to wait, then `then` in the engine's thread."""
+    def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T | MegakernelError], None]) -> None:
+        """Run `work` in the thread for its kind, so that no step has to wait, then `then` in the engine's thread, with
+        the result or the error."""
 
         def run() -> None:
-            self._ended_beside.put(partial(then, work()))
+            result: T | MegakernelError
+            try:
+                result = work()
+            except MegakernelError as e:
+                result = e
+            except Exception:
+                log.exception("%s: work beside the engine failed", kind)
+                result = MegakernelError("internal error, see the server's log")
+            self._ended_beside.put(partial(then, result))
             with self._beside_lock:
                 self._beside.send(messages.encode(messages.Done()))
 

@@ -94,6 +94,17 @@ def typed(what: str, types: Collection[str], why: Mapping[str, str] | None = Non
     return BeforeValidator(check)
 
 
+def by_type(known: Collection[str], otherwise: str) -> Discriminator:
+    """Return what divides the objects of a union by their type. One of a type that is not `known` counts as one of the
+    type `otherwise`, so that its validation fails."""
+
+    def tag(given: Any) -> str:
+        kind = given.get("type") if isinstance(given, dict) else None
+        return f"({kind if isinstance(kind, str) and kind in known else otherwise})"
+
+    return Discriminator(tag)
+
+
 # Says whether a content is a text or a list of parts, so that errors name the part that is wrong.
 TEXT_OR_PARTS = Discriminator(lambda given: "(parts)" if isinstance(given, list) else "(text)")
 

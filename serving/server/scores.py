@@ -35,10 +35,6 @@ def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
         pieces.setdefault(name, []).extend([_encode(values)[1:-1]] if values else [])
 
 
-def written(pieces: Pieces) -> dict[str, msgspec.Raw]:
-    return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in pieces.items()}
-
-
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
     """Yield lists of the items, each of at most MOST_WORK log-probabilities if an item has `width`. Between two lists,
     other tasks of the event loop have their turn."""
@@ -67,14 +63,14 @@ def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]
 
 async def prompt_logprobs(
     tokenizer: Tokenizer | None, prompt: list[int], tops: list[dict[int, float]], count: int
-) -> msgspec.Raw:
-    """Return, as JSON and for each position of the prompt, the log-probabilities of the prompt's token and of the
+) -> Pieces:
+    """Return the list `prompt`: for each position of the prompt, the log-probabilities of the prompt's token and of the
     `count` most likely tokens. `rank` is 1 for the most likely token, and None for a token that is not among these.
     `tops` has no entry for the first position, because the first token has no log-probability."""
     found: Pieces = {"prompt": [b"null"]}
     async for part in in_turns(zip(prompt[1:], tops, strict=True), 1 + count):
         append(found, {"prompt": [_position(tokenizer, top, count, token) for token, top in part]})
-    return written(found)["prompt"]
+    return found
 
 
 def _position(tokenizer: Tokenizer | None, top: dict[int, float], count: int, token: int) -> dict[int, dict[str, Any]]:

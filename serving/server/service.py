@@ -4,9 +4,7 @@ engine's tokens become the answer. All endpoints share this code."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -14,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from fastapi.responses import Response
@@ -22,7 +21,6 @@ from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import TooLong
 from megakernel.model.tokenizer import Limit, Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams, TokenIds
-from megakernel.serving.engine.scheduler import ClientQueue
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
@@ -30,7 +28,7 @@ from megakernel.serving.server.limits import MAX_LOGPROBS, MAX_WATCHED, THREADS,
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.requests import Choices, Sampled, Truncated
-from megakernel.serving.server.writer import REPLAYED, Asked, EventStream, Writer, created, encode_json
+from megakernel.serving.server.writer import REPLAYED, Asked, EventStream, WholeAnswer, Writer, created, encode_json
 from megakernel.serving.text.codec import Codec, Conversation
 from megakernel.serving.text.tool_calls import Reader
 
@@ -40,54 +38,22 @@ ANSWERS: ContextVar[list[Answers]] = ContextVar("answers")  # gets the answers t
 
 
 class ThreadTurns:
-    """Runs work in `threads` threads. Waiting clients get a thread in turn, however much work each has sent. A client
-    that already has a thread never gets the last free one, so its long work leaves a thread for other clients."""
+    """Runs work in `threads` threads. One client has work in all threads but one, at most, so its long work leaves a
+    thread for other clients, however much work it has sent."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")
-        self._free = threads
-        # How many threads each client has now.
-        self._running: Counter[str] = Counter()
-        self._waiting: ClientQueue[asyncio.Future[None]] = ClientQueue()  # calls of `run` that wait for a thread
+        self._most = max(1, threads - 1)
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Wait for the client's turn, run `work` in a thread, and return its result."""
-        client, loop = CLIENT.get(), asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.put(client, turn)
-        self._deal()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # a thread was assigned just before the cancellation, so release it
-                self._end(client)
-            raise
-        done = self._pool.submit(work)
-
-        def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop may be closed already
-                loop.call_soon_threadsafe(self._end, client)
-
-        done.add_done_callback(ended)  # runs even if the caller was cancelled
-        return await asyncio.wrap_future(done)
-
-    def _end(self, client: str) -> None:
-        self._free += 1
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
-        self._deal()
-
-    def _deal(self) -> None:
-        while self._free:
-            taken = self._waiting.take(lambda client: self._free > 1 or client not in self._running)
-            if taken is None:
-                return
-            client, turn = taken
-            if not turn.cancelled():
-                self._free -= 1
-                self._running[client] += 1
-                turn.set_result(None)
+        """Wait for the client's turn, run `work` in a thread, and return its result. If the caller is cancelled, the
+        work still counts until it ends."""
+        turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._most))
+        await turn.acquire()
+        done = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        done.add_done_callback(lambda _: turn.release())
+        return await asyncio.shield(done)
 
 
 class Tools:
@@ -187,7 +153,7 @@ class Service:
         self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool, limit: Limit | None = None
     ) -> list[TokenIds]:
         """Return the token ids of each prompt of a completion request. `limit` is their `limit`."""
-        self._check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
+        self._check_text(limit, *(prompt for prompt in prompts if isinstance(prompt, str)))
         found = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -208,7 +174,9 @@ class Service:
         """Return the token ids of a conversation, up to where the answer begins. `limit` is that of its prompt."""
         told = [encode_json(asked.tools).decode()] if asked.tools else []
         told += [encode_json(calls).decode() for message in asked.messages if (calls := message.get("tool_calls"))]
-        self._check_text("".join([*(m["content"] + m.get("reasoning_content", "") for m in asked.messages), *told]))
+        self._check_text(
+            limit, "".join([*(m["content"] + m.get("reasoning_content", "") for m in asked.messages), *told])
+        )
         dated = replace(asked, values={**asked.values, "now": created()})
         return await self._ids(partial(self.codec.chat_ids, dated, limit or Limit(self.max_context)), limit)
 
@@ -228,12 +196,12 @@ class Service:
     def _too_long(self, why: str) -> APIError:
         return APIError(400, f"This model's maximum context length is {self.max_context} tokens{why}")
 
-    def _check_text(self, *texts: str) -> None:
-        """Raise a 400, without tokenizing, for a text that certainly does not fit the context. Such a text has more
-        bytes than `max_context` copies of the vocabulary's longest token."""
+    def _check_text(self, limit: Limit | None, *texts: str) -> None:
+        """Raise a 400, without tokenizing, for a text that certainly does not fit the context, unless only its last
+        tokens are wanted. Such a text has more bytes than `max_context` copies of the vocabulary's longest token."""
         most = self.max_context * self._longest
         size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
-        if self._longest and size > most:
+        if self._longest and size > most and not (limit and limit.last):
             raise self._too_long(
                 f", and its longest token has {self._longest} bytes, so a text may have at most {most} bytes,"
                 f" not {size}: shorten the prompt"
@@ -300,18 +268,13 @@ class Service:
         reader: Callable[[], Reader | None] = lambda: None,
     ) -> Asked:
         """Return what the `Writer` of the answer must know."""
-        choices = body if isinstance(body, Choices) else None
-        ids = bool(choices and choices.return_tokens_as_token_ids)
-        return Asked(
-            model,
-            prompts,
-            answers,
-            None if ids else self.tokenizer,
-            reader,
-            shows_ids=bool(choices and choices.return_token_ids) or self.tokenizer is None,
-            usage=bool(choices and choices.stream_options and choices.stream_options.include_usage),
-            room=self.max_context - len(prompts[0]),
-        )
+        usage, shows_ids, tokenizer = False, self.tokenizer is None, self.tokenizer
+        if isinstance(body, Choices):
+            usage = bool(body.stream_options and body.stream_options.include_usage)
+            shows_ids = shows_ids or bool(body.return_token_ids)
+            tokenizer = None if body.return_tokens_as_token_ids else tokenizer
+        room = self.max_context - len(prompts[0])
+        return Asked(model, prompts, answers, tokenizer, reader, shows_ids=shows_ids, usage=usage, room=room)
 
     def answers(self, prompts: list[TokenIds], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
@@ -336,7 +299,7 @@ class Service:
             await self.finished(answers, answers.accepted())
             response: Response = EventStream(writer, partial(self.finished, answers))
         else:
-            response = Response(await self.finished(answers, writer.whole()), media_type="application/json")
+            response = WholeAnswer(await self.finished(answers, writer.whole()))
         if answers.unenforced:
             response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
         return response

@@ -22,7 +22,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,7 +49,9 @@ PROBE_SECONDS = 0.5  # between two writes that show whether a client that has st
 SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
 WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`, and for lists
+_LIST = re.compile(rf'"{_MARK}(\d+)"'.encode())
+_LARGE = 1 << 18  # bytes of an answer that are sent before other clients have their turn
 
 
 def encode_json(value: object) -> bytes:
@@ -215,13 +217,14 @@ class Writer(ABC):
         """`keeps` says whether the whole answer shows single tokens. If `scored` is not None, it shows the prompts'
         log-probabilities, with so many top tokens at each position."""
         self.asked, self.answers, self._keeps, self._scored = asked, asked.answers, keeps, scored
-        self._prompts: dict[int, msgspec.Raw] = {}  # number of a prompt -> its log-probabilities
+        self._prompts: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities
+        self._lists_left: list[list[bytes]] = []  # lists that are still to be put into the JSON, in pieces
         self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": asked.model}
         self._said: dict[int, Said] = {}  # by the number of the choice
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
-    async def whole(self) -> bytes:
-        """Return the whole answer, which is made of the same pieces as a stream."""
+    async def whole(self) -> list[bytes]:
+        """Return the whole answer in pieces of JSON. It is made of the same text as a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
                 await self._prepare(delta)
@@ -233,7 +236,7 @@ class Writer(ABC):
                     said.tokens += delta.tokens
                     if lists := self._lists(delta):
                         append(said.scores, lists)
-        return self._whole([self._said[index] for index in sorted(self._said)])
+        return self._filled(self._whole([self._said[index] for index in sorted(self._said)]))
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield the events of the stream, without the last one. If another server could continue the answer, yield one
@@ -244,8 +247,9 @@ class Writer(ABC):
             deltas = await self.answers.take(singly=bool(replay))
             for delta in deltas:
                 await self._prepare(delta)
-            if (events := b"".join(map(make, deltas))) or replay:
-                yield events
+            events = self._filled(b"".join(map(make, deltas)))
+            for part in [b"".join(events)] if replay else in_groups(events):
+                yield part
         if self.asked.usage:
             yield event(self._usage_chunk())
 
@@ -260,6 +264,20 @@ class Writer(ABC):
         if count is not None and index not in self._prompts:
             prompt, (_, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
             self._prompts[index] = await prompt_logprobs(self.asked.tokenizer, prompt, tops, count)
+
+    def _written(self, pieces: Pieces) -> dict[str, Any]:
+        """Return marks in place of lists, which may be long. `_filled` replaces the marks."""
+        self._lists_left += pieces.values()
+        return {name: f"{_MARK}{at}" for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
+
+    def _filled(self, data: bytes) -> list[bytes]:
+        """Return JSON, or events, in pieces that others need not wait for long."""
+        pieces = _LIST.split(data) if self._lists_left else [data]
+        for at in range(len(pieces) - 2, 0, -2):
+            parts = self._lists_left[int(pieces[at])]
+            pieces[at : at + 1] = [b"[", *[piece for part in parts for piece in (b",", part)][1:], b"]"]
+        self._lists_left.clear()
+        return pieces
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         """Return the lists of log-probabilities that an answer shows for new tokens."""
@@ -406,6 +424,35 @@ class EventStream(Response):
                 silent += PROBE_SECONDS
             if self._parts == before:
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
+
+
+def in_groups(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Join pieces to groups of about _LARGE bytes. Nothing comes of pieces that are empty."""
+    group, size = list[bytes](), 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece)
+        if size >= _LARGE:
+            yield b"".join(group)
+            group, size = [], 0
+    if size:
+        yield b"".join(group)
+
+
+class WholeAnswer(Response):
+    """A response of JSON in pieces. They are sent in groups, between which others have their turn."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for group in in_groups(self._pieces):
+            await send({"type": "http.response.body", "body": group, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import Response
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
 from megakernel.serving.server import requests
@@ -60,23 +60,15 @@ class ThinkingBlock(Strict):
     type: Literal["thinking", "redacted_thinking"]
 
 
-_TAGS = {kind: f"({kind})" for kind in ("text", "tool_use", "tool_result", "thinking")}
-_TAGS["redacted_thinking"] = "(thinking)"
-
-
-def _kind(given: Any) -> str:
-    """Return the type of a content block. An unknown block counts as text, so that its validation fails."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    return _TAGS.get(kind, "(text)") if isinstance(kind, str) else "(text)"
-
-
+_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 Block = Annotated[
     Annotated[TextBlock, Tag("(text)")]
     | Annotated[ToolUseBlock, Tag("(tool_use)")]
     | Annotated[ToolResultBlock, Tag("(tool_result)")]
-    | Annotated[ThinkingBlock, Tag("(thinking)")],
-    Discriminator(_kind),
-    requests.typed("a block", _TAGS),
+    | Annotated[ThinkingBlock, Tag("(thinking)")]
+    | Annotated[ThinkingBlock, Tag("(redacted_thinking)")],
+    requests.by_type(_BLOCKS, "text"),
+    requests.typed("a block", _BLOCKS),
 ]
 Blocks = Annotated[list[Block], _Many, BeforeValidator(_blocks, json_schema_input_type=str | list[Block])]
 

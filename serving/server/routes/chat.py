@@ -30,7 +30,7 @@ from megakernel.serving.server.requests import (
     one_message,
     typed,
 )
-from megakernel.serving.server.scores import chat_logprobs, written
+from megakernel.serving.server.scores import chat_logprobs
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
 from megakernel.serving.text.codec import Conversation
@@ -64,6 +64,9 @@ class Tool(Strict):
     type: Literal["function"]
     function: Function
 
+    def chosen(self) -> tuple[str, list[str]]:
+        return "named", [self.function.name]
+
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
@@ -75,6 +78,9 @@ class AllowedChoice(Strict):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
+
+    def chosen(self) -> tuple[str, list[str]]:
+        return self.allowed_tools.mode, [tool.function.name for tool in self.allowed_tools.tools]
 
 
 # JSON, or a part of it if the answer was cut. Clients of other APIs send an object.
@@ -251,14 +257,8 @@ TokenizeRequest = Annotated[
 async def chat(service: Service, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
     asked, choice = body.conversation(), body.tool_choice
-    told = [dict(tool) for tool in asked.tools]
-    if isinstance(choice, AllowedChoice):
-        allowed = choice.allowed_tools
-        tools = Tools(told, allowed.mode, [tool.function.name for tool in allowed.tools], body.parallel_tool_calls)
-    elif isinstance(choice, Tool):
-        tools = Tools(told, "named", [choice.function.name])
-    else:
-        tools = Tools(told, choice, None, body.parallel_tool_calls)
+    mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
+    tools = Tools([dict(tool) for tool in asked.tools], mode, only, body.parallel_tool_calls)
     return await service.converse(
         body,
         asked,
@@ -285,18 +285,16 @@ class _ChatWriter(Writer):
             {
                 "index": said.index,
                 "message": self._message(said),
-                "logprobs": written(said.scores) or None,
+                "logprobs": self._written(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
                 "token_ids": [token.token_id for token in said.tokens] if self.asked.shows_ids else None,
             }
             for said in choices
         ]
-        more = {
-            "prompt_token_ids": self.asked.prompts[0].tolist() if self.asked.shows_ids else None,
-            "prompt_logprobs": self._prompts.get(0),
-        }
-        return self._json("chat.completion", shown, self._usage(), more)
+        ids = self.asked.prompts[0].tolist() if self.asked.shows_ids else None
+        scores = self._written(self._prompts.get(0, {})).get("prompt")
+        return self._json("chat.completion", shown, self._usage(), prompt_token_ids=ids, prompt_logprobs=scores)
 
     def _message(self, said: Said) -> dict[str, Any]:
         text, reasoning = self._before + said.text("content"), said.text("reasoning")
@@ -324,7 +322,7 @@ class _ChatWriter(Writer):
             "logprobs": self._lists(delta) or None,
             "finish_reason": said.reason,
             "stop_reason": delta.stop_reason,
-            "token_ids": delta.token_ids if self.asked.shows_ids else None,
+            "token_ids": [token.token_id for token in delta.tokens] if self.asked.shows_ids else None,
         }
         events = [self._event(index, one) for one in deltas]
         if last or new["finish_reason"] or self._keeps:
@@ -356,11 +354,9 @@ class _ChatWriter(Writer):
         return self._chunk([_chunk_choice(index, {"content": text})])
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        return self._json("chat.completion.chunk", choices, usage, {})
+        return self._json("chat.completion.chunk", choices, usage)
 
-    def _json(
-        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None, more: dict[str, Any]
-    ) -> bytes:
+    def _json(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None, **more: Any) -> bytes:
         return encode_json({**self.head, "object": kind, "choices": choices, "usage": usage, **more})
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:

@@ -23,7 +23,6 @@ from megakernel.serving.server.scores import (
     likeliest,
     scores,
     token_text,
-    written,
 )
 from megakernel.serving.server.service import Service
 from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
@@ -133,7 +132,7 @@ class _CompletionWriter(Writer):
         for said in choices:
             last = replace(said.last, text=said.text("content"), tokens=said.tokens)
             choice = self._choice_of(last, said.scores)
-            shown.append(choice | {"prompt_logprobs": self._prompts.get(said.prompt)})
+            shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
         return self._json(shown, self._used())
 
     async def _prepare(self, delta: Delta) -> None:
@@ -189,7 +188,7 @@ class _CompletionWriter(Writer):
         return _told(
             delta.index,
             text,
-            logprobs=written(logprobs) or None,
+            logprobs=self._written(logprobs) or None,
             finish_reason=reason,
             stop_reason=stop,
             token_ids=[token.token_id for token in generated] if self.asked.shows_ids else None,

@@ -15,7 +15,7 @@ from megakernel.serving.engine.sampling import POOLINGS, SamplingParams
 from megakernel.serving.server import requests
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.service import Service
-from megakernel.serving.server.writer import encode_json
+from megakernel.serving.server.writer import WholeAnswer, encode_json
 
 
 class EmbeddingRequest(requests.Truncated):
@@ -42,7 +42,7 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     prompts = await service.encode_prompts(asked, special, service.limit(body, 0))
     service.room(prompts, 0)
     answers = service.answers(prompts, SamplingParams(temperature=0.0, max_tokens=1, pooling=known.pooling))
-    await service.finished(answers, answers.collect())
+    await service.finished(answers, answers.complete())
     data = []
     for index in range(len(prompts)):
         vector = _unit(answers.pooled[index][: body.dimensions])
@@ -52,7 +52,7 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     head = encode_json({"object": "list", "model": model, "usage": usage})
-    return Response(head[:-1] + b',"data":[' + b",".join(data) + b"]}", media_type="application/json")
+    return WholeAnswer([head[:-1] + b',"data":[' + data[0], *(b"," + one for one in data[1:]), b"]}"])
 
 
 def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ from megakernel.serving.server.routes.chat import (
     plain_call,
     reasoning_values,
 )
-from megakernel.serving.server.scores import Pieces, append, chat_logprobs, written
+from megakernel.serving.server.scores import Pieces, append, chat_logprobs
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
@@ -51,22 +51,23 @@ def _text(content: str | list[InputPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class InputMessage(Strict):
-    where = "an input item of type message"
+class _Item(Strict):
     ignored = OF_EARLIER_ANSWERS
     lenient = True
+
+
+class InputMessage(_Item):
+    where = "an input item of type message"
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
-class InputCall(Strict):
+class InputCall(_Item):
     """A function call from an earlier answer."""
 
     where = "an input item of type function_call"
-    ignored = OF_EARLIER_ANSWERS
-    lenient = True
 
     type: Literal["function_call"]
     call_id: str
@@ -74,12 +75,10 @@ class InputCall(Strict):
     arguments: Arguments | None = None
 
 
-class InputResult(Strict):
+class InputResult(_Item):
     """The result of a function call."""
 
     where = "an input item of type function_call_output"
-    ignored = OF_EARLIER_ANSWERS
-    lenient = True
 
     type: Literal["function_call_output"]
     call_id: str
@@ -92,12 +91,6 @@ class InputReasoning(Strict):
     type: Literal["reasoning"]
 
 
-def _kind(given: Any) -> str:
-    """Return the type of an input item. An unknown type counts as a message, so that its validation fails."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    return f"({kind})" if kind in ("function_call", "function_call_output", "reasoning") else "(message)"
-
-
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _WHY = {"item_reference": "this server stores nothing: send the item itself"}
 InputItem = Annotated[
@@ -105,7 +98,7 @@ InputItem = Annotated[
     | Annotated[InputCall, Tag("(function_call)")]
     | Annotated[InputResult, Tag("(function_call_output)")]
     | Annotated[InputReasoning, Tag("(reasoning)")],
-    Discriminator(_kind),
+    requests.by_type(_ITEMS, "message"),
     requests.typed("an item", _ITEMS, _WHY),
 ]
 
@@ -130,13 +123,17 @@ class ResponseTool(Strict):
     parameters: dict[str, Any] | None = None
     strict: requests.Flag | None = None
 
+    def chosen(self) -> tuple[str, list[str]]:
+        return "named", [self.name]
+
 
 class AllowedChoice(Strict):
-    """Only some of the tools may be called."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+    def chosen(self) -> tuple[str, list[str]]:
+        return self.mode, [tool.name for tool in self.tools]
 
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -194,11 +191,8 @@ class ResponsesRequest(requests.Sampled):
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools or ()
         ]
-        if isinstance(choice, AllowedChoice):
-            return Tools(told, choice.mode, [tool.name for tool in choice.tools], self.parallel_tool_calls)
-        if isinstance(choice, ResponseTool):
-            return Tools(told, "named", [choice.name])
-        return Tools(told, choice, None, self.parallel_tool_calls)
+        mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
+        return Tools(told, mode, only, self.parallel_tool_calls)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return the input items as the conversation that a chat template reads. A function call is added to the
@@ -327,7 +321,7 @@ class _ResponseWriter(ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, written(self._scores).get("logprobs", []) if self._keeps else None)
+        part = _part(item.text, self._written(self._scores).get("logprobs", []) if self._keeps else None)
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: FinishReason | None) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def test_a_stream_begins_before_its_first_token(
             seen += sock.recv(1000)
 
 
-async def joined(parts: Any) -> bytes:
-    return b"".join([part async for part in parts])
+async def listed(parts: Any) -> list[bytes]:
+    return [part async for part in parts]
 
 
 PROMPT = [65] * 3000
@@ -81,8 +81,8 @@ def completion_writer(asked: Asked, top: int, **more: Any) -> Writer:
 def test_long_answers_leave_other_clients_their_turn(
     model: str, monkeypatch: pytest.MonkeyPatch, make: Any, stream: bool, n: int, tokens: int, top: int, stops: int
 ) -> None:
-    """Between two turns of other tasks on the event loop, the work for one answer is bounded. Work is counted in tokens
-    that are appended, and in texts of tokens that are shown."""
+    """Between two turns of other tasks on the event loop, the work for one answer is bounded, and so are the bytes that
+    are written. Work is counted in tokens that are appended, and in texts of tokens that are shown."""
     work: Counter[str] = Counter()
     add, text = Transcript.add, scores.token_text
 
@@ -101,7 +101,7 @@ def test_long_answers_leave_other_clients_their_turn(
     tokenizer, prompt = load_tokenizer(model), np.array(PROMPT, np.int32)
     params = SamplingParams(n=n, max_tokens=tokens, stop=stop, logprobs=top, prompt_logprobs=top)
 
-    async def run() -> bytes:
+    async def run() -> list[bytes]:
         transcripts = Codec("m", tokenizer).transcripts(PROMPT, params)
         answers = Answers(Mock(), 0, [prompt], params, transcripts, None)
         best = {65 + i: -1.0 - i for i in range(top)}
@@ -110,13 +110,15 @@ def test_long_answers_leave_other_clients_their_turn(
             answers.put(Token(index % n, 65, -1.0, best, "length" if index >= n * (tokens - 1) else None, 1.0))
         asked = Asked("m", [prompt], answers, tokenizer)
         one = make(asked, top, n=n, stop=stop, prompt_logprobs=None if stream else top)
-        writing = asyncio.ensure_future(joined(one.chunks()) if stream else one.whole())
+        writing = asyncio.ensure_future(listed(one.chunks()) if stream else one.whole())
         while not writing.done():
             work["most"] = max(work["most"], work.pop("units", 0))
             await asyncio.sleep(0)
         return writing.result()
 
-    said = asyncio.run(run())
+    parts = asyncio.run(run())
+    said = b"".join(parts)
+    assert stream or max(map(len, parts)) < writer._LARGE < len(said) or top == 0
     work["most"] = max(work["most"], work["units"])
     assert 0 < work["most"] <= 2.5 * client.MOST_WORK
     text = json.dumps(tokenizer.decode([65]), ensure_ascii=False).encode()
