@@ -34,6 +34,7 @@ def register(add: AddVerb) -> None:
 def run(args: argparse.Namespace) -> int:
     from megakernel.serving import SamplingParams
     from megakernel.serving.bench.ceilings import share_of
+    from megakernel.serving.bench.latency import typical
 
     from ..timeline import render, resolve, summarise, write_html
 
@@ -51,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
         with output.busy("tracing a step"):
             _, decode = llm.trace_steps(measured, decode_steps=5)
-        # Another step than the median one may have been disturbed by other work.
-        step = sorted(decode, key=lambda step: step.output.seconds)[len(decode) // 2]
+        step = typical(decode)
         trace = step.output.trace
         machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
         if trace is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from megakernel.isa import StepTable
-from megakernel.serving.engine.grammars import write_masks
+from megakernel.serving.engine.grammars import Constraint, write_masks
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import PlannedRows, Sequence
 from megakernel.serving.engine.scheduler import Batch
@@ -57,7 +57,7 @@ def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *
     return runs
 
 
-def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]:
+def write(table: StepTable, part: PlannedRows, batch: Batch, forced: Forced) -> list[Sequence]:
     """Write the forced tokens and the masks of permitted tokens into a step table. A row with a forced token outputs
     that token instead of sampling. Any other constrained row that samples gets a mask. Returns the sequences whose
     constraint allows no token at all. The rows of these sequences sample without a mask."""
@@ -69,16 +69,19 @@ def write(table: StepTable, part: PlannedRows, forced: Forced) -> list[Sequence]
     rows: dict[Sequence, list[int]] = {}
     for row in turns.samples.nonzero()[0].tolist():
         rows.setdefault(turns.sequence[turns.chunk[row]], []).append(row)
-    masked = []
+    masked: dict[Sequence, tuple[int, Constraint]] = {}
     for sequence, run in forced.items():
         mine = rows[sequence]
         for row, token in zip(mine, run, strict=False):
             table.target[row] = token
         limit = sequence.constraint.limit if sequence.constraint else None
         if len(run) < len(mine) and limit and not limit.error:
-            masked.append((mine[-1], limit))
-    write_masks(table.masks, [constraint for _, constraint in masked])
-    table.mask_count[:] = len(masked)
-    for number, (row, constraint) in enumerate(masked, 1):
-        table.mask[row] = 0 if constraint.error else number
+            masked[sequence] = mine[-1], limit
+    number = 0
+    for group in batch.mask_time.groups(masked, alone=batch.alone):
+        write_masks(table.masks[number:], [masked[sequence][1] for sequence in group])
+        for row, constraint in map(masked.__getitem__, group):
+            number += 1
+            table.mask[row] = 0 if constraint.error else number
+    table.mask_count[:] = number
     return [sequence for sequence in forced if sequence.stuck]

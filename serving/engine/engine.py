@@ -309,7 +309,7 @@ class Engine:
         if not np.count_nonzero(part.turns.alive(batch.slots)):
             return
         program, table = built if built and not runs else self._build(part)
-        failing = write(table, part, forced) if constrained else []
+        failing = write(table, part, batch, forced) if constrained else []
         launch = self.backend.start(program, table, trace=trace)
         self._running.append(_Running(part, bool(runs), failing, program, launch))
 

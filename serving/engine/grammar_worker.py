@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule of GBNF; Lark has ":" for "::="
@@ -35,6 +35,9 @@ _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 # white space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS |= {"lenient": False, "coerce_one_of": True}
+
+# A fifth to a half of the library's own limits, so that a mask takes at most about 10 ms, and a lexer about 40 MB.
+LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
 
 
 class _Vocabulary:
@@ -64,30 +67,16 @@ _FORMAT_PATTERNS = {
 # The library computes numbers as doubles, which are exact up to this size, and refuses bounds far closer to zero.
 _MOST_EXACT, _LEAST_BOUND = 2**53, 1e-15
 _BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+# Sizes beyond _MOST_SIZE, which the library refuses, are longer than any answer.
+_SIZES = frozenset(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"])
+_MOST_SIZE = 2**31
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties"])
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
 # Keywords that the library does not implement, and values with which some of them forbid nothing.
-_UNENFORCED = frozenset(
-    [
-        "uniqueItems",
-        "not",
-        "if",
-        "then",
-        "else",
-        "contains",
-        "minContains",
-        "maxContains",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "contentSchema",
-        "$dynamicRef",
-        "$recursiveRef",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-    ]
-)
+_UNIMPLEMENTED = """uniqueItems not if then else contains minContains maxContains dependencies dependentRequired
+    dependentSchemas contentSchema $dynamicRef $recursiveRef unevaluatedItems unevaluatedProperties"""
+_UNENFORCED = frozenset(_UNIMPLEMENTED.split())
 _ALLOWS_ALL = {"uniqueItems": False, "not": False, "unevaluatedItems": True, "unevaluatedProperties": True}
 _PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
@@ -148,7 +137,7 @@ class _Schema:
                 self.left.add(key)
                 if all(type(one) is int for one in (value if key == "enum" else [value])):
                     out["type"] = schema.get("type", "integer")
-            elif key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND)):
+            elif _refused(key, value):
                 self.left.add(key)
             elif key == "format" and value not in _FORMATS:
                 if "pattern" not in schema and value in _FORMAT_PATTERNS:
@@ -245,6 +234,13 @@ class _Schema:
         return "" if beyond else plain
 
 
+def _refused(key: str, value: Any) -> bool:
+    """Return whether the library refuses a bound, or a size that no answer reaches, or would read another number."""
+    if key in _SIZES:
+        return type(value) in (int, float) and value >= _MOST_SIZE
+    return key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND))
+
+
 def _exact(value: Any) -> bool:
     """Return whether a double represents each number in a JSON value exactly, as far as its size tells. Numbers that
     JSON lacks are left to the check of the whole schema."""
@@ -296,7 +292,7 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
 
 
 def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher

@@ -11,7 +11,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.model.limited import Ended, LimitedProcess
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.grammar_worker import loosened, release_memory
+from megakernel.serving.engine.grammar_worker import LIMITS, loosened, release_memory
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
 from megakernel.settings import SETTINGS
 
@@ -112,12 +112,16 @@ class Grammar(Constraint):
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
         """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens."""
-        self._start, self._executor, self.left = matcher, executor, left
-        self.matcher = matcher.deep_copy()
+        self._start, self.executor, self.left = matcher, executor, left
         self._read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
     def copy(self) -> Grammar:
-        return Grammar(self._start, self._executor, self.left)
+        return Grammar(self._start, self.executor, self.left)
+
+    @cached_property
+    def matcher(self) -> LLMatcher:
+        """Follows the output. It is made when it is needed, because it takes memory."""
+        return self._start.deep_copy()
 
     def follow(self, output: Ids) -> list[int]:
         read, matcher = self._read, self.matcher
@@ -145,19 +149,6 @@ class Grammar(Constraint):
     def fail(self) -> None:
         """Set `error` to the library's reason why no token may come next."""
         self.error = _shortened(self.matcher.get_error() or "the grammar allows no token")
-
-    @staticmethod
-    def write(masks: NDArray[np.int32], rows: Mapping[int, Grammar]) -> None:
-        """Fill each grammar's row of `masks` with the tokens that may follow its output and its forced tokens. The
-        library computes the rows in parallel on all cores."""
-        if not rows:
-            return
-        executor = next(iter(rows.values()))._executor
-        matchers = [(grammar.matcher, row) for row, grammar in rows.items()]
-        executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-        for grammar in rows.values():
-            if grammar.matcher.is_error():
-                grammar.fail()
 
 
 class Calls(Constraint):
@@ -227,11 +218,18 @@ class Calls(Constraint):
 
 
 def write_masks(masks: NDArray[np.int32], constraints: Sequence[Constraint]) -> None:
-    """Write the tokens that each constraint permits next into a row of `masks`, one bit per token id."""
-    Grammar.write(masks, {row: one for row, one in enumerate(constraints) if isinstance(one, Grammar)})
+    """Write the tokens that each constraint permits next into a row of `masks`, one bit per token id. The library
+    computes the rows of grammars in parallel on all cores."""
+    grammars = [(row, one) for row, one in enumerate(constraints) if isinstance(one, Grammar)]
+    if grammars:
+        matchers = [(grammar.matcher, row) for row, grammar in grammars]
+        executor = grammars[0][1].executor
+        executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
     for row, one in enumerate(constraints):
         if isinstance(one, Words):
             one.write(masks[row])
+        elif isinstance(one, Grammar) and one.matcher.is_error():
+            one.fail()
 
 
 @dataclass(frozen=True)
@@ -321,7 +319,7 @@ class Grammars:
                 raise
             source, left, size = self._checked(key[0], loosened(key[1]))
             left = ["tools", *left]
-        matcher = LLMatcher(self._tokens(), source, log_level=0)
+        matcher = LLMatcher(self._tokens(), source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             # The library does part of its work for the first mask. Compute one now, so that no step has to wait.
             matcher.compute_bitmask()

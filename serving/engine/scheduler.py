@@ -12,12 +12,11 @@ reads a page that the next one overwrites."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,9 @@ from numpy.typing import NDArray
 from megakernel.isa import Dims
 from megakernel.runtime.steps import Ints
 from megakernel.scheduler import MOST_MASKS
+from megakernel.serving.engine.mask_time import MaskTime
 from megakernel.serving.engine.request import Request, Sequence, Slots
 
-T = TypeVar("T")
 _Queue = OrderedDict[Sequence, None]
 SCORED_ROWS = 64  # maximum logit rows per step for scoring prompts; each has a logit per vocabulary entry
 
@@ -70,30 +69,6 @@ class Stats:
     counts: Counts
 
 
-class ClientQueue(Generic[T]):
-    """A queue of entries of several clients. The clients are served in turn, however many entries each has."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # client -> its entries, in the order of turns
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def put(self, client: str, entry: T) -> None:
-        self._waiting.setdefault(client, deque()).append(entry)
-
-    def take(self, allowed: Callable[[str], bool] = lambda client: True) -> tuple[str, T] | None:
-        """Remove the next entry of a client that is `allowed`. Returns the client and the entry, or None."""
-        if (client := next(filter(allowed, self._waiting), None)) is None:
-            return None
-        entry = self._waiting[client].popleft()
-        if self._waiting[client]:
-            self._waiting.move_to_end(client)
-        else:
-            del self._waiting[client]
-        return client, entry
-
-
 class Waiting:
     """The queue of waiting sequences. Preempted sequences and others that `push` puts at the front come first. Then
     clients take turns, with one sequence per turn, and the sequences of one client keep their order. So a client with
@@ -106,8 +81,9 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._head) + sum(map(len, self._queues.values()))
 
-    def __bool__(self) -> bool:
-        return bool(self._head or self._queues)
+    @property
+    def clients(self) -> set[str]:
+        return {*self._queues, *(one.request.client for one in self._head)}
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._head
@@ -220,6 +196,7 @@ class Batch:
     def __init__(self, dims: Dims, *, pages: int, step_tokens: int, prefix_cache: bool) -> None:
         self.waiting = Waiting()
         self.slots = Slots(dims)
+        self.mask_time = MaskTime()
         self.counts = Counts()  # the engine updates them after each step
         self._max_seqs, self._page = dims.bucket.max_seqs, dims.bucket.kv_page
         self._windows = max(dims.model.spans) < dims.bucket.max_context  # whether all layers have sliding windows
@@ -247,6 +224,11 @@ class Batch:
             prefix_hits=self._prefix_hits,
             counts=self.counts,
         )
+
+    @property
+    def alone(self) -> bool:
+        """Whether all sequences, running or waiting, are of one client."""
+        return len(self.waiting.clients.union(one.request.client for one in self.running)) == 1
 
     def add(self, request: Request) -> None:
         """Queue the choices (completions) of a request. If the prompt is longer than a page, only the first choice is
@@ -387,6 +369,8 @@ class Batch:
         MOST_MASKS constrained sequences run, because a step has room for so many token masks. A sequence that was just
         preempted is not admitted before the running launch has sampled its token, because the launch stores that token
         in the sequence's old slot."""
+        if self.waiting and not self._slots:
+            self._make_room()
         if not self.waiting or not self._slots:
             return
         slots, running = self.slots, self.slots.order
@@ -414,6 +398,16 @@ class Batch:
             self._write_history(sequence.slot, 0)
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
+    def _make_room(self) -> None:
+        """Let others have a slot of a client whose constraints take too much time. Its youngest sequence is preempted,
+        and waits for its client's next turn."""
+        rests = self.mask_time.rests
+        slow = [sequence for sequence in self.running if rests(sequence.request.client)]
+        if slow and not all(map(rests, self.waiting.clients)):
+            self._preempt(sequence := max(slow, key=_age))
+            self.waiting.remove(sequence)
+            self.waiting.append(sequence.request.client, [sequence])
+
     def _write_history(self, slot: int, start: int) -> None:
         """Let the host write a sequence's tokens from `start` on to HISTORY, if penalties make a launch read them."""
         if self.slots.sampling.penalised[slot]:
@@ -435,6 +429,9 @@ class Batch:
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)
+        if np.count_nonzero(slots.constrained) and not self.alone:
+            skipping = self.mask_time.skipping(slots)
+            pending[skipping if np.delete(pending, skipping).any() else []] = 0
         decoding = (pending == 1).nonzero()[0][: min(tokens, rows)]
         if len(decoding) == len(order):
             return order, []  # the same array object unless a sequence came or left, so that its plan is reused

@@ -85,6 +85,8 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5"], ["x"], ["maximum", "minimum"]),
     ({"type": "integer", "minimum": 2**53 + 1, "maximum": 5}, ["3"], ["6"], ["minimum"]),
     ({"type": "number", "minimum": 1e-300, "maximum": 1e300}, ["0.5"], ["x"], ["maximum", "minimum"]),
+    ({"type": "string", "maxLength": 2**64, "minLength": 1}, ['"x"'], ['""'], ["maxLength"]),
+    ({"type": "array", "maxItems": 1e30}, ["[1]"], ["1"], ["maxItems"]),
     # Control characters.
     ({"type": "string", "pattern": r"^\cA|\0$"}, ['"x"'], ["1"], ["pattern"]),
     ({"type": "string", "pattern": r"^\x01\t[^\n]$"}, [r'"\u0001\tx"'], [r'"\u0001\t\n"'], []),
@@ -182,7 +184,7 @@ def test_every_type_of_pydantic_is_taken() -> None:
         ({"$ref": 5, "properties": {}}, "must be a string"),
         ({"allOf": [{"$ref": "#/nowhere"}]}, "nowhere"),
         ({"const": float("inf")}, "JSON compliant"),
-        ({"type": "string", "maxLength": 10**30}, "maxLength"),
+        ({"type": "string", "maxLength": -1}, "maxLength"),
     ],
 )
 def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any], why: str) -> None:

@@ -3,6 +3,7 @@ its requests, and no slot or page is lost or used twice."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,30 @@ from engine_support import Guesses, alone, continuation, digest, fake_engine, ou
 from megakernel import SamplingParams
 from megakernel.isa import StepTable
 from megakernel.runtime.steps import FLOATS
+from megakernel.serving.engine import mask_time
+from megakernel.serving.engine.grammars import Words
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.text.codec import single_tokens
+
+now = 0.0  # the seconds that steps and masks have taken so far
+
+
+class SlowWords(Words):
+    """Allows all tokens. Its masks take 10 ms."""
+
+    def write(self, mask: Any) -> None:
+        global now
+        now += 0.01
+        super().write(mask)
+
+
+SLOW = SlowWords(64, None, [])
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_time, "perf_counter", lambda: now)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -66,7 +88,10 @@ class Traffic:
     def add(self) -> None:
         rng, prefix = self.rng, self.rng.choice(self.prefixes)
         prompt = prefix[: rng.randint(0, 100)] + [rng.randrange(60) for _ in range(rng.randint(1, 30))]
-        request = self.engine.add(prompt, random_params(rng))
+        params, client = random_params(rng), rng.choice("abc")
+        if client == "a":
+            params = replace(params, allowed_token_ids=range(64))
+        request = self.engine.add(prompt, params, client=client, constraint=SLOW if client == "a" else None)
         self.requests.append(request)
         for choice in request.choices:
             # `text` is what the backend will produce, except where a bias forbids a token.
@@ -124,7 +149,9 @@ class Traffic:
         self.met["deferred tokens"] += int((table.token_ids < 0).sum())
 
     def step(self, failing: float) -> None:
+        global now
         engine, backend = self.engine, self.backend
+        now += 0.02
         backend.interrupt = self.rng.random() < failing
         try:
             for token in single_tokens(engine.step().tokens):
@@ -133,6 +160,7 @@ class Traffic:
             self.met["interrupts"] += 1
             backend.kv.clear()
         backend.tables.clear()
+        self.met["resting"] += engine._batch.mask_time.rests("a")
         slots, stats = engine._batch.slots, engine.stats
         pages = {page for at in slots.order for page in slots.pages_of(at)}
         assert stats.pages_used == len(pages) and stats.running == len(slots.order) == len(set(slots.order))
@@ -181,10 +209,33 @@ def run(seed: int, steps: int) -> Counter[str]:
 
 def test_the_traffic_meets_everything() -> None:
     met = sum((run(seed, 50) for seed in (7, 8)), Counter[str]())
-    assert len(met) == 11, met  # a sum of counters has no zeros
+    assert len(met) == 12, met  # a sum of counters has no zeros
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_every_request_gets_what_it_would_get_alone(seed: int) -> None:
     run(seed, 60)
+
+
+def test_slow_masks_delay_only_the_client_that_asked() -> None:
+    """A client with slow grammars has taken all slots, but another client's answer soon begins, and takes a quarter of
+    its time longer than alone. The slow answers come too, in turn."""
+    global now
+    engine, _ = fake_engine(None, max_seqs=16)
+    params = SamplingParams(max_tokens=100, allowed_token_ids=range(64), ignore_eos=True, seed=1)
+    slow = [engine.add([1], params, client="slow", constraint=SLOW) for _ in range(40)]
+    for _ in range(3):
+        engine.step()
+    began = now
+    other = engine.add([1], SamplingParams(max_tokens=200, ignore_eos=True, seed=2), client="other")
+    while not other.done:
+        now += 0.001
+        engine.step()
+    assert now - began < 0.2 * 1.5 + 0.3
+    made = [one.choices[0].outputs for one in slow[:14]]
+    assert min(made) > 3 and max(made) - min(made) < 5
+    for _ in engine.run():
+        pass
+    for request in (other, *slow):
+        assert (output_ids(request.choices[0]), request.choices[0].finish_reason) == alone(request, 0)
