@@ -508,11 +508,12 @@ def test_generates() -> None:
 
 
 class _LateKernel(PretendedKernel):
-    """A kernel that begins and ends late on a random GPU, and is sometimes aborted by a watchdog if `fails`."""
+    """A kernel that is late on a random GPU. If it `fails` on one, the other waits until the host aborts it there."""
 
     def __init__(self, pages: int, *, fails: bool) -> None:
         super().__init__(pages)
         self.random, self.fails, self.begun, self.ended = random.Random(1), fails, 0, 0
+        self.aborts: dict[int, Any] = {}
 
     def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
         self.begun += 1
@@ -521,6 +522,9 @@ class _LateKernel(PretendedKernel):
         abort = view(pointer.contents.abort, (1,), np.int32)
         abort[0] |= self.fails and self.random.random() < 0.15
         time.sleep(self.random.choice([0, 0.002, 0.01]))
+        self.aborts[pointer.contents.abort] = abort
+        while any(word[0] for word in self.aborts.values()) and not abort[0]:
+            time.sleep(0.001)
         if not abort[0]:
             super()._run(pointer, blocks, cooperative)
         time.sleep(self.random.choice([0, 0.002, 0.01]))
@@ -536,11 +540,10 @@ def test_launches_one_ahead_on_two_gpus_generate_what_single_ones_do() -> None:
             engine, llm.engine.backend.queues = llm.engine, queues
             kernel = _LateKernel(engine.backend.pages, fails=queues)
             requests = [engine.add([n] * 9 * n, SamplingParams(seed=n, max_tokens=6)) for n in range(2, 6)]
+            engine.abort(engine.add([1], SamplingParams()))
             while not engine.idle:
                 with suppress(MegakernelError):
                     engine.step()
-                if queues and kernel.random.random() < 0.02:
-                    engine.abort(engine.add([1], SamplingParams()))
             found.append([request.choices[0].tokens for request in requests])
             kernel.check()
     assert found[0] == found[1]

@@ -319,7 +319,7 @@ class CudaLaunch:
         except BaseException:
             self.abort()
             raise
-        if not ended or self.lane.aborted:
+        if not ended or self.lane.aborted():
             self._stop()
             why = self.loaded.waiting(self.lane.number, self._table) or "no warp says what it waits for"
             backend.stopped()
@@ -342,7 +342,7 @@ class CudaLaunch:
 
     def _answered(self, limit_s: float) -> bool:
         """Wait for the launch's end; False if it does not come within `limit_s` seconds after the start."""
-        while not self.lane.answered():
+        while self.lane.aborted() is None:
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:
                 return False

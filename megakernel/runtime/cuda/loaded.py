@@ -181,20 +181,18 @@ class Lane:
                     gpu.await_event(done)
 
     def fetch(self, dims: Dims) -> None:
-        """Start to copy the launch's status and outputs to the host. Then `answered` says whether they are there."""
+        """Start to copy the launch's status and outputs to the host. Then `aborted` says whether they are there."""
         parts = self._heap.node.grids(), self._pinned[1:], self._ended, self._done
         for (gpu, ranks), pinned, ended, done in zip(*parts, strict=True):
             ended.record()
             gpu.fetch(pinned[: STATUS_BYTES if ranks.start else self._end(dims)], self._heap.status[ranks.start])
             done.record()
 
-    def answered(self) -> bool:
-        return all(done.done() for done in self._done)
-
-    @property
-    def aborted(self) -> bool:
-        """Whether a watchdog has aborted the launch, which has ended."""
-        return any(pinned[:_WORD].any() for pinned in self._pinned[1:])
+    def aborted(self) -> bool | None:
+        """Whether a watchdog has aborted the launch on a GPU, so that the other GPUs wait in vain. None: it runs."""
+        done = [done.done() for done in self._done]
+        failed = any(ended and pinned[:_WORD].any() for ended, pinned in zip(done, self._pinned[1:], strict=True))
+        return failed if failed or all(done) else None
 
     @property
     def kernel_s(self) -> float:

@@ -33,8 +33,7 @@ def assert_generated_alone(*requests: Request) -> None:
 
 def assert_at_rest(engine: Engine, backend: FakeBackend) -> None:
     stats = engine.stats
-    assert engine.idle
-    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert engine.idle and (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert sorted(engine._batch._slots) == list(range(engine.dims.bucket.max_seqs))
 
 

@@ -107,8 +107,7 @@ class Traffic:
         if self.rng.random() < 0.5:
             self.engine.stop(request, self.rng.randrange(len(request.choices)))
         else:
-            for _ in range(2):
-                self.engine.abort(request)
+            self.engine.abort(request)
             assert request.done and all(choice.slot < 0 for choice in request.choices)
         self.met["aborts"] += 1
 
