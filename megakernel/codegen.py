@@ -26,6 +26,7 @@ from . import settings, trace
 from .isa import (
     BUFFERS,
     DIM_FIELDS,
+    FIXED_SIZES,
     OPERATIONS,
     PHASE_FIELDS,
     RESULTS,
@@ -156,9 +157,24 @@ def _method(name: str) -> str:
 
 def _sizes() -> list[str]:
     """Return the lines of the C++ struct `Sizes`. It extends Dims by a field for each derived size that is slow to
-    compute, and by a method that returns the field."""
+    compute, and by a method that returns the field. In a build for one row (`FIXED_SIZES`), most sizes are constants
+    instead."""
     kept = [name for name in _DERIVED if name not in _QUICK]
+    varying = [name for name, _ in DIM_FIELDS if name not in FIXED_SIZES]
     return [
+        "#ifdef MK_ONE_ROW",
+        "constexpr bool kOneRow = true;",
+        "// The sizes as constants, which megakernel/runtime/cuda/compile.py defines, and those that are none.",
+        "struct Sizes {",
+        *(f"  static constexpr {_kind(name)} {name} = MK_SIZE_{name.upper()};" for name in FIXED_SIZES),
+        *(f"  {_kind(name)} {name};" for name in varying),
+        *map(_method, (*_DERIVED, *_FUNCTIONS)),
+        "};",
+        "MK_DIMS_FN inline Sizes sizes_of(const Dims& d) {",
+        f"  return {{{', '.join(f'd.{name}' for name in varying)}}};",
+        "}",
+        "#else",
+        "constexpr bool kOneRow = false;",
         "// Dims and the sizes derived from it that need divisions, which are computed only once.",
         "struct Sizes : Dims {",
         *(f"  int32_t {name}_;" for name in kept),
@@ -172,18 +188,23 @@ def _sizes() -> list[str]:
         *(f"  s.{name}_ = d.{name}();" for name in kept),
         "  return s;",
         "}",
+        "#endif",
     ]
 
 
 def _helpers() -> list[str]:
     out = [
-        "MK_DIMS_FN inline int32_t lower_of(int32_t a, int32_t b) { return a < b ? a : b; }",
-        "MK_DIMS_FN inline int32_t higher_of(int32_t a, int32_t b) { return a < b ? b : a; }",
+        "MK_DIMS_FN constexpr int32_t lower_of(int32_t a, int32_t b) { return a < b ? a : b; }",
+        "MK_DIMS_FN constexpr int32_t higher_of(int32_t a, int32_t b) { return a < b ? b : a; }",
     ]
     for name in _HELPERS:
         parameters, body = _function(getattr(dims, name))
-        out.append(f"MK_DIMS_FN inline int32_t {name}({parameters}) {{ {body} }}")
+        out.append(f"MK_DIMS_FN constexpr int32_t {name}({parameters}) {{ {body} }}")
     return out
+
+
+def _kind(size: str) -> str:
+    return "float" if dict(DIM_FIELDS)[size] is float else "int32_t"
 
 
 def _enum(name: str, values: Iterable[IntEnum]) -> str:
@@ -242,7 +263,7 @@ def header() -> str:
         body = " ".join(f"int32_t {operand};" for operand in operands)
         out.append(f"struct {name} {{ {body + ' ' if body else ''}}};")
     out += ["", *_helpers(), "", "struct Dims {"]
-    out += [f"  {'float' if kind is float else 'int32_t'} {name};" for name, kind in DIM_FIELDS]
+    out += [f"  {_kind(name)} {name};" for name, _ in DIM_FIELDS]
     out += [*map(_method, (*_DERIVED, *_FUNCTIONS)), "};", "", *_sizes(), ""]
     out += [
         "// Pointers to the fields of the step table, an array of all inputs that differ from step to step.",
@@ -250,7 +271,8 @@ def header() -> str:
         *(f"  const {'float' if f.is_float else 'int32_t'}* {f.name};  // {f.what}" for f in STEP_FIELDS),
         "};",
         "",
-        "MK_DIMS_FN inline StepView step_view(const int32_t* words, const Dims& d) {",
+        "template <class D>",
+        "MK_DIMS_FN inline StepView step_view(const int32_t* words, const D& d) {",
         "  StepView v;",
     ]
     methods = {"pages_per_seq", "mask_words"}

@@ -27,7 +27,7 @@ from steps import compiled
 
 from megakernel import machine as machines
 from megakernel.isa.record import INDEXED, signals, waits, word_counter
-from megakernel.machine import Machine
+from megakernel.machine import ONE_ROW, Machine
 from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
@@ -38,7 +38,10 @@ from megakernel.scheduler.tune.fastest import predicted_seconds
 def cheaper(machine: Machine) -> dict[str, Machine]:
     """Return copies of a machine on which parts of the interpreter's work take no time."""
     paths, pages = machine.paths or {}, ("pass_page", "weight_page", "input_page", "tile_page")
-    free_pages, free_hand_off = (dict.fromkeys(names, CodePath(0.0, 0.0)) for names in (pages, ["hand_off"]))
+    free_pages, free_hand_off = (
+        {prefix + name: CodePath(0.0, 0.0) for name in names for prefix in ("", ONE_ROW)}
+        for names in (pages, ["hand_off"])
+    )
     return {
         "controller": replace(machine, dispatch_s=0.0),
         "pages": replace(machine, paths=paths | free_pages),

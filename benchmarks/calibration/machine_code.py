@@ -30,17 +30,18 @@ from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units, cost
 from megakernel.isa.operations.matmul import weight_bytes
-from megakernel.machine import Machine
+from megakernel.machine import ONE_ROW, Machine
 from megakernel.machine import Path as Seconds
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.targets.issue import matmul_issue
+from megakernel.targets.issue import matmul_issue, own_paths
 from megakernel.targets.launch import SERVICE_WARPS, THREADS, WARPS
 from megakernel.targets.pages import DOT_PIECE, PIECES
 
+GENERIC = cuda.Build(False, Units.DOTS)
 CONSUMING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
 SCHEDULERS = 4  # schedulers per SM; each issues one instruction per cycle
 CONSUMERS = WARPS - len(SERVICE_WARPS)
@@ -72,8 +73,8 @@ class Paths:
     """The hot paths of a compiled kernel, found by their source lines. Methods raise MegakernelError if one is not
     found."""
 
-    def __init__(self, code: Code, units: Units) -> None:
-        self._code, self._units = code, units
+    def __init__(self, code: Code, build: cuda.Build) -> None:
+        self._code, self._units, self._one_row = code, build.units, bool(build.constants)
         self._text = {
             p.name: p.read_text().splitlines() for p in (cuda.source_folder() / "cuda").rglob("*") if p.is_file()
         }
@@ -95,14 +96,9 @@ class Paths:
         found = {"pass_page": self.passing(), "sample_step": self.sample()}
         if self._units == Units.TENSOR:
             return found | {"tile_page": self.tiles(), "k_step": self.step()}
-        return found | {
-            "weight_page": self.columns(),
-            "input_page": self._input_page(),
-            "dot_pair": self.pair(1),
-            "dot_pairs": self.pair(2),
-            "dot_row": self.pair(3) - self.pair(2),
-            "dot_unit": self.unit(),
-        }
+        found |= {"weight_page": self.columns(), "input_page": self._input_page()}
+        found |= {"dot_pair": self.pair(1), "dot_unit": self.unit()}
+        return found if self._one_row else found | {"dot_pairs": self.pair(2), "dot_row": self.pair(3) - self.pair(2)}
 
     # The next paths are of loader warps, which fill pages of shared memory, from the wait for one page to the next
     # wait.
@@ -151,7 +147,7 @@ class Paths:
         weights."""
         if rows == 1:
             last, products = self._whole_piece()
-            return self._floor("a pair of pages", last, *products)
+            return self._floor("a pair of pages", self._pairs(), *products, last)
         products = self._at("dots.h", "multiply(sum_[r],", "FFMA")
         vector = self._at("dots.h", "first = part(w0, v", "LDS.128"), *[products] * (PRODUCTS * rows)
         inner = self._floor("a vector of a piece", *vector)
@@ -178,7 +174,7 @@ class Paths:
         """Return the multiply-add instructions for a whole piece of an input row. A piece has DOT_PIECE elements.
 
         The first value is a set with only the last multiply-add. The second value has one set for each of the others:
-        all multiply-adds that may take this place on the path. The compiler has unrolled them, so none is in a loop.
+        all multiply-adds that may take this place on the path.
         """
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
@@ -212,17 +208,15 @@ class Paths:
         tensor = self._units == Units.TENSOR
         matmul = "gemm<P>(c, m, pages)" if tensor else "dots(p, c, m, pages)"
         poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "load_acquire(need.value", "LDG")
-        found = {
-            "hand_off": sum(
-                (
-                    self._once(self._at("consumer.h", "p.fence_async()"), ends=end),
-                    self._once(self._at("storer.h", "p.wait(slot.outputs", _WAIT), ends=self._signals()),
-                    self._once(poll, ends=self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
-                    self._once(begin, ends=self._at("matmul.h", matmul, _WAIT)),
-                ),
-                Once(0.0, 0, 0.0),
-            )._replace(trips=0.0)  # which the simulator adds: a fence, a signal and a poll
-        }
+        warps = [
+            self._once(self._at("consumer.h", "p.fence_async()"), ends=end),
+            self._once(self._at("storer.h", "p.wait(slot.outputs", _WAIT), ends=self._signals()),
+            self._once(poll, ends=self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
+        ]
+        if not self._one_row:  # whose consumers do not wait once more before `start` ends
+            warps.append(self._once(begin, ends=self._at("matmul.h", matmul, _WAIT)))
+        # The simulator adds the trips: a fence, a signal and a poll.
+        found = {"hand_off": sum(warps, Once(0.0, 0, 0.0))._replace(trips=0.0)}
         attention = self._at("bodies.h", "return attention(p")
         mma, stores = attention & set(self._code.find("HMMA")), set(self._code.find("ST"))
         sums, words = self._at("norm.h", "team_.sum(squares)"), self._at("norm.h", "store_words(")
@@ -252,7 +246,8 @@ class Paths:
             "start_normed": self._once(begin, sums, ends=page),
             "dots": self._once(page, *products, ends=last),
         }
-        ends = {name: self._once(last, self._shuffles(), self._stores(name), ends=end) for name in _STORES}
+        names = _STORES.keys() - ({"partial"} if self._one_row else set())
+        ends = {name: self._once(last, self._shuffles(), self._stores(name), ends=end) for name in names}
         return found | {f"end_{name}": one for name, one in ends.items()}
 
     def _once(self, starts: set[int], *visits: set[int], ends: set[int]) -> Once:
@@ -296,44 +291,56 @@ def cycles(name: str, floor: Floor) -> int:
     return max(floor.stalls, together * floor.instructions)
 
 
-def cycles_of(codes: dict[Units, Code]) -> dict[str, float]:
+def cycles_of(codes: dict[cuda.Build, Code]) -> dict[str, float]:
     """Return the cycles of all hot paths, as the machine files should list them.
 
-    They are read from two cubins, one with dot products and one for tensor cores. If the cubins differ, the larger
-    number of cycles counts.
+    They are read from several cubins. If two generic ones differ, the larger number of cycles counts.
     """
     found: dict[str, float] = {}
-    for units, code in codes.items():
-        for name, floor in Paths(code, units).all().items():
-            found[name] = max(cycles(name, floor), found.get(name, 0))
+    for build, code in codes.items():
+        for name, floor in Paths(code, build).all().items():
+            key = _key(name, build)
+            found[key] = max(cycles(name, floor), found.get(key, 0))
     return found
 
 
-def paths_of(codes: dict[Units, Code]) -> dict[str, Once]:
-    """Return the paths that an instruction takes once, as the machine files should list them. If the two cubins differ,
-    the longer path counts."""
+def paths_of(codes: dict[cuda.Build, Code]) -> dict[str, Once]:
+    """Return the paths that an instruction takes once, as the machine files should list them. If two generic cubins
+    differ, the longer path counts."""
     found: dict[str, Once] = {}
-    for units, code in codes.items():
-        for name, one in Paths(code, units).once().items():
-            found[name] = max(one, found.get(name, one))
+    for build, code in codes.items():
+        for name, one in Paths(code, build).once().items():
+            key = _key(name, build)
+            found[key] = max(one, found.get(key, one))
     return found
 
 
-def compile_codes() -> dict[Units, Code]:
-    """Compile the kernels (cubins) without tracing, for dot products and for tensor cores, and return their
-    disassembled code. Raises MegakernelError if a tool is missing."""
-    return {units: compile_code(units) for units in (Units.DOTS, Units.TENSOR)}
+def _key(name: str, build: cuda.Build) -> str:
+    return ONE_ROW + name if build.constants else name
 
 
-def compile_code(units: Units) -> Code:
-    """Compile the kernel without tracing, and return its disassembled code. Raises MegakernelError if a tool is
-    missing."""
+def compile_codes() -> dict[cuda.Build, Code]:
+    """Compile the kernels (cubins) without tracing, for dot products, for tensor cores and for one row of Llama-3.2-1B,
+    and return their disassembled code. Raises MegakernelError if a tool is missing."""
+    return {build: compile_code(build) for build in (GENERIC, cuda.Build(False, Units.TENSOR), one_row_build())}
+
+
+def one_row_build() -> cuda.Build:
+    case = CASES[0]
+    program = compiled(
+        load_config(case.model), machines.load(case.machine), case.tokens, context=128, options=Options()
+    )
+    return cuda.Build.of(program.dims, program.forward)
+
+
+def compile_code(build: cuda.Build) -> Code:
+    """Compile a kernel, and return its disassembled code. Raises MegakernelError if a tool is missing."""
     tool = disassembler()
     if tool is None:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "megakernel.cubin"
-        file.write_bytes(cuda.compiler().compile(cuda.Build(False, units)).code)
+        file.write_bytes(cuda.compiler().compile(build).code)
         return disassemble(tool, file)
 
 
@@ -383,7 +390,7 @@ def load(program: Program, machine: Machine, paths: dict[str, Seconds]) -> Load:
         for phase, dims, _, columns in program.by_phase(segment):
             if not phase.is_matmul:
                 continue
-            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, paths)
+            roles = matmul_issue(phase, columns["rows"], columns["cols"], dims, own_paths(dims, paths))
             parts = (roles.weight_loader, roles.input_loader, roles.consumers)
             total += runs * np.array([part.sum() for part in parts])
             whole = columns["row"] == columns["row"].min()
@@ -428,8 +435,8 @@ def print_paths(name: str, paths: Paths) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     codes = compile_codes()
-    for units, code in codes.items():
-        print_paths(units.name.lower(), Paths(code, units))
+    for build, code in codes.items():
+        print_paths(f"{build.units.name.lower()}{', one row' if build.constants else ''}", Paths(code, build))
     report(cycles_of(codes))
 
 

@@ -52,13 +52,20 @@ struct Ranks {
   int32_t begin, end;
 };
 
-MK_DIMS_FN inline Ranks own_rank(const Dims& d) { return {d.rank, d.rank + 1}; }
+template <class D>
+MK_DIMS_FN inline Ranks own_rank(const D& d) {
+  return {d.rank, d.rank + 1};
+}
 
-MK_DIMS_FN inline Ranks all_ranks(const Dims& d) { return {0, d.tp}; }
+template <class D>
+MK_DIMS_FN inline Ranks all_ranks(const D& d) {
+  return {0, d.tp};
+}
 
 // Returns the ranks that store the residual of token row `row`: every rank if the residual is replicated,
 // otherwise only the rank that owns the row.
-MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
+template <class D>
+MK_DIMS_FN inline Ranks residual_ranks(const D& d, int32_t row) {
   if (d.replicated_residual) return all_ranks(d);
   const int32_t owner = d.owner(row);
   return {owner, owner + 1};
@@ -67,14 +74,16 @@ MK_DIMS_FN inline Ranks residual_ranks(const Dims& d, int32_t row) {
 // Returns the ranks to which this rank sends a row that it has normalised. If every rank has a copy of the
 // residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only one
 // rank, the row's owner, normalises the row, and the result is all ranks.
-MK_DIMS_FN inline Ranks norm_ranks(const Dims& d) {
+template <class D>
+MK_DIMS_FN inline Ranks norm_ranks(const D& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);
 }
 
 // Returns whether this rank normalises row i of the list `logit_rows` (the token rows that need logits). A
 // rank normalises the rows whose residual it stores. Entries that are only padding are negative, and count as
 // rows of rank 0.
-MK_DIMS_FN inline bool norms_logit_row(const Dims& d, const StepView& s, int32_t i) {
+template <class D>
+MK_DIMS_FN inline bool norms_logit_row(const D& d, const StepView& s, int32_t i) {
   if (d.replicated_residual) return true;
   const int32_t row = s.logit_rows[i];
   return (row < 0 ? 0 : d.owner(row)) == d.rank;

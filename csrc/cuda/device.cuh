@@ -1,5 +1,6 @@
 // Implements the interface of platform.h for a Hopper GPU, in PTX and without CUDA headers.
 #pragma once
+#include "ops/attention_mma.h"
 #include "watchdog.h"
 #include "wgmma.cuh"
 
@@ -47,6 +48,7 @@ class Device {
   static constexpr int kLanes = 32;
   static constexpr int kTrace = MK_TRACE;
   using Accumulators = mk::Accumulators;
+  using AttentionTile = mk::AttentionTile;
 
   struct Barrier {
     uint64_t state;

@@ -41,7 +41,7 @@ class Dots {
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
                  const DotInput& input) {
     if (rows == 1 && n == kPiece) {
-      MK_UNROLL for (int v = 0; v < kVectors; ++v) {
+      MK_UNROLL_2 for (int v = 0; v < kVectors; ++v) {
         const int at = (v * P::kLanes + p.lane()) * 16;
         const auto part = [at](const unsigned char* piece) {
           return *reinterpret_cast<const Words*>(piece + at);
@@ -123,10 +123,10 @@ class Dots {
 template <class P, class To>
 MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
   const auto column = to.column(m.tile.col + col);
-  MK_LOOP for (int r = p.lane(); r < m.tile.rows; r += P::kLanes) {
+  MK_LOOP for (int r = p.lane(); r < m.rows(); r += P::kLanes) {
     const Pair t = dots.at(r);
-    const int row = is_experts(*c.task) ? Routes(*c.params, *c.dims).result(*c.task, r) : m.tile.row + r;
-    to.store(to.row(row), column, t.a, t.b);
+    auto row = to.row(is_experts(*c.task) ? Routes(*c.params, *c.dims).result(*c.task, r) : m.row() + r);
+    to.store(row, column, t.a, t.b);
   }
 }
 
@@ -140,6 +140,7 @@ class DotHeads {
   // the head's last unit, and then stores the whole head.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
+    if constexpr (!kHeadNorms) return store_dots(p, c, dots, to, m, unit + 2 * c.warp);
     const bool normed = to.normed(m.tile.col + unit);
     const int units = normed ? to.head_dim() / kUnit : 1, last = unit / kUnit % units, rows = m.tile.rows;
     for_rows(p, 0, rows, [&](int r) {
@@ -208,7 +209,7 @@ class DotHeads {
 // Runs a matmul instruction as dot products, on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
-  const int inner = m.phase.inner, rows = m.tile.rows, cols = m.tile.cols;
+  const int inner = m.phase.inner, rows = m.rows(), cols = m.tile.cols;
   const int pieces = ceil_div(inner, kPiece), inputs = dot_input_pages(m), own = c.warp * kPieceBytes;
   const bool normed = m.normed();
   if (kHasExperts && rows == 0) return;  // no row has chosen the expert
@@ -218,7 +219,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   int page = 0, held = 0;  // held: number of the first input page of the lap in progress
 
   // `heads` uses the block's scratch memory, so all warps must have left the previous instruction.
-  if (m.phase.head_norm != Buffer::kNone) p.consumer_sync();
+  if (kHeadNorms && m.phase.head_norm != Buffer::kNone) p.consumer_sync();
   const auto release_inputs = [&] { pages.release(held, inputs); };
   for (int unit = 0; unit < cols; unit += unit_cols(m)) {
     const int col = unit + (m.two() ? c.warp : 2 * c.warp);

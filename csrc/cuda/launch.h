@@ -27,6 +27,9 @@ struct Diagnosis {
   int32_t expected;  // the counter value waited for, or the parity of the barrier phase waited for
 };
 
+constexpr int32_t kMostBuffers = 48;
+static_assert(kBuffers <= kMostBuffers);
+
 struct Params {
   const Dims* dims;                // [tp]: one Dims per rank, which differ in Dims.rank
   const Phase* phases;             // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
@@ -59,11 +62,15 @@ struct Params {
   int32_t pipelined;        // 0: a block fetches an instruction only after its previous instruction has ended
   int32_t segments;         // bit s is set if segment s is run
   int32_t layer_begin, layer_end;  // the layers of the body to run
+  // For builds for one row: `buffers` and `layer_stride` of rank 0, which need no load from memory.
+  void* first_buffers[kMostBuffers];
+  uint64_t first_strides[kMostBuffers];
 
   // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.
   MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
-    const int32_t i = rank * kBuffers + static_cast<int32_t>(buffer);
-    return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
+    const int32_t i = static_cast<int32_t>(buffer), of_rank = rank * kBuffers + i;
+    return static_cast<char*>(kOneRow ? first_buffers[i] : buffers[of_rank]) +
+           static_cast<uint64_t>(layer) * (kOneRow ? first_strides[i] : layer_stride[of_rank]);
   }
 };
 

@@ -109,6 +109,8 @@ struct Matmul {
   const Phase& phase;
   const Tile& tile;
 
+  MK_FN int32_t row() const { return kOneRow ? 0 : tile.row; }
+  MK_FN int32_t rows() const { return kOneRow ? 1 : tile.rows; }
   MK_FN bool two() const { return phase.matrices == 2; }
   // Whether the matmul normalises its input rows itself. In that case it reads the rows from global memory,
   // not from pages.
@@ -226,7 +228,7 @@ MK_FN int32_t dot_units(const Matmul& m) {
   return (m.tile.cols + unit_cols(m) - 1) >> (m.two() ? 3 : 4);
 }
 MK_FN int32_t dot_pieces(const Matmul& m) {
-  return m.normed() ? 0 : m.tile.rows * ceil_div(m.phase.inner, kPiece);
+  return m.normed() ? 0 : m.rows() * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
 // dot_weight_pages() returns how many weight pages a dot-product matmul uses in all. lap_weights() returns
@@ -283,7 +285,7 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
         first += unit_cols(m);
       }
     } else {
-      const int32_t rows = m.tile.rows, column = piece / rows;
+      const int32_t rows = m.rows(), column = piece / rows;
       use = {.fill = Fill::kInputs,
              .pieces = true,
              .buffer = m.phase.inputs,

@@ -117,6 +117,16 @@ constexpr bool kWide = MK_WIDE;
 constexpr bool kWide = true;
 #endif
 
+// A build for one row (megakernel/runtime/cuda/compile.py) has the sizes of one model as constants (isa.h),
+// and no code for several rows, several ranks, or what no phase of the model has.
+#if defined(MK_ONE_ROW)
+constexpr bool kBiases = MK_BIASES, kHeadNorms = MK_HEAD_NORMS;
+constexpr int kMostHidden = MK_SIZE_HIDDEN;
+#else
+constexpr bool kBiases = true, kHeadNorms = true;
+constexpr int kMostHidden = 8192;
+#endif
+
 // An encoded tensor map, which describes a tensor in global memory to the bulk copy engine (TMA) or, in tests
 // on the CPU, to the code that emulates the engine. The host writes it.
 struct alignas(64) TensorMap {

@@ -35,8 +35,8 @@ class ToHeads {
         q_cols_(d_.q_cols()),
         kv_cols_(d_.kv_cols()),
         head_dim_(d_.head_dim),
-        bias_(c.weights<float>(c.phase().bias)),
-        norm_(c.weights<float>(c.phase().head_norm)) {}
+        bias_(kBiases ? c.weights<float>(c.phase().bias) : nullptr),
+        norm_(kHeadNorms ? c.weights<float>(c.phase().head_norm) : nullptr) {}
 
   bool squares = false;
 
@@ -129,7 +129,7 @@ class To {
 
  private:
   MK_FN static const float* bias_of(const Call& c) {
-    const float* bias = c.weights<float>(c.phase().bias);
+    const float* bias = kBiases ? c.weights<float>(c.phase().bias) : nullptr;
     if (is_experts(*c.task) && bias)
       bias += int64_t{part_of(*c.task).expert} * c.phase().matrices * c.phase().width;
     return bias;

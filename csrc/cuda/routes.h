@@ -21,7 +21,9 @@ MK_FN const ExpertPart& part_of(const Task& task) { return operands<ExpertPart>(
 
 // The maximum number of rows of dot products, if each row fits in one piece. A build for tensor cores uses
 // dot products for experts only, with fewer rows, so that its code stays short.
-#if defined(MK_UNITS)
+#if defined(MK_ONE_ROW)
+constexpr int kDotRows = 1;
+#elif defined(MK_UNITS)
 constexpr int kDotRows = MK_UNITS == static_cast<int>(Units::kDots) ? kDotInputPages * kPieces : 8;
 #else
 constexpr int kDotRows = kDotInputPages * kPieces;

@@ -3,7 +3,20 @@ each launch). All other code, in Python and C++, reads these declarations instea
 
 from .access import EVERY, OWN, Access, Columns, Index, Kind, item_columns
 from .buffers import BUFFERS, Buffer, Share, Space, column_share, itemsize, kv_bytes, row_shares, weight_shape
-from .dims import DIM_FIELDS, KV_BLOCK, Bucket, CDims, Dims, ModelSizes, Shape, Split, Units, Worker, ceil_div
+from .dims import (
+    DIM_FIELDS,
+    FIXED_SIZES,
+    KV_BLOCK,
+    Bucket,
+    CDims,
+    Dims,
+    ModelSizes,
+    Shape,
+    Split,
+    Units,
+    Worker,
+    ceil_div,
+)
 from .dtypes import Dtype, all_finite, from_f32, to_f32
 from .opcodes import Operation, OperationFamily, Result, Rows
 from .operations import OPERATIONS, accesses, cost

@@ -435,6 +435,13 @@ _RECORDS = {
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
     (f.name, float if f.type == "float" else int) for record in _RECORDS for f in fields(record) if f.name != "model"
 )
+# The sizes that are constants of a build of the CUDA interpreter for one row, because few programs differ in them: all
+# but those that depend on a server's limits.
+FIXED_SIZES = tuple(
+    name
+    for name, _ in DIM_FIELDS
+    if name not in ("max_seqs", "max_context", "items", "attention_slots", "partials", "bias_entries", "mask_rows")
+)
 
 
 class CDims(ctypes.Structure):

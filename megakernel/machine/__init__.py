@@ -2,5 +2,5 @@
 
 from .device import CPU, MACHINES, Machine, host, host_hardware, load
 from .files import HOST, hardware
-from .hardware import OPERAND_BYTES, Chip, Core, Hardware, Level, Path
+from .hardware import ONE_ROW, OPERAND_BYTES, Chip, Core, Hardware, Level, Path
 from .host import cpu_count, processor

@@ -18,7 +18,8 @@ from ..errors import MegakernelError
 # stores the number of an SM in 16 bits. All other numbers are limited so that their products do not overflow.
 Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Number = Annotated[float, Meta(ge=1e-30, le=1e30)]
-Cycles = Annotated[tuple[Number, ...], Meta(min_length=1, max_length=3)]
+Cycles = Annotated[tuple[Annotated[float, Meta(ge=0, le=1e30)], ...], Meta(min_length=1, max_length=6)]
+ONE_ROW = "row_"
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,13 +213,17 @@ class Hardware(_Section, frozen=True):
         return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
 
     def path_seconds(self) -> dict[str, Path] | None:
-        """Return how long each path of the machine code takes, or None if the machine file has no paths."""
+        """Return how long each path of the machine code takes, or None if the machine file has no paths. Those of a
+        build for one row have names that begin with ONE_ROW."""
         if self.paths is None:
             return None
         line, trip, found = self.paths["code_line"][0], self.paths["l2_trip"][0], {}
         for name, path in self.paths.items():
-            cycles, lines, trips = (*path, 0.0, 0.0)[:3]
-            found[name] = Path((cycles + lines * line + trips * trip) / self.clock_hz, cycles / self.clock_hz)
+            for prefix, figures in (("", path[:3]), (ONE_ROW, path[3:])):
+                if figures:
+                    cycles, lines, trips = (*figures, 0.0, 0.0)[:3]
+                    cold = cycles + lines * line + trips * trip
+                    found[prefix + name] = Path(cold / self.clock_hz, cycles / self.clock_hz)
         return found
 
     @property

@@ -10,7 +10,7 @@ from ..isa import cost
 from ..isa.traffic import link_bytes_each
 from ..machine import Machine
 from ..targets import target_of
-from ..targets.issue import issued
+from ..targets.issue import issued, own_paths
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
 from .spans import Floats, Ints, Mask
@@ -128,7 +128,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
     """Return the seconds that two loaders and consumers take to issue each record's machine code, [records, 3]."""
     found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
     for phase, dims, rows, columns in by_phase(resolved.program):
-        roles = issued(phase, columns, dims, paths) if paths else None
+        roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
         if roles is not None:
             found[rows] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)
     return found

@@ -18,6 +18,7 @@ from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work, run
 from megakernel.scheduler.simulate.work import make_work
 from megakernel.targets import target_of
+from megakernel.targets.issue import own_paths
 from megakernel.trace import Trace, TraceHeader
 
 _TICK_S = 1e-9
@@ -70,7 +71,7 @@ def simulate(
     """
     check(program)
     target_of(program.dims).check(program)
-    costs = _windowed(program, costs or costs_of(machine))
+    costs = _own(program, costs or costs_of(machine))
     work = _prepared(program, machine, table, costs)
     most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
     at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
@@ -100,7 +101,7 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
     Raises MegakernelError as `simulate` does.
     """
-    costs = _windowed(program, costs_of(machine))
+    costs = _own(program, costs_of(machine))
     work = _prepared(program, machine, table, costs)
     layers = min(program.dims.model.layers, _SIMULATED_LAYERS)
     few = replace(work, sizes=work.sizes | {"layers": layers})
@@ -110,8 +111,13 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
     return float(result.step_s)
 
 
-def _windowed(program: Program, costs: TaskCosts) -> TaskCosts:
-    """Return the costs of a program. On GPUs, only loaders of dot products have a window (csrc/cuda/loaders.h)."""
+def _own(program: Program, costs: TaskCosts) -> TaskCosts:
+    """Return the costs of a program, whose build may have its own paths. On GPUs, only loaders of dot products have a
+    window (csrc/cuda/loaders.h)."""
+    if costs.paths:
+        paths = own_paths(program.dims, costs.paths)
+        signal_s = costs.signal_s + paths["hand_off"].cold - costs.paths["hand_off"].cold
+        costs = replace(costs, paths=paths, signal_s=signal_s)
     return costs if program.dims.worker.units == Units.DOTS or not costs.window_bytes else costs.windowless()
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from built_once import built_once
+from compiled import SMOLLM2, compiled
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Units
+from megakernel.machine import MACHINES
 from megakernel.runtime.cuda import compile
 from megakernel.runtime.cuda.compile import Build
 
@@ -96,6 +98,14 @@ def test_slow_code_is_an_error(counting: Counting) -> None:
         compile.cubin(Build(False, TENSOR))
     counting.log = ""
     assert compile.cubin(Build(False, TENSOR))  # the slow code was not stored in the cache
+
+
+def test_programs_of_one_row_have_a_build_of_their_own() -> None:
+    """It does not depend on a server's limits. Programs of several rows have the generic build."""
+    programs = [compiled(SMOLLM2, MACHINES["h100"], rows, max_seqs=seqs) for rows, seqs in ((2, 2), (1, 2), (1, 8))]
+    few, one, other = (Build.of(p.dims, p.forward) for p in programs)
+    assert few == Build(False, DOTS) and one == other != few
+    assert {"-DMK_ONE_ROW=1", "-DMK_SIZE_HIDDEN=576", "-DMK_HEAD_NORMS=0"} <= {*one.defines}
 
 
 def test_the_first_complaint_is_the_error() -> None:

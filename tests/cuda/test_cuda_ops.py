@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, Item, RandomCheckpoint, make_table, set_items
 from handmade import record
-from twins import HostTwins, check_hostile_logits, compare_samples, sampling_table
+from twins import HostTwins, check_hostile_logits, compare_samples
 
 from megakernel.isa import Buffer, Dims, Dtype, Phase, StepTable
 from megakernel.isa.record import Records, counter_word
@@ -42,63 +42,7 @@ def attend(twins: HostTwins, slot: int, groups: int) -> Records:
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
 
-def ranks(dims: Dims) -> list[Dims]:
-    """Return `dims` for one rank, for three ranks that each own some row blocks, and for three ranks that all keep the
-    whole residual."""
-    return [dims, dims.changed(tp=3, row_block=16), dims.changed(tp=3, row_block=16, replicated_residual=1)]
-
-
-def test_embed_and_rope() -> None:
-    dims = BF16_DIMS.changed(max_context=131072, head_dim=80, max_seqs=1, embed_scale=1.5)
-    twins = make(dims)
-    table = StepTable(dims)
-    table.token_ids[:] = np.arange(dims.bucket.tokens) * 4
-    table.positions[:] = np.arange(dims.bucket.tokens) * 2741
-    table.token_ids[21] = -1
-    twins.reference.write_history(0, int(table.positions[21]), np.array([77], np.int32))
-    for name in ("embed", "rope"):
-        twins.compare(record(phase(twins, name), 3, 41), LAYER, table, rtol=0, atol=3e-7 if name == "rope" else 0)
-
-
-@pytest.mark.parametrize(("hidden", "case"), [(72, 0), (72, 1), (72, 2), (576, 0)])
-def test_norms(hidden: int, case: int) -> None:
-    dims = ranks(BF16_DIMS.changed(hidden=hidden, post_norms=1))[case]
-    twins = make(dims)
-    table = make_table(dims, {0: (0, 48)})
-    table.logit_rows[:] = [7, -1, 39, 0, -1]
-    row = 16 * (dims.split.tp - 1)
-    for r in range(dims.split.tp):
-        twins.buffer(r, B.X)[47] = np.nan  # no instruction reads this row
-        for name in ("attn_norm", "mlp_norm", "post_mlp_norm"):
-            twins.compare(record(phase(twins, name), row, 11), LAYER, table, rank=r)
-        twins.compare(record(phase(twins, "final_norm"), 0, 5), LAYER, table, rank=r)
-
-
-@pytest.mark.parametrize("size", [24, 256])
-@pytest.mark.parametrize("case", [0, 1, 2])
-def test_norms_over_all_heads(size: int, case: int) -> None:
-    """Each rank normalises all heads, and stores its own. Rows that no norm follows are only rounded."""
-    dims = ranks(BF16_DIMS.changed(hidden=72, head_dim=size, heads=6, kv_heads=2, post_norms=1, whole_norms=1))[case]
-    twins = make(dims)
-    table = make_table(dims, {0: (30, 12), 1: (100, 30)})
-    for r in range(dims.split.tp):
-        twins.buffer(r, B.X)[47] = twins.buffer(r, B.QKV)[47] = np.nan  # no instruction reads this row
-        for name in ("attn_input", "qk_norm_rope"):
-            twins.compare(record(phase(twins, name), 16 * (dims.split.tp - 1), 14), LAYER, table, rank=r)
-
-
-@pytest.mark.parametrize("post_norms", [0, 1])
-@pytest.mark.parametrize("case", [1, 2])
-def test_reduces(case: int, post_norms: int) -> None:
-    dims = ranks(BF16_DIMS.changed(post_norms=post_norms))[case]
-    twins = make(dims)
-    table = make_table(dims, {0: (0, 48)})
-    for name in ("o_reduce", "down_reduce"):
-        twins.compare(record(phase(twins, name), 32, 9, 16, 40), LAYER, table, rank=2)
-
-
-# (head_dim, query heads, KV heads). The cases have head sizes that fill their pages and head sizes that do not, 1 to 8
-# query heads per KV head, and a single KV head. Heads of 256 elements have two parts.
+# (head_dim, query heads, KV heads): heads that fill pages or do not, share a KV head or not, or have two parts (256).
 HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (256, 4, 1), (256, 6, 2)]
 # Sizes of a model without sinks of attention, and of one with sinks: gpt-oss, which has experts too.
 SINKS: list[dict[str, int]] = [{}, {"experts": 2, "experts_per_token": 1, "clipped_gates": 1}]
@@ -176,32 +120,10 @@ def test_rows_alone_have_the_same_bits() -> None:
         np.testing.assert_array_equal(alone[row, 192:], together[row, 192:])
 
 
-@pytest.mark.parametrize(("replicated_o", "replicated_residual"), [(0, 0), (1, 0), (1, 1)])
-def test_attention_of_ranks(replicated_o: int, replicated_residual: int) -> None:
-    """Two ranks share nine query heads. Both have the middle KV head: rank 0 with two of its query heads, rank 1 with
-    one."""
-    dims = BF16_DIMS.changed(head_dim=64, heads=9, kv_heads=3, tp=2, row_block=16)
-    dims = dims.changed(replicated_o=replicated_o, replicated_residual=replicated_residual)
-    twins, table = attention_twins(dims)
-    for rank in range(2):
-        view = table.rank(rank)
-        set_items(view, [Item(0, 16, 4, 0, 2), Item(0, 20, 1, 0, 2), Item(0, 28, 4, 0, 2)])
-        twins.compare(attend(twins, 0, 2), LAYER, table, rank, rtol=2**-7, atol=6e-3)
-
-
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])
 @pytest.mark.parametrize("vocab", [7, 203, 12345])
 def test_sample(vocab: int, step: float) -> None:
     compare_samples(make, BF16_DIMS, vocab, step)
-
-
-def test_sample_of_ranks() -> None:
-    """Sampling writes the token to the history of every rank, and the outputs to rank 0 only."""
-    dims = BF16_DIMS.changed(logit_rows=6, max_seqs=6, tp=2, bias_entries=8, mask_rows=3)
-    twins = make(dims)
-    table = sampling_table(twins, 1)
-    for rank in range(2):
-        twins.compare(record(phase(twins, "sample"), 3 * rank, 3), LAYER, table, rank, atol=1e-4)
 
 
 def test_hostile_logits() -> None:

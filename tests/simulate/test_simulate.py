@@ -21,6 +21,7 @@ from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Operation, Split, slot_work
+from megakernel.machine import ONE_ROW
 from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
@@ -90,7 +91,7 @@ def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
     fast = dict.fromkeys(costs.paths, CodePath(0.0, 0.0))
 
     def step(**seconds: float) -> float:
-        slow = fast | {name: CodePath(value, value) for name, value in seconds.items()}
+        slow = fast | {ONE_ROW + name: CodePath(value, value) for name, value in seconds.items()}
         return simulate(program, machine, table, costs=replace(costs, paths=slow)).step_s
 
     unbound = step()

@@ -11,11 +11,6 @@
 #include "call.h"
 #include "memory.h"
 #include "softmax.h"
-#if defined(__CUDACC__)
-#include "attention_mma.h"
-#else
-#include "attention_loops.h"
-#endif
 
 namespace mk {
 
@@ -86,7 +81,7 @@ class AttentionItem {
     // head.
     const int heads = (end - 1) / of_head - begin / of_head + 1, before = own - begin / of_head;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
-    AttentionTile<P> tile(p_, d_.head_dim);
+    typename P::AttentionTile tile(p_, d_);
     bool started = false;
     for (int block = blocks().begin; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
       item_ = here(item_);
@@ -138,12 +133,12 @@ class AttentionItem {
     }
   }
 
-  MK_FN void start(AttentionTile<P>& tile, const QueryRows& q, int part) {
+  MK_FN void start(typename P::AttentionTile& tile, const QueryRows& q, int part) {
     tile.start([&](int i) { return q.has(i) ? query(q, i) + part * kHeadPart : nullptr; },
                [&](int i) { return s_.positions[q.first_row + q.row(i)]; });
   }
 
-  MK_FN void store_partials(const AttentionTile<P>& tile, int head, int first, int block) {
+  MK_FN void store_partials(const typename P::AttentionTile& tile, int head, int first, int block) {
     const QueryRows q = query_rows(head, first);
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); }, part());
   }

@@ -34,13 +34,13 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
 // 16 query rows and their attention results, in the registers of one warp. A lane holds parts of two rows:
 // row lane / 4 and row lane / 4 + 8. Groups of eight columns are never partly outside the head, because
 // head_dim is a multiple of 8.
-template <class P>
 class AttentionTile {
  public:
-  // `head_dim` is a multiple of 8, and the tile has at most kHeadPart elements of it. The constructor sets
+  // d.head_dim is a multiple of 8, and the tile has at most kHeadPart elements of it. The constructor sets
   // every member that start() sets. This saves registers: the compiler need not keep the members of the
   // previous tile alive.
-  __device__ AttentionTile(P& p, const int& head_dim) : lane_(p.lane()), head_dim_(head_dim) {
+  template <class P>
+  __device__ AttentionTile(P& p, const Sizes& d) : lane_(p.lane()), d_(d) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kHeadPart / 16; ++k) {
       MK_UNROLL for (int w = 0; w < 4; ++w) query_[k][w] = 0;
@@ -237,10 +237,10 @@ class AttentionTile {
 
  private:
   // Returns how many elements of the head the tile has.
-  __device__ int size() const { return kWide ? lower_of(head_dim_, kHeadPart) : head_dim_; }
+  __device__ int size() const { return kWide ? lower_of(d_.head_dim, kHeadPart) : d_.head_dim; }
 
   const int lane_;
-  const int& head_dim_;  // a reference that is loaded where it is needed, which costs no register elsewhere
+  const Sizes& d_;  // loaded where it is needed, which costs no register elsewhere
   int position_[2];
   uint32_t query_[kHeadPart / 16][4];
   float out_[kHeadPart / 8][4];

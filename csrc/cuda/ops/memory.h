@@ -6,7 +6,9 @@
 // Unrolls a loop four times, so that several of its loads from memory are in flight.
 #if defined(__CUDACC__)
 #define MK_UNROLL_4 _Pragma("unroll 4")
+#define MK_UNROLL_2 _Pragma("unroll 2")
 #else
+#define MK_UNROLL_2
 #define MK_UNROLL_4
 #endif
 

@@ -13,7 +13,7 @@ namespace mk {
 // How many groups of eight columns a lane keeps in registers. With 256 lanes, this covers rows of 8,192
 // columns. The remaining columns of a longer row are read twice: first for the sum of squares, then for the
 // result.
-constexpr int kNormHeld = 4;
+constexpr int kNormHeld = lower_of(4, ceil_div(kMostHidden, 8 * 32 * kConsumerWarps));
 
 // Returns the buffer with the norm's weights, for a norm phase or for a matmul that normalises its inputs.
 MK_FN Buffer norm_weights(const Phase& phase) {
@@ -32,7 +32,7 @@ class Norm {
         own_(call.phase().norm != Buffer::kNone),
         x_(call.at<float>(call.phase().inputs)),
         weight_(call.weights<float>(norm_weights(call.phase()))),
-        width_(call.phase().inner),
+        width_(call.dims->hidden),
         first_(8 * (call.warp * P::kLanes + p.lane())),
         team_(p, call) {}
 
@@ -50,9 +50,9 @@ class Norm {
       if (i + 1 < row + rows) next = fetch(source(i + 1));
       if (r >= 0) {
         const float scale =
-            1.0f / sqrtf(sum_of_squares(held, r) / static_cast<float>(width_) + call_.dims->rms_eps);
+            one_over_root(sum_of_squares(held, r) / static_cast<float>(width_) + call_.dims->rms_eps);
         const float* x = x_ + int64_t{r} * width_;
-        if (call_.phase().result == Result::kResidual && !own_) {
+        if (call_.dims->post_norms && call_.phase().result == Result::kResidual && !own_) {
           add(i, x, scale);
           continue;
         }
@@ -140,7 +140,7 @@ template <class P>
 MK_FN void prefetch_norm(P& p, const Call& call) {
   const float* weights = call.weights<float>(norm_weights(call.phase()));
   if (kWide && !weights) return;
-  for (int k = 8 * (call.warp * P::kLanes + p.lane()); k < call.phase().inner;
+  for (int k = 8 * (call.warp * P::kLanes + p.lane()); k < call.dims->hidden;
        k += 8 * kConsumerWarps * P::kLanes)
     prefetch(weights + k);
 }
@@ -169,7 +169,7 @@ MK_FN void norm(P& p, const Call& call) {
     if (call.phase().weights == Buffer::kNone) return round_rows(p, call, op);
   }
   const bool logits = call.task->is(Operation::kNorm) && call.phase().rows == Rows::kLogit;
-  Norm<P>(p, call).rows(op.row, op.rows, [&](int i) {
+  Norm<P>(p, call).rows(kOneRow ? 0 : op.row, kOneRow ? 1 : op.rows, [&](int i) {
     if (!logits) return i;
     if (!norms_logit_row(*call.dims, *call.step, i)) return Norm<P>::kSkip;
     const int r = call.step->logit_rows[i];

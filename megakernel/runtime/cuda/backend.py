@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, StepTable, record
+from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, StepTable, record
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, Ablation
@@ -97,7 +97,7 @@ class CudaBackend:
         self._kernels: dict[compile.Build, list[Kernel]] = {}  # one for each GPU
         self._scratch: dict[int, tuple[int, int]] = {}  # for each GPU, the address and the size of its scratch memory
         self._closed = False
-        self._variant(dims, trace=False)
+        self._variant(dims)
         self._heap = Heap(self._node, dims, pages)
         self._lanes = deque(Lane(self._heap, number) for number in range(LANES))  # the next launch's lane first
         load_weights(self._heap, checkpoint, dims)
@@ -186,7 +186,7 @@ class CudaBackend:
             launch.finish()
 
     def _check_resident(self, program: Program) -> None:
-        kernels = self._variant(program.dims, trace=False)
+        kernels = self._variant(program.dims, program.forward)
         for kernel, (gpu, ranks) in zip(kernels, self._node.grids(), strict=True):
             room, need = kernel.blocks, len(ranks) * program.workers
             if need > room:
@@ -195,9 +195,9 @@ class CudaBackend:
                     f"can run it on only {room} at once: compile it with --workers {room // len(ranks)}"
                 )
 
-    def _variant(self, dims: Dims, *, trace: bool) -> list[Kernel]:
-        """Return the variant of the kernel that runs programs of these sizes, for each GPU."""
-        build = compile.Build.of(dims, trace=trace, ablation=self.ablation)
+    def _variant(self, dims: Dims, forward: Forward | None = None, *, trace: bool = False) -> list[Kernel]:
+        """Return the variant of the kernel that runs programs of these sizes and phases, for each GPU."""
+        build = compile.Build.of(dims, forward, trace=trace, ablation=self.ablation)
         if build not in self._kernels:
             code = compile.cubin(build)
             self._kernels[build] = [Kernel(gpu, code) for gpu in self._node.gpus]
@@ -229,7 +229,8 @@ class CudaBackend:
             self._provide(grid.gpu, grid.params, grid.blocks)
             if traced:
                 self._tracing.prepare(grid, loaded.program)
-        for kernel, grid in zip(self._variant(loaded.program.dims, trace=traced), loaded.grids, strict=True):
+        kernels = self._variant(loaded.program.dims, loaded.program.forward, trace=traced)
+        for kernel, grid in zip(kernels, loaded.grids, strict=True):
             kernel.launch(grid.blocks, grid.params)
 
     def stopped(self) -> None:

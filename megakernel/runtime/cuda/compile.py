@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MegakernelError, regular
-from ...isa import Dims, Units
+from ...isa import FIXED_SIZES, Dims, Forward, Units
 from ...library import source_folder
 from ...model.cache import cache_folder
+from ...targets.issue import one_row
 from ...targets.launch import Ablation
 from .limits import wide
 
@@ -40,23 +41,35 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 class Build:
     """A variant of the interpreter: whether it records traces, which units compute matmuls, which work it leaves out,
     and whether it has the code for models with experts, or for those with wide norms and heads. This code makes other
-    models slower."""
+    models slower.
+
+    `constants` are those of a build for the programs of one model that compute one row on one GPU: the sizes
+    FIXED_SIZES, and whether any phase has a bias or normalises heads. A generic build has none."""
 
     trace: bool
     units: Units
     ablation: Ablation = Ablation.NONE
     experts: bool = False
     wide: bool = False
+    constants: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, dims: Dims, *, trace: bool = False, ablation: Ablation = Ablation.NONE) -> Build:
-        """Return the variant that runs programs of these sizes."""
-        worker, model = dims.worker, dims.model
-        return cls(trace, Units(worker.units), ablation, model.experts > 0, wide(model))
+    def of(
+        cls, dims: Dims, forward: Forward | None = None, *, trace: bool = False, ablation: Ablation = Ablation.NONE
+    ) -> Build:
+        """Return the variant that runs programs of these sizes and phases, or the generic one if `forward` is None."""
+        units, model, constants = Units(dims.worker.units), dims.model, dict[str, str]()
+        if forward and one_row(dims):
+            constants = {f"size_{name}": str(dims.flat[name]) for name in FIXED_SIZES}
+            constants["biases"] = f"{any(phase.bias is not None for phase in forward):d}"
+            constants["head_norms"] = f"{any(phase.head_norm is not None for phase in forward):d}"
+        return cls(trace, units, ablation, model.experts > 0, wide(model), tuple(constants.items()))
 
     @property
     def defines(self) -> list[str]:
-        return [f"-DMK_{name.upper()}={int(value)}" for name, value in vars(self).items()]
+        own = {name: int(value) for name, value in vars(self).items() if name != "constants"}
+        of_row = {"one_row": 1, **dict(self.constants)} if self.constants else {}
+        return [f"-DMK_{name.upper()}={value}" for name, value in (own | of_row).items()]
 
 
 @dataclass(frozen=True)

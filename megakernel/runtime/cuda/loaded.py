@@ -109,6 +109,8 @@ class Grid:
 
     def _point(self) -> None:
         self.params.abort = self._heap.status[self.ranks.start]
+        self.params.first_buffers[: len(Buffer)] = self._heap.addresses()[0].tolist()
+        self.params.first_strides[: len(Buffer)] = self._heap.strides()[0].tolist()
         self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:

@@ -11,6 +11,7 @@
 #include "../../../csrc/cuda/watchdog.h"
 #include "../fibres.h"
 #include "accumulators.h"
+#include "attention_tile.h"
 #include "tensor_map.h"
 
 namespace mk {
@@ -99,6 +100,7 @@ class HostWarp {
  public:
   using Barrier = HostBarrier;
   using Accumulators = HostAccumulators;
+  using AttentionTile = HostAttentionTile;
   static constexpr int kLanes = 1, kTrace = 0;
 
   HostWarp(HostBlock& block, int warp) : block_(block), world_(block.world), warp_(warp) {}

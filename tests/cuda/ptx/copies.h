@@ -138,7 +138,7 @@ inline void load(Thread& t, uint32_t offset, uint32_t bytes, uint32_t barrier, b
 // instruction may declare these too, but for another attention item.
 inline bool in_head(const Thread& t, const Box& box, uint32_t place) {
   if (!world->is_in(mk::Buffer::K_CACHE, reinterpret_cast<uint64_t>(box.map.base))) return true;
-  const int head = reinterpret_cast<const Memory*>(t.block->memory + kReserved)->dims.head_dim;
+  const int head = reinterpret_cast<const mk::Params*>(t.parameters())->dims->head_dim;
   const int row = static_cast<int>(place) / (box.map.box[0] * box.map.item) % box.map.box[1];
   return box.corner.at[1] % head + row < head;
 }

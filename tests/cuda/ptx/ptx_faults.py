@@ -24,7 +24,7 @@ dots
   the storer does not wait for outputs  storer.h: p.wait(slot.outputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   consumers do not wait for inputs  consumer.h: p.wait(slot.inputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   consumers do not meet before they exchange values  call.h: p_.consumer_sync()  bar\.sync
-  tiles of normalised heads do not meet before they exchange sums  dots.h: if (m.phase.head_norm != Buffer::kNone)  bar\.sync
+  tiles of normalised heads do not meet before they exchange sums  dots.h: if (kHeadNorms && m.phase.head_norm  bar\.sync
   the barrier of consumers expects another warp  device.cuh: bar.sync 1, %0  bar\.sync 1, 256  bar.sync 1, 288
   blocks do not meet after their set-up  roles.h: p.sync_block()  bar\.sync 0
   a consumer does not release a page  pages.h: p_.arrive(block_.empty[  mbarrier\.arrive

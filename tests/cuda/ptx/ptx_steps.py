@@ -11,7 +11,7 @@ from compiled import compiled
 from fake_gpu import no_compiler
 from numpy.typing import NDArray
 from ptx_faults import FAULTS, Fault
-from ptx_world import Emulator
+from ptx_world import ROWS, Emulator
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import KV_BLOCK, Buffer, Dtype, StepTable
@@ -106,6 +106,8 @@ def _options(kind: str, chosen: dict[str, Any]) -> Options:
 def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     """Return a step of a random small model: a decode row with a long context and, for most seeds, a prompt."""
     rng = np.random.default_rng(seed)
+    if kind in ROWS:
+        return step_of(f"{kind} {seed}", *ROWS[kind], rng)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
     units, mores = _units(kind), _MORES.get(kind.split()[0], _MORE)
@@ -171,7 +173,7 @@ def _schedule(emulator: Emulator, seed: int) -> None:
 
 def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
     """Run a random step for each seed, each with another order of threads and copies."""
-    emulator, wrong = Emulator(), list[str]()
+    emulator, wrong = Emulator(kind=kind), list[str]()
     for seed in seeds:
         step = random_step(kind, seed, **settings)
         _schedule(emulator, seed)
@@ -185,7 +187,7 @@ def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
 def aborted(kind: str, seeds: Iterable[int]) -> list[str]:
     """Abort launches of a step, each at another moment. The last launch, which is not aborted, must be right. Only in
     launches that are not aborted, races are errors."""
-    step, emulator = random_step(kind, 22), Emulator()
+    step, emulator = random_step(kind, 22), Emulator(kind=kind)
     if (said := step.difference()) or emulator.wrong:
         return [said or "", *emulator.wrong]
     switches, emulator.schedule.races = emulator.switches, 0
@@ -260,7 +262,7 @@ _FAULT_STEPS = {
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:
     """Plant the faults for builds of this kind, one at a time: all, or those in `chosen`. Return the error that each
     fault caused, or an empty text if the fault was not noticed."""
-    emulator, out = Emulator(), dict[str, str]()
+    emulator, out = Emulator(kind=kind), dict[str, str]()
     for fault in FAULTS[kind]:
         if fault.name not in out and (not chosen or fault.name in chosen):
             tries = ((seed, copies) for copies in (2, 0, 1) for seed in _FAULT_STEPS[kind])

@@ -26,7 +26,7 @@ integer-arithmetic-instructions
   mul.wide.{t:u16}                   u32 = t t      uint32_t{{{0}}} * {1}
   mad.lo.{t:s32}                     t = t t t      add(mul({0}, {1}), {2})
   div.{t:s32|u32|u64}                t = t t        quotient({0}, {1})
-  rem.{t:s32}                        t = t t        remainder_of({0}, {1})
+  rem.{t:s32|u32}                    t = t t        remainder_of({0}, {1})
   neg.{t:s32}                        t = t          sub({t}{{0}}, {0})
   min.{t:s32|u32|u64}                t = t t        {0} < {1} ? {0} : {1}
   max.{t:s32|u32|u64}                t = t t        {0} > {1} ? {0} : {1}
@@ -62,7 +62,7 @@ logic-and-shift-instructions
   not.{t:b32|b64}                    t = t          ~{0}
   not.{t:pred}                       t = t          !{0}
   shl.{t:b32|b64}                    t = t u32      left({0}, {1})
-  shr.{t:s32|u32|u64}                t = t u32      right({0}, {1})
+  shr.{t:s32|s64|u32|u64}            t = t u32      right({0}, {1})
 data-movement-and-conversion-instructions
   mov.{t:b32|b64|u16|u32|u64|f32|f64|pred}  t = t   {0}
   cvt.{d:u16|u32|u64|s64}.{t:u16|u32|u64|s32}  d = t  static_cast<{d}>({0})

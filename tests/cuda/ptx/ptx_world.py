@@ -13,16 +13,28 @@ from typing import Any
 
 import fake_gpu
 from built_once import ROOT, WARNINGS, built_once, compiler, run, sources, version
+from compiled import compiled
 from ptx_code import Translator
 from ptx_faults import FAULTS
 from ptx_regions import Regions
 
-from megakernel.isa import DIM_FIELDS, Dims, Units
+from megakernel.isa import DIM_FIELDS, KV_BLOCK, Dims, Units
+from megakernel.machine import MACHINES
+from megakernel.model.config import ModelConfig
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
 from megakernel.runtime.cuda.loaded import Params
+from megakernel.scheduler import Options
 
 HERE = Path(__file__).parent
+_LLAMA = ModelConfig(vocab=139, hidden=2304, ffn=1280, layers=2, heads=8, kv_heads=2, head_dim=64, max_context=512)
+_QWEN = {"family": "qwen3", "hidden": 1032, "heads": 3, "kv_heads": 3, "head_dim": 80, "qkv_bias": True, "window": 150}
+_MACHINE = replace(MACHINES["h100"], workers=3, kv_page=KV_BLOCK)
+# The models that have a build for one row, and their programs.
+ROWS = {
+    kind: (config, compiled(config, _MACHINE, 1, options=Options(matmul="dots"), max_seqs=3, max_context=512))
+    for kind, config in {"row dots": _LLAMA, "row norms dots": replace(_LLAMA, **_QWEN, full_layers=(0,))}.items()
+}
 BUILDS = {
     "dots": Build(False, Units.DOTS),
     "tensor": Build(False, Units.TENSOR),
@@ -30,6 +42,7 @@ BUILDS = {
     "experts tensor": Build(False, Units.TENSOR, experts=True),
     "wide dots": Build(False, Units.DOTS, wide=True),
     "wide tensor": Build(False, Units.TENSOR, wide=True),
+    **{kind: Build.of(program.dims, program.forward) for kind, (_, program) in ROWS.items()},
 }
 _compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
@@ -127,11 +140,13 @@ def _processor() -> tuple[str, ...]:
 class Emulator:
     """Runs the launches of this process on the CPU. Each launch has another seed for the order of threads. `wrong`
     collects the errors of all launches, and `switches` is how often the last launch switched between threads. `changes`
-    are fields of `Build` to change. `regions` says whether to compare accesses with what instructions declare."""
+    are fields of `Build` to change. `regions` says whether to compare accesses with what instructions declare. If
+    `kind` is that of a build for one row, launches use this build."""
 
     schedule: Schedule = field(default_factory=lambda: Schedule(seed=1, races=1, limit=30_000_000))
     changes: dict[str, Any] = field(default_factory=dict)
     regions: bool = True
+    kind: str = ""
     wrong: list[str] = field(default_factory=list)
     switches: int = 0
 
@@ -152,7 +167,7 @@ class Emulator:
             if sum(grid.contents.ranks for grid, _ in self._grids) == sizes["tp"]:
                 try:
                     dims = Dims.of(**{name: sizes[name].item() for name, _ in DIM_FIELDS})
-                    self._run(Build.of(dims), self._grids)
+                    self._run(BUILDS[self.kind] if self.kind in ROWS else Build.of(dims), self._grids)
                 except BaseException as e:
                     self.wrong.append(repr(e))
                 self._grids = []

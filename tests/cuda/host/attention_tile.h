@@ -4,16 +4,15 @@
 #include <algorithm>
 #include <iterator>
 
-#include "../tensor_core.h"
-#include "memory.h"
-#include "softmax.h"
+#include "../../../csrc/cuda/ops/memory.h"
+#include "../../../csrc/cuda/ops/softmax.h"
+#include "../../../csrc/cuda/tensor_core.h"
 
 namespace mk {
 
-template <class P>
-class AttentionTile {
+class HostAttentionTile {
  public:
-  AttentionTile(P&, int head_dim) : size_(lower_of(head_dim, kHeadPart)) {}
+  HostAttentionTile(auto&, const Sizes& d) : size_(lower_of(d.head_dim, kHeadPart)) {}
 
   template <class Row, class Position>
   void start(Row row, Position position) {
