@@ -97,8 +97,8 @@ def latency(
 
         measured = measure(llm, ids, tokens, runs, ceilings, after)
     ours = {"decode": [one.decode.wall_s for one in measured], "prefill": [one.prefill.wall_s for one in measured]}
-    vs = {"vs": {peer.peer.name: peer.figures(ours) for peer in peers}}
-    return report(measured, ceilings) | vs | {"ceilings": asdict(ceilings)}
+    steady = [one.steady for one in measured]
+    return report(measured) | {"vs": {peer.peer.name: peer.figures(ours, steady) for peer in peers}}
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:

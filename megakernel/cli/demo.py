@@ -32,9 +32,9 @@ def register(add: AddVerb) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from megakernel.roofline import Ceilings
     from megakernel.serving import SamplingParams
     from megakernel.serving.bench.ceilings import share_of
-    from megakernel.serving.bench.latency import typical
 
     from ..timeline import render, resolve, summarise, write_html
 
@@ -50,9 +50,11 @@ def run(args: argparse.Namespace) -> int:
         ceilings = measured_ceilings(llm)
         measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.bucket.max_context // 2))
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
+        ceilings = Ceilings(**figures["ceilings"])  # with the rate of memory of the same seconds
         with output.busy("tracing a step"):
             _, decode = llm.trace_steps(measured, decode_steps=5)
-        step = typical(decode)
+        # Another step than the median one may have been disturbed by other work.
+        step = sorted(decode, key=lambda step: step.output.seconds)[len(decode) // 2]
         trace = step.output.trace
         machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
         if trace is not None:

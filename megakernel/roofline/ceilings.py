@@ -104,14 +104,18 @@ ReadProbe = Callable[[int, int, float], float]  # (threads, bytes in total, appr
 FmaProbe = Callable[[int, float], float]  # (threads, seconds) -> FLOP/s of multiply-adds in registers, or integer ops/s
 
 
+def read_rate(threads: int, read: ReadProbe) -> float:
+    """Return the bytes per second that `threads` threads can read from memory now. On some machines, this changes."""
+    return read(threads, min(_CACHE_FACTOR * last_level_cache(), _LARGEST_READ), _PROBE_S)
+
+
 def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) -> Measured:
     """Measure this machine's maximum rates with `threads` threads. Each rate is the best of several measurements."""
-    cache = last_level_cache()
-    size, inside = min(_CACHE_FACTOR * cache, _LARGEST_READ), min(_IN_CACHE * threads, cache // 2)
+    inside = min(_IN_CACHE * threads, last_level_cache() // 2)
     begin = busy.now()
     return Measured(
         threads,
-        max(read(threads, size, _PROBE_S) for _ in range(_REPEATS)),
+        max(read_rate(threads, read) for _ in range(_REPEATS)),
         max(read(threads, inside, _PROBE_S) for _ in range(_REPEATS)),
         max(fma(threads, _PROBE_S) for _ in range(_REPEATS)),
         max(integers(threads, _PROBE_S) for _ in range(_REPEATS)),

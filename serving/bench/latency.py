@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from megakernel.roofline import Ceilings, fraction_error
+from megakernel.roofline import Ceilings, fraction_error, read_rate
+from megakernel.runtime.cpu.native import probe_read
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.live import Totals
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.text.llm import LLM
 
+_STEADY = 1.1  # if the memory's rates before and after a run differ by a larger factor, its figures do not count
+
 
 @dataclass(frozen=True)
 class Run:
     """The work of a run's prefill and of its decode steps, with the times of the steps, which include the host's work
-    between them. `counts` has the numbers of tokens of both together."""
+    between them. `counts` has the numbers of tokens of both together. `read` has the rates at which memory could be
+    read before and after the run, in bytes per second. The ceilings of the totals have the higher one."""
 
+    read: tuple[float, float]
     prefill: Totals
     decode: Totals
     decode_step_s: list[float]
     decode_tokens: int
     counts: Counts
+
+    @property
+    def steady(self) -> bool:
+        return max(self.read) <= _STEADY * min(self.read)
 
 
 def measure(
@@ -33,42 +43,38 @@ def measure(
 ) -> list[Run]:
     """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
     warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
-    including the warm-up."""
+    including the warm-up. On a CPU, the rate of memory is measured between all calls of `on_run`."""
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
-    done: list[Run] = []
+    on_cpu, rates, done = llm.engine.backend.name == "cpu", [], []
     for number in range(runs + 1):
-        run = _one(llm, prompt_ids, params, ceilings)
-        if number:
-            done.append(run)
+        done.append(_one(llm, prompt_ids, params))
         on_run(number + 1)
-    return done
+        rates.append(read_rate(llm.threads, probe_read) if on_cpu else ceilings.read_bytes_per_s)
+    here = replace(ceilings, how=f"{ceilings.how}, but memory before and after each run") if on_cpu else ceilings
+    return [_run(*one, llm.config.tied, here, read) for one, read in zip(done[1:], pairwise(rates), strict=True)]
 
 
-def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
-    """Return the figures of `bench latency`: medians over all decode steps, and medians over the prefills of all runs.
+def report(every: list[Run]) -> dict[str, Any]:
+    """Return the figures of `bench latency`. If the memory's rate was steady during some runs, only these count.
+    Otherwise `errors` has a message. Decode figures come from the run with the median token rate, prefill figures from
+    the run with the median prefill. `step_s` is the median time of the run's steps, or the mean time if proposed tokens
+    were verified, because steps then differ in duration and in the number of tokens.
 
-    With speculative decoding, steps differ in duration and in the number of tokens. If proposed tokens were verified,
-    the decode figures come from one run, the run with the median token rate, and `step_s` is the mean duration of its
-    steps.
-
-    `roofline_fraction` is the minimum time at the hardware's `ceilings`, divided by the measured time. A fraction above
+    `roofline_fraction` is the minimum time at the hardware's ceilings, divided by the measured time. A fraction above
     1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message."""
+    runs = [run for run in every if run.steady] or every
     counts = sum((run.counts for run in runs), Counts())
-    if counts.proposed:
-        run = sorted(runs, key=lambda run: run.decode_tokens / run.decode.wall_s)[len(runs) // 2]
-        step_s = run.decode.wall_s / run.decode.steps
-        tokens_per_s = run.decode_tokens / run.decode.wall_s
-    else:
-        run = runs[0]  # any run will do: only its FLOPs and bytes are used, which are the same in all runs
-        step_s = median(s for run in runs for s in run.decode_step_s)
-        tokens_per_s = 1.0 / step_s
+    run = sorted(runs, key=lambda run: run.decode_tokens / run.decode.wall_s)[len(runs) // 2]
+    step_s = run.decode.wall_s / run.decode.steps if counts.proposed else median(run.decode_step_s)
+    decode_s, ceilings = step_s * run.decode.steps, run.decode.ceilings
     medians = [median(run.decode_step_s) for run in runs]
-    prefill_s = median(run.prefill.wall_s for run in runs)
-    decode, prefill = run.decode.rates(step_s * run.decode.steps), run.prefill.rates(prefill_s)
+    prompt = sorted((run.prefill for run in runs), key=lambda prefill: prefill.wall_s)[len(runs) // 2]
+    decode, prefill = run.decode.rates(decode_s), prompt.rates(prompt.wall_s)
     errors = {"decode": fraction_error(decode["roofline_fraction"], ceilings)}
     errors["prefill"] = fraction_error(prefill["roofline_fraction"], ceilings)
+    errors["memory"] = None if runs[0].steady else "its speed changed by more than a tenth during every run"
     return {
-        "tokens_per_s": tokens_per_s,
+        "tokens_per_s": run.decode_tokens / decode_s,
         **counts.figures(),
         "step_s": step_s,
         "step_s_min": min(medians),
@@ -76,19 +82,21 @@ def report(runs: list[Run], ceilings: Ceilings) -> dict[str, Any]:
         **decode,
         "read_fraction": decode["read_GBps"] * 1e9 / ceilings.read_bytes_per_s,
         "prefill": {
-            "tokens": run.prefill.rows,
-            "seconds": prefill_s,
-            "tokens_per_s": run.prefill.rows / prefill_s,
+            "tokens": prompt.rows,
+            "seconds": prompt.wall_s,
+            "tokens_per_s": prompt.rows / prompt.wall_s,
             **prefill,
             "fma_fraction": prefill["gflops"] * 1e9 / ceilings.flops,
         },
         "errors": [f"{name}: {error}" for name, error in errors.items() if error],
-        "runs": [{"prefill_s": run.prefill.wall_s, "decode_step_s": run.decode_step_s} for run in runs],
+        "runs": [{"prefill_s": r.prefill.wall_s, "decode_step_s": r.decode_step_s, "read": r.read} for r in every],
         "vs": {},
+        "ceilings": asdict(ceilings),
     }
 
 
-def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams, ceilings: Ceilings) -> Run:
+def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> tuple[list[tuple[Step, float]], Counts]:
+    """Return the steps of a run with their times, and the numbers of tokens."""
     steps: list[tuple[Step, float]] = []
     moments = [perf_counter()]
 
@@ -99,19 +107,16 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams, ceilings: Ceil
     llm.engine.reset_prefix_cache()
     before = llm.engine.stats.counts
     llm.generate([prompt_ids], params, on_step=record)
+    return steps, llm.engine.stats.counts - before
+
+
+def _run(
+    steps: list[tuple[Step, float]], counts: Counts, tied: bool, ceilings: Ceilings, read: tuple[float, float]
+) -> Run:
+    ceilings = replace(ceilings, read_bytes_per_s=max(read))
     first = next(i for i, (step, _) in enumerate(steps) if step.tokens) + 1
-    prefill, decode = Totals(ceilings, llm.config.tied), Totals(ceilings, llm.config.tied)
+    prefill, decode = Totals(ceilings, tied), Totals(ceilings, tied)
     for number, (step, seconds) in enumerate(steps):
         (prefill if number < first else decode).add(step, seconds)
-    return Run(
-        prefill,
-        decode,
-        [seconds for _, seconds in steps[first:]],
-        sum(len(step.tokens) for step, _ in steps[first:]),
-        llm.engine.stats.counts - before,
-    )
-
-
-def typical(steps: list[Step]) -> Step:
-    """Return the step with the median duration, because another step may have been disturbed by other work."""
-    return sorted(steps, key=lambda step: step.output.seconds)[len(steps) // 2]
+    times = [seconds for _, seconds in steps[first:]]
+    return Run(read, prefill, decode, times, sum(len(step.tokens) for step, _ in steps[first:]), counts)

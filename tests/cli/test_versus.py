@@ -108,8 +108,10 @@ def test_medians_spreads_and_ratios() -> None:
     assert figures["tokens_per_s"] == 16 / seconds[2]
     assert (figures["tokens_per_s_min"], figures["tokens_per_s_max"]) == (16 / seconds[1], 16 / seconds[0])
     assert figures["ours"] == {"tokens_per_s": 8.0, "tokens_per_s_min": 4.0, "tokens_per_s_max": 16.0}
-    assert figures["ratio"] == 8.0 / (16 / seconds[2])
+    assert figures["ratio"] == seconds[1] / 4.0
     assert figures["prefill"]["ratio"] == pytest.approx((100 / 5) / (100 / (10 / 6 + 1)))
+    steady = contest.figures({"decode": [2.0, 4.0, 1.0], "prefill": [5.0, 5.0, 5.0]}, [True, False, False])
+    assert steady["ratio"] == seconds[0] / 2.0 and steady["ours"]["tokens_per_s_min"] == 8.0
     assert figures["settings"]["decode"] == {"a": 3, "b": 2} and figures["settings"]["version"] == 1
 
 

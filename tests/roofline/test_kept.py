@@ -3,6 +3,7 @@ best. Busy machines and damaged files are tested too."""
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -138,6 +139,7 @@ def test_all_verbs_name_the_same_ceilings(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, 3 * flops, QUIET, "2026-01-01"))
+    monkeypatch.setattr("megakernel.serving.bench.latency.probe_read", lambda *given: read)
     step = run_json(capsys, "roofline", "--model", model)
     assert step["memory_bytes"] / step["t_memory_s"] == pytest.approx(read)
     assert step["flops"] / step["t_math_s"] == pytest.approx(flops)
@@ -149,6 +151,20 @@ def test_all_verbs_name_the_same_ceilings(
         found = run_json(capsys, *verb)
         resources = (found.get("timeline") or found)["resources"]
         assert {r["name"]: r["peak"] for r in resources if r["name"] in peaks} == pytest.approx(peaks)
+
+
+@pytest.mark.parametrize("reads", [[4e9, 4.2e9, 2e9, 2.1e9], [4e9, 2e9, 1e9, 4e9]])
+def test_speed_is_compared_with_the_memory_of_the_same_seconds(
+    reads: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr("megakernel.serving.bench.latency.probe_read", lambda *given: upcoming.pop(0))
+    upcoming, steady = reads.copy(), [max(a, b) for a, b in pairwise(reads) if a < 1.1 * b < 1.21 * a]
+    found = run_json(
+        capsys, "bench", "latency", "--model", model, "--prompt-tokens", "8", "--tokens", "2", "--runs", "3"
+    )
+    assert [one["read"] for one in found["runs"]] == [list(pair) for pair in pairwise(reads)]
+    assert found["ceilings"]["read_bytes_per_s"] in (steady or reads)
+    assert any("memory: its speed changed" in error for error in found["errors"]) == (not steady)
 
 
 CORE = Core(9e9, (1.0, 96.0), (2e10, 3e10), (4.0, 128.0), (1e10, 2e10), 3e9)

@@ -39,7 +39,12 @@ constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 template <class W>
 class Reader;
 
-MK_INLINE void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes); }
+// Prefetches what is kPrefetchBytes after `here`.
+template <class T>
+MK_INLINE void prefetch(const T& here) {
+  const char* const begin = reinterpret_cast<const char*>(&here) + kPrefetchBytes;
+  MK_UNROLL for (int line = 0; line < int{sizeof here}; line += 64) __builtin_prefetch(begin + line);
+}
 
 // Reads weights of a type that needs no dequantisation and has kBytes bytes per weight.
 template <class T, int kBytes>
@@ -47,8 +52,8 @@ class PlainReader {
  public:
   MK_INLINE void open(const char* panel, int step) { unit_ = panel + int64_t{step} * kPanel * kBytes; }
   MK_INLINE void turn_to(int run) {
-    run_ = unit_ + run * kRunSteps * kPanel * kBytes;
-    MK_UNROLL for (int line = 0; line < kRunSteps * kPanel * kBytes; line += 64) prefetch(run_ + line);
+    run_ = unit_ + run * kRunBytes;
+    prefetch(*reinterpret_cast<const char (*)[kRunBytes]>(run_));
   }
 
  protected:
@@ -57,6 +62,7 @@ class PlainReader {
   }
 
  private:
+  static constexpr int kRunBytes = kRunSteps * kPanel * kBytes;
   const char *unit_, *run_;
 };
 
@@ -163,19 +169,15 @@ class Reader<PackedBlock<S, kBits, kCount>> {
   MK_INLINE void open(const char* panel, int step) {
     block_ = reinterpret_cast<const P*>(panel) + step / P::kSteps;
     unit_ = step % P::kSteps / kUnit;
-    if (unit_ == 0) {
-      const char* const scales = reinterpret_cast<const char*>(&block_->scales);
-      MK_UNROLL for (int line = 0; line < int{sizeof(S)}; line += 64) prefetch(scales + line);
-    }
+    if (unit_ == 0) prefetch(block_->scales);
     set_lines(0);
   }
 
   MK_INLINE void turn_to(int run) {
     run_ = run;
     if (P::kGroups == 2 && run == kRuns / 2) set_lines(1);
-    constexpr int kPart = int{sizeof(Values<kBits>)} / kRuns;
-    const char* const part = reinterpret_cast<const char*>(&block_->values[unit_]) + run * kPart;
-    MK_UNROLL for (int line = 0; line < kPart; line += 64) prefetch(part + line);
+    using Parts = const char[kRuns][sizeof(Values<kBits>) / kRuns];
+    prefetch(reinterpret_cast<Parts&>(block_->values[unit_])[run]);
   }
 
   MK_INLINE F32 weight(int s, int v) const {

@@ -132,18 +132,12 @@ template <class W>
 struct MicroTable {
   Micro entry[kDirectRows<W> + 1][3] = {};
 
-  template <int R, int L>
+  template <int R = kDirectRows<W>, int L = 2>
   constexpr void fill() {
     if constexpr (least_log2<W>(R) <= L && L <= panel_log2<W>(R)) entry[R][L] = micro<R, (1 << L), W>;
+    if constexpr (R > 1 || L > 0) fill<L ? R : R - 1, L ? L - 1 : 2>();
   }
-  template <int R>
-  constexpr void fill_rows() {
-    fill<R, 0>();
-    fill<R, 1>();
-    fill<R, 2>();
-    if constexpr (R > 1) fill_rows<R - 1>();
-  }
-  constexpr MicroTable() { fill_rows<kDirectRows<W>>(); }
+  constexpr MicroTable() { fill(); }
 };
 
 template <class W>

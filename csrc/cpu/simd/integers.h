@@ -122,12 +122,8 @@ class PackedUnit {
   MK_INLINE void open(const char* panel, int step) {
     block_ = reinterpret_cast<const P*>(panel) + step / P::kSteps;
     unit_ = step % P::kSteps / kUnit;
-    const char* const begin = reinterpret_cast<const char*>(block_->values + unit_);
-    MK_UNROLL for (int line = 0; line < int{sizeof *block_->values}; line += 64) prefetch(begin + line);
-    if (unit_ == 0) {
-      const char* const scales = reinterpret_cast<const char*>(&block_->scales);
-      MK_UNROLL for (int line = 0; line < int{sizeof block_->scales}; line += 64) prefetch(scales + line);
-    }
+    prefetch(block_->values[unit_]);
+    if (unit_ == 0) prefetch(block_->scales);
   }
   MK_INLINE U32 words(uint32_t j, int v) const { return codes<P>(block_->values[unit_], j, v * kLanes); }
   MK_INLINE Line line(int group, int v) const { return line_of(block_->scales, unit_, group, v * kLanes); }
@@ -143,11 +139,6 @@ struct Unpacked {
   using K = KindOfWeights;
   uint32_t codes[kUnit / 4][kPanel];
   float scale[K::kGroups][kPanel], offset[K::kOffset][kPanel];
-
-  MK_INLINE U32 words(uint32_t j, int v) const { return load_words(codes[j] + v * kLanes); }
-  MK_INLINE Line line(int group, int v) const {
-    return {load(scale[group] + v * kLanes), K::kOffset ? load(offset[0] + v * kLanes) : F32{}};
-  }
 };
 
 // Reads a unit of weights that `unpack_units` has unpacked, with the interface of PackedUnit.
@@ -159,8 +150,10 @@ class UnpackedUnit {
   MK_INLINE void open(const char* units, int step) {
     unit_ = reinterpret_cast<const Unpacked<K>*>(units) + step / kUnit;
   }
-  MK_INLINE U32 words(uint32_t j, int v) const { return unit_->words(j, v); }
-  MK_INLINE Line line(int group, int v) const { return unit_->line(group, v); }
+  MK_INLINE U32 words(uint32_t j, int v) const { return load_words(unit_->codes[j] + v * kLanes); }
+  MK_INLINE Line line(int group, int v) const {
+    return {load(unit_->scale[group] + v * kLanes), K::kOffset ? load(unit_->offset[0] + v * kLanes) : F32{}};
+  }
 
  private:
   const Unpacked<K>* unit_;

@@ -116,19 +116,21 @@ class Contest:
         """Run every phase of the peer once with its best settings, and record the seconds."""
         self.runs.append({f"{phase}_s": self.peer.seconds(phase, self._best[phase]) for phase in self._phases})
 
-    def figures(self, ours: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """Return the median, least and greatest rates of the peer and of us, and our median divided by the peer's.
-        `ours` holds the seconds of our runs by phase."""
-        by_phase = {phase: self._compare(phase, ours[phase]) for phase in self._phases}
+    def figures(self, ours: Mapping[str, Sequence[float]], steady: Sequence[bool] = ()) -> dict[str, Any]:
+        """Return the median, least and greatest rates of the peer and of us, and the median ratio of our rate to the
+        peer's in the same turn. `ours` holds the seconds of our runs by phase. If the machine's speed was `steady` in
+        some turns, only these count."""
+        turns = [turn for turn, one in enumerate(steady) if one] or range(len(self.runs))
+        by_phase = {phase: self._compare(phase, [ours[phase][turn] for turn in turns], turns) for phase in self._phases}
         first, *others = self._phases
         best: dict[str, Any] = {phase: self._best[phase] for phase in self._phases}
         settings = self.peer.about | best | {"search": self._search}
         return by_phase[first] | {p: by_phase[p] for p in others} | {"runs": self.runs, "settings": settings}
 
-    def _compare(self, phase: Timed, ours: Sequence[float]) -> dict[str, Any]:
-        theirs = self._rates(phase, [one[f"{phase}_s"] for one in self.runs])
-        we = self._rates(phase, ours)
-        return theirs | {"ratio": we["tokens_per_s"] / theirs["tokens_per_s"], "ours": we}
+    def _compare(self, phase: Timed, ours: Sequence[float], turns: Sequence[int]) -> dict[str, Any]:
+        theirs = [self.runs[turn][f"{phase}_s"] for turn in turns]
+        ratio = median(their / our for their, our in zip(theirs, ours, strict=True))
+        return self._rates(phase, theirs) | {"ratio": ratio, "ours": self._rates(phase, ours)}
 
     def _rates(self, phase: Timed, seconds: Sequence[float]) -> dict[str, float]:
         rates = [self._work.tokens(phase) / s for s in seconds]
