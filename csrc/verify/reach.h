@@ -102,8 +102,9 @@ class Reach {
     int32_t later, bit;
   };
 
-  // Returns, in ascending order, those indices i in `which` for which the event at position source(i) of the
-  // topological order has not certainly ended when the later event of pairs[i] begins.
+  // Drops those pairs for which the graph has a path from the node that stands for the earlier event to the
+  // later event. Takes and returns indices of pairs, in ascending order. source(i) is that node's position in
+  // the topological order for pairs[i].
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {

@@ -91,8 +91,9 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 @dataclass(frozen=True)
 class Case:
     """A small model to check on the GPU: its sizes, and the number of token rows of the step. `matmul` and `norm` are
-    compiler options: which units multiply matrices (CUDA cores, "dots", or tensor cores), and where norms are computed.
-    `tp` is the number of tensor-parallel ranks."""
+    compiler options. `matmul` names the units that multiply matrices: "dots" (CUDA cores) or "tensor" (tensor cores).
+    `norm` says where norms are computed: in instructions of their own ("own"), or in others. `tp` is the number of
+    tensor-parallel ranks."""
 
     name: str
     config: ModelConfig

@@ -28,13 +28,15 @@ class Index(Enum):
     NONE         The whole box.
     ITEM         The rows and KV heads of the instruction's attention items (pieces of attention work). The step table
                  gives items to instructions so that a layer's items cover the rank's box once. `item_columns` converts
-                 KV heads to columns. In K and V, an item reads those rows of the step that are in its KV blocks and to
-                 which its rows attend. It waits for a range of row blocks (groups of rows) that contains them.
+                 KV heads to columns. Of the cache, only K and V of this step's rows count, because earlier ones do not
+                 change during a launch. An item reads those that its rows attend to. It waits for whole row blocks
+                 (groups of rows), because a counter stands for a row block.
     LOGIT_ROW    Only rows whose logits are computed: row `logit_rows[i]` for each logit row i of the instruction. The
                  step table contains `logit_rows`. If the rows are divided among ranks, an instruction touches only the
                  rows of its own rank.
     LOGIT_OWNER  Row i of the box if the instruction's rank owns token row `logit_rows[i]`. Every rank has an
-                 instruction with this box, and exactly one rank writes each row. Rank 0 writes padding rows.
+                 instruction with this box, and exactly one rank writes each row. Rank 0 writes
+                 rows that no request uses.
     """
 
     NONE = "none"

@@ -86,8 +86,8 @@ def _check_rates(table: Table, path: Path) -> None:
         given = table.get(section)
         if not (isinstance(given, dict) and key in given):
             raise MegakernelError(
-                f"machine file {path}: {section}.{key} is missing, and its base 'host' only assumes it: add it, or let"
-                " megakernel doctor --calibrate write a file, which may be a base"
+                f"machine file {path}: {section}.{key} is missing, and its base 'host' has only an assumed value: add"
+                " it, or run megakernel doctor --calibrate FILE and use that file as the base"
             )
 
 

@@ -147,7 +147,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
 
     if not (isinstance(entry, dict) and whole(entry.get("shape")) and whole(entry.get("data_offsets"))):
-        raise MegakernelError(f"{path} is damaged: the header's entry of tensor {name} is malformed")
+        raise MegakernelError(f"{path} is damaged: tensor {name} has no valid shape or data_offsets")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unsupported(path, name, dtype)

@@ -68,8 +68,9 @@ class Tokenizer:
         self._bytes = [cache(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True, limit: Limit | None = None) -> list[int]:
-        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required. With a
-        limit, the memory does not depend on the length of the text: one that is too long is encoded in part."""
+        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required. Of
+        a text that certainly has more ids than `limit` wants, only the end is encoded, or TooLong is raised, as `limit`
+        says. So the memory needed does not depend on the length of the text."""
         if limit is not None and len(text) > 2 * limit.most:
             text = self._wanted(text, limit)
         # Encoding can fail, because a damaged tokenizer.json may refer to something that it does not define.

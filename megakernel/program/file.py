@@ -81,10 +81,12 @@ def _decode(data: bytes) -> Program:
     ranks, counters = header.ranks, header.counters
     forward = Forward.of(*header.forward.segments)
     if not header.machine.isprintable():
-        raise ValueError("the name of machine is not printable text")
+        raise ValueError("the machine's name is not printable text")
     for phase in forward:
         if not re.fullmatch(_PHASE_NAME, phase.name, re.ASCII):
-            raise ValueError(f"the name of a phase is not 1 to {MOST_NAME} letters, digits or any of . _ + -")
+            raise ValueError(
+                f"phase name {phase.name[:9]!r} must be 1 to {MOST_NAME} letters, digits or any of . _ + -"
+            )
     if [name for name, _ in header.arrays] != _ARRAYS:
         raise ValueError(f"the header's list of arrays must be {', '.join(_ARRAYS)}")
     lengths = {name: length * (WORDS if name.endswith(".records") else 1) for name, length in header.arrays}

@@ -244,9 +244,10 @@ def _plain(
 def _activations(
     tasks: _Tasks, keys: _Keys, phase: Phase, columns: Columns, mine: tuple[Ints, Ints, Floats], dims: Dims
 ) -> None:
-    """Set how many bytes tasks store on each rank, and which cache entries they read and write. These entries are row
-    blocks of the first buffer that the phase reads, and of the first buffer that it writes. `mine` has the task, the
-    rank and the bytes of the regions that the task reads, of each.
+    """Set how many bytes tasks store on each rank, and which entries of the simulated L2 cache they read and write. An
+    entry is a row block of a buffer; only the first buffer that the phase reads and the first that it writes have
+    entries. `mine` has three arrays with one element per task: its number, its rank, and the bytes
+    that it reads.
     """
     task, rank, regions = mine
     reads: list[Buffer] = []

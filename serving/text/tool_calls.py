@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 class Reader(ABC):
     """Splits an answer into pieces. It finds calls of `functions`, and leaves out all calls after the first `most`.
-    `calls` counts the calls found. The pieces of a whole answer, joined, do not depend on how its text is divided."""
+    `calls` counts the others. However a text is divided among calls of `add`, the joined pieces are the same."""
 
     def __init__(self, functions: Functions, most: int | None = None) -> None:
         self.calls = 0

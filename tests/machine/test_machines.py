@@ -119,7 +119,7 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         ("[chip\n", "not valid TOML"),
         ('base = "h900"', "unknown base 'h900'"),
         ("base = 3", "base must be a name in quotes"),
-        ('base = "host"\nchip = 3', "chip.hbm_bytes_per_s is missing, and its base 'host' only assumes it"),
+        ('base = "host"\nchip = 3', "chip.hbm_bytes_per_s is missing, and its base 'host' has only an assumed value"),
         ('base = "host"\n[chip]\nhbm_bytes_per_s = 1e9', "flops_per_s.bf16 is missing"),
         ('base = "host"\n[chip]\nhbm_bytes_per_s = 1e9\n[flops_per_s]\nbf16 = 1e9', "flops_per_s.fp32 is missing"),
         ('base = "mine.toml"', "refers back to this file"),

@@ -75,11 +75,11 @@ def test_other_versions_sizes_beyond_a_limit_and_names_that_a_terminal_would_obe
 
     data = program.to_bytes()
     refuses(data[:7] + bytes([6]) + data[8:], "a file has format version 6, but this release reads 8: compile")
-    refuses(replace(program, machine="\x1b[2J").to_bytes(), "the name of machine is not printable")
+    refuses(replace(program, machine="\x1b[2J").to_bytes(), "the machine's name is not printable")
     prologue, *others = program.forward.segments
     for name in ("<img src=x onerror=alert(1)>", "@@DATA@@", "a b", "", "a\n", "é", "x" * 256, "$x$", "a/../b", '"'):
         renamed = Forward((replace(prologue[0], name=name), *prologue[1:]), *others)
-        refuses(replace(program, forward=renamed).to_bytes(), "the name of a phase is not 1 to 255 letters")
+        refuses(replace(program, forward=renamed).to_bytes(), "must be 1 to 255 letters")
     sizes = {
         "layers": (1 << 20, "layers are more than"),
         "max_context": (1 << 28, "be at most"),

@@ -300,7 +300,9 @@ MK_INLINE U32 doubled_floats(U32 v) {
 #endif
 }
 
-// The number of words (4 successive activations) of a unit that have 15 bits per activation, not 8.
+// Of a unit (32 activations that share a scale), the words (4 successive activations) with the largest values
+// have 15 bits per activation instead of 8, because these values cause most of the error of rounding. This is
+// the number of such words.
 constexpr int kWideWords = 2;
 constexpr int kHighShift = 7;
 
