@@ -59,5 +59,5 @@ def test_counters_of_a_word_are_in_range() -> None:
     words = np.array([counter_word(0), counter_word(COUNTER_MASK - 1, rank=3, next_layer=True)], dtype=np.int64)
     assert word_counter(words).tolist() == [0, COUNTER_MASK - 1]
     for counter in (-1, COUNTER_MASK):
-        with pytest.raises(ValueError, match=f"counter {counter} does not fit"):
+        with pytest.raises(ValueError, match=f"counter {counter} is not between"):
             counter_word(counter)
