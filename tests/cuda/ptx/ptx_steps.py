@@ -11,7 +11,7 @@ from compiled import compiled
 from fake_gpu import no_compiler
 from numpy.typing import NDArray
 from ptx_faults import FAULTS, Fault
-from ptx_world import ROWS, Emulator
+from ptx_world import MACHINE, ROWS, Emulator
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import KV_BLOCK, Buffer, Dtype, StepTable
@@ -81,7 +81,7 @@ class Step:
     table: StepTable
     gpu: Any
     reference: ReferenceBackend
-    rows: int  # logit rows that are used
+    chunks: list[Chunk]  # each with one logit row
 
     def difference(self) -> str | None:
         """Run the step on both, and describe how the results differ."""
@@ -89,7 +89,7 @@ class Step:
 
     def compare(self, got: Output) -> str | None:
         wanted = self.reference.launch(self.program, self.table)
-        ours, theirs = (np.asarray(out.logits[: self.rows]) for out in (got, wanted))
+        ours, theirs = (np.asarray(out.logits[: len(self.chunks)]) for out in (got, wanted))
         error = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
         return None if error < 0.03 else f"{self.name}: the logits differ by {error:.2g}"
 
@@ -160,7 +160,7 @@ def step_of(name: str, config: ModelConfig, program: Program, rng: np.random.Gen
                 cache = reference.buffer(buffer, layer, rank)
                 cache[:] = _noise(rng, cache.shape)
                 gpu.set_buffer(buffer, cache, layer, rank)
-    return Step(name, program, table, gpu, reference, 2 if rows else 1)
+    return Step(name, program, table, gpu, reference, chunks)
 
 
 def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint16]:
@@ -182,6 +182,23 @@ def run(kind: str, seeds: Iterable[int], **settings: Any) -> list[str]:
         emulator.wrong.clear()
         step.gpu.close()
     return wrong
+
+
+def rows_alone(kind: str, seeds: Iterable[int]) -> list[str]:
+    """Compute a row in a step of several rows, alone in the generic build, and in the build for one row. Return the
+    steps in which some bits of its logits differ."""
+    (config, program), emulator, wrong = ROWS[kind], Emulator(), list[str]()
+    for seed in seeds:
+        limits = {"max_seqs": 3, "max_context": _CONTEXT}
+        several = compiled(config, MACHINE, 2 + 3 * seed, 2, options=_options(kind, {}), **limits)
+        step = step_of(f"{kind} {seed}", config, several, np.random.default_rng(seed))
+        alone = build_step(program.dims, step.chunks[:1])
+        bits = [np.asarray(step.gpu.launch(several, step.table).logits[0]).tobytes()]
+        for emulator.kind in (kind, ""):
+            bits.append(np.asarray(step.gpu.launch(program, alone).logits[0]).tobytes())
+        wrong += [f"{step.name}: the bits differ"] * (len({*bits}) > 1)
+        step.gpu.close()
+    return wrong + emulator.wrong
 
 
 def aborted(kind: str, seeds: Iterable[int]) -> list[str]:
@@ -216,7 +233,7 @@ def answered(kind: str) -> list[str]:
         backend(checkpoint, d, d.bucket.pages_per_seq, dtype=Dtype.BF16, **more)
         for backend, more in ((CudaBackend, {"timeout_s": 1e6}), (ReferenceBackend, {}))
     )
-    step = Step("the default model", program, build_step(d, [chunk]), gpu, reference, 1)
+    step = Step("the default model", program, build_step(d, [chunk]), gpu, reference, [chunk])
     out = gpu.launch(program, step.table)
     wrong = [text for text in (step.compare(out), *emulator.wrong) if text]
     tokens = int(out.tokens[0]), int(reference.buffer(Buffer.TOKENS_OUT)[0])

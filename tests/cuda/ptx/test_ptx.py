@@ -46,6 +46,7 @@ SAMPLE = {
 }
 CHECKS: dict[str, Callable[[str], object]] = {
     "steps": lambda kind: ptx_steps.run(kind, range(RUNS) if RUNS else SEEDS[kind]),
+    "rows alone": lambda kind: ptx_steps.rows_alone(kind, range(RUNS or 3)),
     "aborts": lambda kind: ptx_steps.aborted(kind, range(RUNS or 20)),
     "doctor": ptx_steps.checked,
     "answer": ptx_steps.answered,
@@ -77,6 +78,12 @@ def check(name: str, kind: str, *builds: Build) -> object:
 )
 def test_nothing_is_wrong(name: str, kind: str) -> None:
     assert check(name, kind) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_build_for_one_row_computes_the_same_bits(kind: str) -> None:
+    assert check("rows alone", kind, BUILDS["dots"]) == []
 
 
 @pytest.mark.slow
