@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import bench, output
-from .generate import as_json, show_token
+from .generate import answer, as_json, show_token
 from .options import AddVerb, add_flags, add_model_run, open_llm, prompt_ids
 from .this_machine import measured_ceilings
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=128)
         if not args.json:
             output.stdout.print(f"> {args.prompt}", style="dim")
-        result = llm.generate([ids], params, on_token=None if args.json else show_token)[0]
+        result = answer(llm, ids, params, None if args.json else show_token)
         if not args.json:
             sys.stdout.write("\n\n")
         ceilings = measured_ceilings(llm)

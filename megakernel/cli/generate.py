@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from . import output
 from .options import AddVerb, add_flags, add_model_run, open_llm
 
 if TYPE_CHECKING:
-    from megakernel.serving import RequestOutput, SamplingParams
+    from megakernel.serving import LLM, RequestOutput, SamplingParams
     from megakernel.serving.text.codec import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             show_token(token, readers[0].content(text) if readers[0] else text)
 
         live = not args.json and params.n == 1 and llm.tokenizer is not None
-        result = llm.generate([prompt], params, on_token=show if live else None)[0]
+        result = answer(llm, prompt, params, show if live else None)
         if args.json:
             output.emit(as_json(result))
         elif live:
@@ -111,6 +111,18 @@ def run(args: argparse.Namespace) -> int:
         timing = output.speed(len(first.token_ids), first.finish_reason, first.ttft_s, first.tpot_s)
         output.stderr.print(timing, style="dim")
     return 0
+
+
+def answer(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, show: Callable[[Token, str], None] | None
+) -> RequestOutput:
+    """Return the answer to `prompt`. Each token is passed to `show`. Until the first token, or without `show` until the
+    end, a terminal shows what takes time."""
+    with output.busy("compiling, then computing the answer") as arrived:
+        found = llm.generate(
+            [prompt], params, on_token=show, on_step=lambda step: arrived() if show and len(step.sequence) else None
+        )
+    return found[0]
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:

@@ -72,13 +72,13 @@ def table(*names: str) -> Table:
 
 
 @contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Show a spinner on a terminal while the block runs."""
+def busy(what: str) -> Iterator[Callable[[], None]]:
+    """Show a spinner on a terminal while the block runs, or until the block calls the yielded function."""
     if not stderr.is_terminal:
-        yield
+        yield lambda: None
         return
-    with stderr.status(what):
-        yield
+    with stderr.status(what) as shown:
+        yield shown.stop
 
 
 @contextmanager
