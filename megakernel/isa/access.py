@@ -10,7 +10,7 @@ from .buffers import Buffer
 from .dims import Dims
 from .record import Column
 
-Columns = Mapping[str, Column]  # by operand
+Columns = Mapping[str, Column]  # for each operand's name, its values: one per instruction
 
 OWN, EVERY = -1, -2  # special values of Access.rank: the instruction's own rank, and every rank
 
@@ -28,15 +28,15 @@ class Index(Enum):
     NONE         The whole box.
     ITEM         The rows and KV heads of the instruction's attention items (pieces of attention work). The step table
                  gives items to instructions so that a layer's items cover the rank's box once. `item_columns` converts
-                 KV heads to columns. Of the cache, only K and V of this step's rows count, because earlier ones do not
-                 change during a launch. An item reads those that its rows attend to. It waits for whole row blocks
-                 (groups of rows), because a counter stands for a row block.
+                 KV heads to columns. Only K and V of this step's rows count, because K and V of earlier steps do not
+                 change during a launch. An item reads K and V of the tokens that its rows attend to. It waits for all
+                 rows of their row blocks (groups of rows), because each counter stands for a whole row block.
     LOGIT_ROW    Only rows whose logits are computed: row `logit_rows[i]` for each logit row i of the instruction. The
                  step table contains `logit_rows`. If the rows are divided among ranks, an instruction touches only the
                  rows of its own rank.
     LOGIT_OWNER  Row i of the box if the instruction's rank owns token row `logit_rows[i]`. Every rank has an
-                 instruction with this box, and exactly one rank writes each row. Rank 0 writes
-                 rows that no request uses.
+                 instruction with this box, and exactly one rank writes each row. Rank 0 writes the rows that no
+                 request uses.
     """
 
     NONE = "none"

@@ -84,10 +84,10 @@ Axis = Callable[[Split], Share]
 class WeightSpec:
     """Declares a weight buffer, which has vectors or matrices.
 
-    `rows`        the rows of each vector or matrix (of one expert if `per_expert`)
-    `columns`     the columns of each row; None for vectors, whose rows have one element
+    `rows`        which rows a rank has of each vector or matrix (of one expert if `per_expert`)
+    `columns`     which columns a rank has of each row; None for vectors, whose rows have one element
     `folded`      if not None, the rows form an array whose last axis has this length
-    `rotated`     RoPE rotates the rows of this many first matrices: those of q and k
+    `rotated`     RoPE rotates the rows of the first `rotated` vectors or matrices: those of q and k
     `norm`        the buffer has the scales of an RMS norm
     `per_expert`  in a layer with experts, each expert has its own weights
     """
@@ -158,7 +158,7 @@ def _kv(split: Split) -> Share:
 
 
 def _normed(split: Split) -> Split:
-    """Return the split of q, k and v. If norms span all heads, a rank has all, even those of other ranks' heads."""
+    """Return the split of q, k and v. If norms span all heads, nothing is split: each rank has every head."""
     return Split(split.model) if split.qkv_rows > split.qkv_cols else split
 
 
@@ -343,7 +343,7 @@ def kv_bytes(model: ModelSizes) -> int:
 
 
 def weight(buffer: Buffer) -> WeightSpec:
-    """Return what is declared about a weight buffer."""
+    """Return the declaration of a weight buffer."""
     spec = BUFFERS[buffer].weight
     assert spec is not None, f"{buffer.name} is not a weight"
     return spec
@@ -358,8 +358,8 @@ def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
 
 def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
-    order. In a layer with experts, each expert's matrices have their own entries, without rows if another rank has
-    them."""
+    order. In a layer with experts, each expert's matrices have their own entries, which have size 0 if another rank has
+    the expert."""
     shares = [axis(split) for axis in weight(buffer).rows]
     if not (split.model.experts and weight(buffer).per_expert):
         return shares

@@ -26,7 +26,8 @@ F32 = NDArray[np.float32]
 @dataclass(frozen=True)
 class Context:
     """The data that one instruction can access: its phase, the sizes and the step table as its rank sees them, and the
-    buffers of its layer. `layer` is the layer's number; before or after the layers, it is that of the nearest layer.
+    buffers of its layer. `layer` is the layer's number: in the prologue that of the first layer, in the epilogue that
+    of the last.
 
     `buffer(buffer, ahead=0)` returns the rank's own copy of a buffer for the layer that is `ahead` layers later, or for
     the last layer if there is no such layer. `send(buffer, rank, index, values)` writes to another rank's copy; reading
@@ -84,7 +85,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """The rows of REDUCE with the partial sums of `rank` for rows [row, row + rows), all in one row block."""
+        """The rows of REDUCE with rank `rank`'s partial sums of token rows [row, row + rows), all in one row block."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 
@@ -120,7 +121,7 @@ class Context:
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
     ) -> None:
-        """Store K or V, [tokens, columns], in these columns of the rank's KV heads: whole heads if quantised."""
+        """Store K or V, [tokens, columns], in `columns` of the rank's KV heads: whole heads if quantised."""
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
         head, element = np.divmod(columns, d.model.head_dim)
         if not d.model.quantised_kv:
@@ -145,7 +146,8 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     `token` is the token's index in its KV page. The shapes of `page`, `head` and `token` must broadcast.
     """
     page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
-    # For each byte of a row: the number of its block, and its place in this block, which is a scale and then elements.
+    # For each byte of a row: the number of its block, and its place in the block. A block is a scale, followed by
+    # elements.
     block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
     element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
     # In a KV page, a quantised block first stores the scales of all tokens, and then their values. V stores all values

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from .dtypes import BLOCKS, Dtype
 
-# FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT: 32 weights of a quantised block, and
-# two column panels of a CPU's packed matrix. A border that divides a block of 256 weights is an error. Only the last
-# shard that is not empty may have a remainder.
+# FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT, so that no shard ends inside a
+# quantised block of 32 weights. This is also the width of two column panels of a CPU's packed matrix. If blocks have
+# 256 weights, a shard that ends inside one is an error. Only the last shard that has columns may have a size that is
+# not a multiple.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.
@@ -27,8 +28,8 @@ KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 # results. All programs use the same number, because another number would change the rounding of results.
 KV_BLOCK = 128
 
-# The maximum number of experts of a layer. The router chooses the best experts when the logits of all experts are
-# complete. A CPU computes at most this many logits of a row in one pass.
+# The maximum number of experts of a layer. The router needs a row's logits of all experts at once to choose the best,
+# and a CPU computes at most this many logits of a row in one pass.
 MOST_EXPERTS = 512
 # The value of `ModelSizes.span` for a layer without a sliding window: more tokens than any context has.
 ALL_TOKENS = 1 << 30
@@ -72,7 +73,7 @@ class Shape:
 
     vocab: int
     hidden: int
-    ffn: int  # columns of the MLP's hidden layer or, with experts, of one expert's
+    ffn: int  # width of the hidden layer of the MLP or, with experts, of each expert
     layers: int
     heads: int
     kv_heads: int
@@ -85,7 +86,7 @@ class Shape:
     window: int = 0  # if not 0, a token attends to this many tokens, itself included, in some layers
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
     whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
-    late_scales: int = 0  # 1: the scales of the norms of heads multiply q and k after RoPE
+    late_scales: int = 0  # 1: q and k are multiplied by the scales of their norms after RoPE, not before it
     score_cap: float = 0.0  # if not 0, attention scores s become cap * tanh(s / cap)
     logit_cap: float = 0.0  # likewise for logits
 
@@ -102,7 +103,7 @@ class ModelSizes(Shape):
 
     rms_eps: float
     dtype: int  # Dtype of activations, and of K and V unless they are quantised; sums are float32
-    quantised_kv: int = 0  # 1: K and V are Q8_0, each row of a token and head on its own, which changes results
+    quantised_kv: int = 0  # 1: K and V are stored as Q8_0, quantised per token and head; this changes results
     q8_activations: int = 0  # 1: inputs of quantised weights are rounded to integers, which changes the result's bits
     embed_scale: float = 1.0  # multiplies embeddings
     window_from: int = 0
@@ -231,7 +232,8 @@ class Split:
         return self.first_head * self.model.head_dim if self.replicated_o else 0
 
     def query_head(self, kv_head: int) -> int:
-        """Return the rank's first query head that uses KV head `kv_head`. The rank's first heads have number 0."""
+        """Return the rank's first query head that uses its KV head `kv_head`. Both are counted from the rank's first
+        head."""
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
@@ -242,12 +244,12 @@ class Split:
 
     @property
     def qkv_rows(self) -> int:
-        """The rows of W_QKV that the rank has: all, even those of other ranks' heads, if norms span all heads."""
+        """The number of rows of W_QKV on this rank. If norms span all heads, other ranks' heads are included."""
         return Split(self.model).qkv_cols if self.model.whole_norms and self.rank_heads else self.qkv_cols
 
     @property
     def equal_experts(self) -> bool:
-        """Whether all ranks have equally many whole experts. Expert parallelism requires this."""
+        """Whether every rank can have the same number of whole experts. Expert parallelism requires this."""
         return 0 < self.model.experts == self.tp * (self.model.experts // self.tp)
 
     @property
@@ -329,7 +331,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The most token rows that a rank owns. REDUCE has this many rows for each rank's partial sums."""
+        """The maximum number of token rows that a rank owns. REDUCE has this many rows for each rank's partial sums."""
         if self.split.replicated_residual:
             return self.bucket.tokens
         return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block
@@ -338,8 +340,8 @@ class Dims:
     def by_expert(self) -> int:
         """How the matmuls of a mixture-of-experts layer are divided into instructions. 1: an instruction computes all
         rows that have chosen one expert, so that the expert's weights are read once. 0: an instruction computes one row
-        with one of the row's experts. 0 is used if a step has no more such (row, expert) pairs than experts, so that
-        few are read twice."""
+        with one of the row's experts. 0 is used if a step has at most as many (row, expert) pairs as a layer has
+        experts, because then few experts' weights are read twice."""
         return 1 if self.bucket.tokens * self.model.experts_per_token > self.model.experts else 0
 
     @property
@@ -358,7 +360,8 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """The row of token row `row` among the `own_rows` rows of REDUCE that have the partial sums of one rank."""
+        """Return the index of token row `row` among its owner's rows. In REDUCE, each rank's partial sums are in this
+        order."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block
@@ -370,7 +373,8 @@ class Dims:
     # -- The methods below are used in Python only, and are not translated to C++.
 
     def first_block(self, position: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first KV block that a token at a position attends to in any layer: 0 unless all have windows."""
+        """Return the first KV block that a token at `position` attends to in any layer: 0 unless all layers have
+        windows."""
         return np.maximum(position.astype(np.int64) + 1 - max(self.model.spans), 0) // self.bucket.kv_block
 
     def owners(self, row: int) -> range:
@@ -419,7 +423,8 @@ def ceil_div(a: Int, b: int) -> Int:
 
 
 def start(units: int, ranks: int, rank: int) -> int:
-    """The first unit that rank `rank` has if `units` units are divided among `ranks` ranks; `units` if rank = ranks."""
+    """Return a rank's first unit (such as a head) if `units` units are divided among `ranks` ranks. For `rank` =
+    `ranks`, return `units`."""
     return rank * (units // ranks) + min(rank, units % ranks)
 
 
@@ -435,8 +440,8 @@ _RECORDS = {
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
     (f.name, float if f.type == "float" else int) for record in _RECORDS for f in fields(record) if f.name != "model"
 )
-# The sizes that are constants of a build of the CUDA interpreter for one row, because few programs differ in them: all
-# but those that depend on a server's limits.
+# The sizes that are compile-time constants if the CUDA interpreter is built for one row. Sizes that depend on a
+# server's limits are left out, because they differ between programs, and each difference would need another build.
 FIXED_SIZES = tuple(
     name
     for name, _ in DIM_FIELDS

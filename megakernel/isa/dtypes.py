@@ -1,4 +1,4 @@
-"""Types of stored numbers, and conversions. In NumPy arrays, bfloat16 is uint16, and a quantised row is uint8."""
+"""Types of stored numbers, and conversions. NumPy arrays store bfloat16 as uint16, and quantised rows as uint8."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
     if dtype.quantised:
         blocks = a.view(np.uint8).reshape(-1, BLOCKS[dtype].bytes)
         if dtype is Dtype.MXFP4:
-            return not (blocks[:, 0] > 252).any()  # 6 times a larger scale is infinite
+            return not (blocks[:, 0] > 252).any()  # with a larger exponent, the largest value (6) is infinite
         scales = (np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in BLOCKS[dtype].scales)
         return all(all_finite(scale, Dtype.F16) for scale in scales)
     signed, unsigned, most = np.dtype(f"i{a.itemsize}"), np.dtype(f"u{a.itemsize}"), _INFINITY[dtype]

@@ -1,8 +1,8 @@
 """Multiplies quantised weights with activations that are rounded to integers (`--activations q8`).
 
-A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements determine most
-of a rounding error, because they would make the scale coarse for all others. So the two words (of four elements) with
-the largest magnitudes have 15 bits per element, and the scale is chosen for 8 bits of the other 24 elements.
+A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements determine most of
+a rounding error, because they would make the scale coarse for all others. So the two words (of four elements) with the
+largest magnitudes have 15 bits per element, and the scale is chosen so that the other 24 elements fit into 8 bits.
 
 Weights that share a scale form a group: 32 weights, or 16 for Q6_K. The integer products of a group are added exactly,
 so their order does not matter. The groups are then added in ascending order: acc = fma(sum, weights' scale *
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
     """Quantised weights as integers: weight = scale * value + offset.
 
     Neighbouring weights of a row that share a scale form a group. `values` has the shape [rows, groups, weights per
-    group]. `scale` has the shape [rows, groups]. So has `offset`, which is None for types without minima.
+    group]. `scale` has the shape [rows, groups]. `offset` has the same shape, or is None for types without minima.
     """
 
     values: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Codes(NamedTuple):
 def rounded(a: F32) -> Rounded:
     """Round float32 activations [rows, inner] to integers. Zeros fill up the last unit of 32 elements."""
     units = np.pad(a, [(0, 0), (0, -a.shape[1] % UNIT)]).reshape(len(a), -1, UNIT)
-    # The lowest four bits of the magnitudes are ignored. Of words with equal magnitudes, the first are wide.
+    # The lowest four bits of the magnitudes are ignored. Of words with equal magnitudes, the first ones get 15 bits.
     words = (np.abs(units).view(np.uint32) | 15).reshape(*units.shape[:2], -1, WORD).max(axis=3)
     order = np.argsort(-words.astype(np.int64), axis=2, kind="stable")
     largest, others = (np.take_along_axis(words, order, 2)[..., at].view(np.float32) for at in (0, WIDE_WORDS))
@@ -139,7 +139,7 @@ def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple
     return values, scale * scales, minimum * -minima.astype(np.float32)
 
 
-# Twice the values of 4-bit floats.
+# Twice the values of 4-bit floats, because some values are not integers.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 # For each type, a function that decodes n blocks. Its arguments are the blocks [n, bytes], their scales and, for types

@@ -34,7 +34,7 @@ class Phase:
 
     `weights`      the weights that the operation uses: a matmul's matrices, a norm's scales, a gather's table or
                    attention's sinks; None if there are none. If the operation adds partial sums or outputs of experts:
-                   the matrices that were multiplied before
+                   the matrices whose products are added
     `bias`         added to the results; None if the model has none
     `norm`         the scales of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
@@ -132,7 +132,7 @@ def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PhaseField:
-    """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes it as one rank sees it."""
+    """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes the field's value on one rank."""
 
     name: str
     kind: str

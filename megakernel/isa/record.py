@@ -64,7 +64,7 @@ def encode(phase: int, operands: Sequence[int] = (), waits: ArrayLike = (), sign
 
 
 def counter_word(counter: int, *, rank: int = 0, next_layer: bool = False, indexed: bool = False) -> int:
-    """Return a wait or signal word for `counter`, its index in a layer's block of counters."""
+    """Return a wait or signal word for the counter with index `counter` in a layer's block of counters."""
     if not 0 <= counter < COUNTER_MASK:
         raise ValueError(f"counter {counter} is not between 0 and {COUNTER_MASK - 1}")
     return (counter + 1) | rank << RANK_SHIFT | (NEXT if next_layer else 0) | (INDEXED if indexed else 0)

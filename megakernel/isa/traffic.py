@@ -1,5 +1,5 @@
-"""Counts the bytes that instructions load, from memory or from the last-level cache, and those that they store on other
-ranks, from the buffer regions that they declare to read and write."""
+"""Counts the bytes that instructions load (from memory or the last-level cache), and the bytes that they store on other
+ranks. The counts are derived from the buffer regions that instructions declare to read and write."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks a program before anything executes it. Code that reads a program without violations stays in its arrays.
-Loaders of files, backends, the simulator and the disassembler call `check`, which checks each program once. Native code
-checks nothing again.
+"""Checks a program before anything executes it. If a program has no violations, code that reads it never leaves the
+program's arrays. Loaders of files, backends, the simulator and the disassembler call `check`, which checks each program
+once. Native code checks nothing again.
 
 Most checks look at one instruction at a time. `scheduler.verify` runs these checks first, and then looks at the order
 of instructions: it proves that the program ends, and that it computes the same as its phases one after another.
@@ -25,7 +25,8 @@ from .program import SEGMENTS, TOTALS, Program, Segment
 
 # The maximum number of workers, because a trace stores a worker's number in 16 bits.
 MOST_WORKERS = 1 << 16
-# The maximum number of a rank's counters in all layers. On a CPU, each has a cache line, so they take up to 1 GiB.
+# The maximum number of a rank's counters in all layers. On a CPU, each counter takes a cache line (64 bytes), so they
+# take up to 1 GiB.
 MOST_COUNTERS = 1 << 24
 # The maximum length of a step table in words (256 MiB), because every launch copies the table. The page lists of 64
 # sequences of a million tokens take 2^22 words.
@@ -54,8 +55,9 @@ class Checks:
     def stages(
         self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: (), *, whole: bool = True
     ) -> Iterator[Iterable[str]]:
-        """Yield the violations that each stage of checks finds. Run a stage only if the earlier ones found none.
-        `of_target` checks what the kind of processor requires. Without `whole`, attention need not be complete."""
+        """Yield the violations that each stage of checks finds. Run a stage only if the earlier stages found none.
+        `of_target` checks what the kind of processor requires. If `whole` is false, a step's attention instructions
+        need not all be present."""
         yield _layout(self.program)
         yield check_phases(self.program.forward, self.program.dims)
         yield _records(self.program, self.parts, whole)
@@ -63,12 +65,13 @@ class Checks:
         yield _boxes(self.uses)
 
 
-_SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # sound programs; whether they are known to be whole
+_SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # programs without violations; was `whole` checked too?
 
 
 def violation(program: Program, *, whole: bool = True) -> str | None:
-    """Describe a program's first violation, or return None. A program without one is not checked again. With `whole`,
-    each rank must have all attention instructions of a step, as compiled programs do; benchmarks execute others."""
+    """Describe a program's first violation, or return None. A program without violations is not checked again. With
+    `whole`, each rank must have all attention instructions of a step, as in compiled programs; benchmarks also execute
+    programs with only some."""
     if _SOUND.get(program, -1) >= whole:
         return None
     found = next((found for stage in Checks(program).stages(whole=whole) for found in stage), None)
@@ -241,8 +244,8 @@ def _counters(part: Part) -> Iterator[str]:
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
-            # An indexed word names a group of counters, one for each row block. If attention waits for them, there is
-            # one for each pair (row block, group of KV heads).
+            # An indexed word names a group of counters, one for each row block. If attention waits for the group, it
+            # has a counter for each pair (row block, group of KV heads).
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)

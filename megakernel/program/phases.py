@@ -66,7 +66,7 @@ def phases_of(forward: Forward) -> Phases:
 
 @lru_cache(maxsize=64)
 def check_phases(forward: Forward, dims: Dims) -> tuple[str, ...]:
-    """Describe the first violation in each phase or, without any, violations that concern several phases."""
+    """Describe the first violation in each phase. If there is none, describe violations that concern several phases."""
     found = []
     for segment, phases in enumerate(forward.segments):
         for phase in phases:
@@ -109,7 +109,8 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _inner(p: Phase, d: Dims) -> int:
-    """Return the length of a phase's dot products on a rank, added up over the rank's experts if they have weights."""
+    """Return the length of a phase's dot products on a rank, times the number of the rank's experts if each has
+    weights."""
     return p.inner(d.split) * (prod(d.split.stack) if BUFFERS[given(p.weights)].per_expert else 1)
 
 

@@ -12,7 +12,8 @@ layer waits. So the prologue signals to layer 0 in block 0, and the last layer s
 block.
 
 Three sets of totals are stored: for the first block, for the last block, and one for all blocks between. The first set
-differs because the prologue signals instead of a layer before it, the last because no layer runs with the last block.
+differs because the prologue, not an earlier layer, adds to the first block. The last set differs because no layer uses
+the last block as its own.
 
 A rank may also have queues. A queue is a list of body instructions that are not assigned to a worker. In each layer,
 workers take these instructions from the queue in order, by `drain` instructions in their streams. In traces and

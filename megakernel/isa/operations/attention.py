@@ -3,8 +3,8 @@ an input of each launch, says which items an instruction computes.
 
 Therefore an instruction also selects at run time which counters it waits for. Q, K and V have one counter for each row
 block (group of token rows) and each group of `group_heads` KV heads. The output has one counter per row block. When the
-output of an item's rows is complete, the item adds its rows x KV heads to this counter. If several items share the
-rows, only the last to finish does. Wait and signal words name the first counter of each kind.
+output of an item's rows and KV heads is complete, the item adds (rows x KV heads) to the counter. If several items
+share this output, only the last item to finish adds. Wait and signal words name the first counter of each kind.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
 
 
 def read_blocks(view: StepTable, span: int) -> NDArray[np.int32]:
-    """Return the number of KV blocks of each item that its rows see in a layer with this span."""
+    """Return how many KV blocks each item's rows see in a layer where a row attends to at most `span` tokens."""
     first = np.maximum(view.positions[view.item_row] + 1 - span, 0) // view.dims.bucket.kv_block
     end = view.item_block + view.item_blocks
     blocks: NDArray[np.int32] = np.maximum(end - np.maximum(view.item_block, first), 0)
@@ -98,8 +98,8 @@ def read_blocks(view: StepTable, span: int) -> NDArray[np.int32]:
 
 
 def slot_work(table: StepTable) -> Floats:
-    """Return (FLOPs, bytes of K and V read) of each attention slot's items in a layer, the mean over all layers:
-    [ranks, slots, 2]."""
+    """Return (FLOPs, bytes of K and V read) of the items of each attention slot (an attention instruction), per layer,
+    as a mean over all layers: [ranks, slots, 2]."""
     dims = table.dims
     out = np.zeros((dims.split.tp, dims.bucket.attention_slots, 2))
     for rank in range(dims.split.tp):
@@ -119,7 +119,8 @@ def _attention(c: Context, slot: int, group_heads: int, groups: int) -> None:
 
 
 def attend(c: Context, item: int) -> bool:
-    """Run one attention item. Return whether its rows of ATTN are final, as after the last item of a split."""
+    """Run one attention item. Return whether its output in ATTN is complete. If items share this output (a split), it
+    is complete only after the last item."""
     d, t = c.dims, c.table
     rows = range(t.item_row[item], t.item_row[item] + t.item_rows[item])
     heads = range(t.item_kv_head[item], t.item_kv_head[item] + t.item_kv_heads[item])
@@ -176,14 +177,16 @@ def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[NDArray[Any], F32]:
-    """K and V of a KV block's tokens before `end`, each [tokens, head_dim], or K in Q8_0 blocks: [tokens, bytes]."""
+    """K and V of a KV block's tokens before `end`, each [tokens, head_dim]. Quantised K stays in blocks: [tokens,
+    bytes]."""
     positions = np.arange(block * c.dims.bucket.kv_block, min((block + 1) * c.dims.bucket.kv_block, end))
     read = c.cache_blocks if c.dims.model.quantised_kv else c.read_cache
     return read(Buffer.K_CACHE, sequence, head, positions), c.read_cache(Buffer.V_CACHE, sequence, head, positions)
 
 
 def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -> F32:
-    """Attention of one row's heads over some tokens: maximum m, sum l and undivided output o, [heads, 2 + head_dim]."""
+    """Attention of one row's heads to some tokens: maximum m, sum l, output o before division by l: [heads, 2 +
+    head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     quantised = c.dims.model.quantised_kv
     scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)
@@ -194,7 +197,7 @@ def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -
 
 
 def _sink(c: Context, heads: slice) -> F32:
-    """The sinks of some query heads, as partial results of one score and no value."""
+    """The sinks of some query heads, as partial results of a token whose score is the sink and whose V is 0."""
     sinks = c.weights(heads)[:, None]
     nothing = np.zeros((len(sinks), c.dims.model.head_dim), np.float32)
     return np.concatenate([sinks, np.ones_like(sinks), nothing], axis=1)

@@ -10,8 +10,8 @@ whose expert another rank has, COMBINE adds only the results of the rank's own e
 
 The routing is unknown when a program is verified. Therefore the declared accesses have columns for every place, as if
 each row had results for all places, and the proof holds for any routing. In memory, a row has only k rows of results.
-Two places of a row never share one of these within a layer, because a row's experts all differ. The next layer may
-reuse them, because ROUTE changes the routing only after all instructions of the layer have read it.
+Two places never share a row of results within a layer, because a token row's experts all differ. The next layer may
+reuse the rows of results, because ROUTE changes the routing only after all instructions of the layer have read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .spec import Contents, Cost, Cut, OperationSpec, activations, box, vector, 
 
 
 def share(d: Dims) -> float:
-    """Return the part of an instruction's rows that it computes, on average if all experts are equally popular."""
+    """Return the mean fraction of its rows that an instruction computes if all experts are chosen equally often."""
     return (d.model.experts_per_token if d.by_expert else d.split.rank_experts) / max(d.model.experts, 1)
 
 
@@ -42,7 +42,8 @@ def here(c: Context, row: int, rows: int) -> NDArray[np.int32]:
 
 
 def _places(buffer: Buffer, kind: Kind, c: Columns, d: Dims, width: int, cols: tuple[Column | int, Column]) -> Access:
-    """Return an access to the columns `cols` of a buffer of experts' results, each of `width` columns, at the place."""
+    """Return an access to a buffer of experts' results, which has `width` columns for each place. `cols` are the
+    accessed columns within the instruction's place."""
     first = c["place"] * width
     return box(buffer, kind, c, (first + cols[0], first + cols[1]), share=share(d))
 
@@ -60,13 +61,14 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def _of_tokens(p: Phase) -> bool:
-    """Whether the inputs have a row for each token, which all its experts share, or one for each of its experts."""
+    """Whether the inputs have one row per token, used by all its experts. Otherwise, each (token, expert) has its own
+    row."""
     return p.result is Result.GATED
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
     """Return the cost of instructions. Each instruction reads one expert's weights. If B rows have chosen k of E
-    experts each, min(B k, E) experts are read at most. A step counts this number."""
+    experts each, the step counts as reading min(B k, E) experts, the maximum."""
     rows = c["rows"] * share(d)
     memory = weight_bytes(p, c["cols"], d)
     matrix = 2.0 * rows * c["cols"] * p.matrices(d.split) * p.inner(d.split)
@@ -100,7 +102,7 @@ def clipped(gate: F32, up: F32) -> F32:
 
 def _experts(c: Context, row: int, rows: int, col: int, cols: int, place: int) -> None:
     d, routes = c.dims, here(c, row, rows)
-    # `of` and `nth`: the rows, and which of their experts
+    # For each result: its row, counted from `row`, and the index of the expert among the row's experts.
     of, nth = np.nonzero(routes == place if d.by_expert else (routes >= 0) & (np.arange(routes.shape[1]) == place))
     experts = routes[of, nth]
     token = row + of

@@ -1,7 +1,7 @@
 """Defines what an operation declares, and helper functions for these declarations.
 
-The functions of an operation have short arguments. `p` is a phase, and `d` the sizes as one rank sees them. `c` is a
-dict of columns: for each operand, an array with one element per instruction.
+The functions of an operation have short argument names. `p` is a phase, and `d` the sizes as one rank sees them. `c` is
+a dict of columns: for each operand, an array with one element per instruction.
 """
 
 from __future__ import annotations
