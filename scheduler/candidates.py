@@ -25,7 +25,7 @@ from megakernel.targets import target_of
 
 def lowered(spec: Spec, stages: Stages | None = None) -> Tasks:
     """Return the tile tasks of a step, computed in the way that the cost model predicts to be fastest. `stages` keeps
-    what calls with other options can use again. Raises MegakernelError for sizes out of range."""
+    intermediate results for later calls with other options. Raises MegakernelError for sizes out of range."""
     spec.check()
     stages = stages or Stages()
     return Candidate(_settled(spec, stages), stages).tasks
@@ -107,7 +107,7 @@ def _settled(spec: Spec, stages: Stages) -> Spec:
 
 
 def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
-    """Return `spec` with that change of its options that the cost model predicts to be fastest."""
+    """Return `spec` with the one of `changes` to its options that the cost model predicts to be fastest."""
 
     def predict(options: Options, _: float) -> float:
         return Candidate(replace(spec, options=options), stages).layer_seconds
@@ -117,11 +117,11 @@ def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
 
 
 def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
-    """Return `own`, which computes norms where the model has them, with the option `wanted` for norms. If it is auto,
-    return the fastest. If each row of the residual is stored on one rank only, this rank normalises the row and sends
-    the result to all ranks. With enough row blocks, the attention norm then runs at the end of the previous layer,
-    where it overlaps that layer's last matmul. If every rank stores all rows, a matmul with few rows may normalise its
-    own inputs."""
+    """Return `own`, a spec that computes norms where the model has them, with the norm option `wanted`. If `wanted` is
+    auto, return it with the fastest norm option. If each row of the residual is stored on one rank only, this rank
+    normalises the row and sends the result to all ranks. With enough row blocks, the attention norm then runs at the
+    end of the previous layer, where it overlaps that layer's last matmul. If every rank stores all rows, a matmul with
+    few rows may normalise its own inputs."""
     dims = own.dims
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     rows = min(dims.bucket.row_block, dims.bucket.tokens)

@@ -87,7 +87,7 @@ class Dependencies:
 
 def derive(tasks: Tasks, stages: Stages | None = None) -> Dependencies:
     """Return the edges between groups of tasks that conflict: both touch the same data, and at least one writes it.
-    Edges that other edges imply are left out (the transitive reduction). `stages` keeps what tasks touch."""
+    Edges that other edges imply are left out (the transitive reduction). `stages` caches which data the tasks touch."""
     stages = stages or Stages()
     groups: list[Group] = []
     for segment, parts in enumerate(tasks.segments):

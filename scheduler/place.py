@@ -28,12 +28,12 @@ class Placed:
 def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Options) -> list[Placed]:
     """Place the tasks of one segment: the prologue, one layer or the epilogue.
 
-    Matmuls and attention are called stages. So is a phase that stores q, k and v, because any attention task may need
-    all its rows. Stages usually run one after another. Inside a stage, panels (groups of row blocks) run in order.
-    Inside a panel, the tasks run column by column, so that a weight tile read from memory serves the whole panel. If
-    arithmetic limits one of two neighbouring matmul stages, and links or memory limit the other, their panels
-    alternate, so that both resources are busy. Norms, reductions and sampling between two stages are placed well after
-    the producers of their inputs and well before their consumers, so that neither they nor the consumers wait.
+    Stages are matmuls, attention, and phases that store q, k and v, because an attention task may need all rows of such
+    a phase. Stages usually run one after another. Inside a stage, panels (groups of row blocks) run in order. Inside a
+    panel, the tasks run column by column, so that a weight tile read from memory serves the whole panel. If arithmetic
+    limits one of two neighbouring matmul stages, and links or memory limit the other, their panels alternate, so that
+    both resources are busy. Norms, reductions and sampling between two stages are placed well after the producers of
+    their inputs and well before their consumers, so that neither they nor the consumers wait.
 
     Panels alternate only with `options.interleave`."""
     kind = ordinals(segment)

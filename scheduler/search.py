@@ -11,8 +11,8 @@ from typing import Any
 from megakernel.scheduler.options import CHOICES, Options
 
 Change = dict[str, Any]
-# Returns the predicted seconds of a step with some options. If they are at least the second argument, the result may be
-# any number that is not smaller than it.
+# Returns the predicted seconds of a step with some options. The second argument is a limit: if a step takes at least
+# that long, the result may be any number from the limit up.
 Predict = Callable[[Options, float], float]
 
 _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
@@ -20,8 +20,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
 
 def search(best: Options, choices: Sequence[Sequence[Change]], predict: Predict) -> Options:
     """Return the fastest options that a local search finds from `best`. A choice is a list of changes of options. The
-    search tries all changes of one choice after another, and stops when every choice has been tried since the last
-    improvement."""
+    search goes through the choices in turn, again and again, and takes the fastest change of each. It stops when every
+    choice has been tried since the last improvement."""
     best_s, since = predict(best, math.inf) if choices else 0.0, 0
     for changes in itertools.cycle(choices):
         found = best

@@ -109,7 +109,7 @@ class Spec:
 
     @cached_property
     def split(self) -> Split:
-        """How ranks divide the model. For an option that is `auto`, they divide the O projection or the residual."""
+        """How ranks divide the model. If their option is `auto`, the O projection and the residual are divided."""
         sizes = self.config.sizes(self.dtype, quantised_kv=self.quantised_kv, q8_activations=self.q8_activations)
         several = self.tp > 1
         return Split(

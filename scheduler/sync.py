@@ -59,7 +59,8 @@ class Signals(NamedTuple):
 
 
 class Successors(NamedTuple):
-    """The groups of tasks that wait for a group. They are on `rank`, or they are siblings on ALL_RANKS."""
+    """The groups of tasks that wait for a group. They are on `rank`. If it is ALL_RANKS, they stand for the same tasks
+    on every rank."""
 
     rank: int
     groups: frozenset[int]
@@ -74,7 +75,7 @@ class Links:
     waits     the counters for which each group of tasks waits
     picks     (segment, index of PhaseTasks) -> the first counter of the grid from which the step's inputs select the
               counters for which these tasks wait
-    arrivals  the arrivals that the step's inputs add, because they select which counters instructions signal"""
+    arrivals  the arrivals of signals whose counter the step's inputs select"""
 
     homes: Sequence[int] = ()
     signals: Sequence[Signals] = ()
@@ -113,7 +114,7 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies) -> Sync:
-    """Return the counters by which tasks wait for each other. A task waits for those row blocks that it reads."""
+    """Return the counters by which tasks wait for each other. A task waits only for the row blocks that it reads."""
     graph = _Graph(tasks, dependencies)
     attention = _attention_grids(graph)
     rows, final = _final_row_grid(graph, _next([attention]))
@@ -207,7 +208,7 @@ class _Shared:
 def _attention_grids(graph: _Graph) -> Links:
     """Create the two grids of counters for attention. The tasks that compute q, k and v signal the first grid, which is
     on the rank that runs the attention. Attention signals the second grid, which is on the rank that receives the
-    attention output of the rows. Its counters have the numbers of the row blocks, because no others exist before."""
+    attention output of the rows. Its counters have the numbers of the row blocks, because they are created first."""
     if not graph.items:
         return Links()
     dims = graph.tasks.dims
@@ -267,8 +268,8 @@ def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
 
 
 def _attention_waits(graph: _Graph) -> dict[int, set[int]]:
-    """Return for which counters of the grid for attention's outputs the groups of tasks wait that read these
-    outputs."""
+    """For each group of tasks that reads attention's outputs, return the counters of the output grid for which it
+    waits."""
     out: dict[int, set[int]] = defaultdict(set)
     for g, targets in graph.from_items.items():
         for consumer in {c for to in targets for c in to.groups}:
@@ -278,7 +279,7 @@ def _attention_waits(graph: _Graph) -> dict[int, set[int]]:
 
 def _final_row_grid(graph: _Graph, first: int) -> tuple[Links, dict[tuple[str, Successors], Target]]:
     """Create a grid with one counter for each row block of the final rows (the residual rows after the last layer). The
-    second result has its counters by successors, so that the groups with these successors signal them."""
+    second result maps successors to the counter that groups of tasks with these successors must signal."""
     rows = [g for g, group in enumerate(graph.groups) if group.index is Index.LOGIT_ROW]
     if not rows:
         return Links(), {}
@@ -402,8 +403,8 @@ def _written(graph: _Graph, links: Sequence[Links]) -> Sync:
 
 
 def _joined(group: Group, counters: Sequence[int], room: int, first: int) -> tuple[list[int], list[Join]]:
-    """Return the wait words of a group of tasks that waits for `counters`, of which its records can name `room`. If
-    there are more, `join` instructions wait for some of them. These signal new counters, numbered from `first`."""
+    """Return the wait words of a group of tasks that waits for `counters`. Its records can name `room` counters. If
+    there are more, `join` instructions wait for some of them and signal new counters, numbered from `first`."""
     words, joins = [rec.counter_word(counter) for counter in counters], list[Join]()
     while len(words) > room:
         joined = Target(first + len(joins), group.rank)
@@ -448,8 +449,8 @@ def _gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def _append(words: Words, tasks: NDArray[np.int64], new: Sequence[int]) -> None:
-    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if there are too
-    few."""
+    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if too few are
+    free."""
     column = np.add.reduce(words[tasks] != 0, axis=1)
     if column.max(initial=0) + len(new) > words.shape[1]:
         raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")

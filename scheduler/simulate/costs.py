@@ -1,7 +1,7 @@
 """The costs that the simulator uses: the rates that machines reach in practice, latencies, and sizes of on-chip memory.
-Those of GPUs come from microbenchmarks, machine code and published tables, whose sources are named here and in the
-machine files. Those of CPUs were measured by `megakernel doctor --calibrate`. None was fitted to the time of a model's
-step. docs/simulator.md compares predictions with measurements."""
+The costs of GPUs come from microbenchmarks, machine code and published tables, whose sources are named here and in the
+machine files. The costs of CPUs were measured by `megakernel doctor --calibrate`. None was fitted to the time of a
+model's step. docs/simulator.md compares predictions with measurements."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class TaskCosts:
     signal_s: float  # from the end of a store until a waiting worker knows of it
     remote_signal_s: float  # like signal_s, if the waiting worker is on another rank
     launch_s: float
-    window_bytes: float = 0.0  # bytes on their way to one worker, behind which small accesses to memory wait
+    window_bytes: float = 0.0  # bytes in flight to one worker; small accesses to memory wait behind these bytes
     ahead_bytes: float = 0.0  # weights that one worker prefetches into the last-level cache when its ring is full
-    page_bytes: float = 0.0  # how many of them it prefetches at a time
+    page_bytes: float = 0.0  # how many bytes of weights it prefetches at a time
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
     stage_bytes: float = 0.0  # bytes that must have arrived together before arithmetic on them starts
 
@@ -55,8 +55,8 @@ class TaskCosts:
     claim_in_flight: int  # like in_flight, but while the worker takes its next instruction from a queue
     roles: bool  # whether loads, arithmetic and stores run in separate warps, and so at the same time
     synchronised: bool = True  # whether instructions wait for one another
-    paths: dict[str, Path] | None = None  # of the machine code; None if the rates include it
-    fixed: bool = True  # whether consumers take the paths before an instruction's first page and after its last
+    paths: dict[str, Path] | None = None  # times of pieces of machine code; None if the rates include these times
+    fixed: bool = True  # whether to count the code before an instruction's first page and after its last one
 
     def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds that `flops` FLOPs of matmul tiles with `rows` rows take on one worker."""
@@ -83,8 +83,8 @@ class TaskCosts:
         return replace(self, in_flight=1, claim_in_flight=1)
 
     def without(self, what: str) -> TaskCosts:
-        """Return costs for a step of which something is left out, as a GPU can measure it too. Without "waits", no
-        instruction waits for another. Without "copies", loads take no time either. Without "compute", instructions
+        """Return costs with one kind of work left out. A GPU can run such a step too, for comparison. Without "waits",
+        no instruction waits for another. Without "copies", loads take no time either. Without "compute", instructions
         neither wait nor compute."""
         free = self
         if what == "copies":
@@ -115,17 +115,18 @@ def _same(machine: Machine) -> dict[str, Any]:
 
 # GPUs: the fraction of the datasheet's rates that programs reach, by benchmarks/speed/probe_gpu.py on an H100
 # (benchmarks/results/gpu-h100.json). torch.matmul of 8,192 x 8,192 x 8,192 in bf16 did 780 of 990 TFLOP/s. With one
-# row, it read 134 MB of weights in 48.3 us (50.4 less the launch): 2.78 of 3.35 TB/s. (A stream of plain reads reaches
-# 3.15, but every step reads weights as a matmul does.) A tile of attention queries occupies only a quarter of an SM's
-# matrix units.
+# row, it read 134 MB of weights in 48.3 us (50.4 us minus the launch): 2.78 of 3.35 TB/s. (A stream of plain reads
+# reaches 3.15, but every step reads weights as a matmul does.) A tile of attention queries occupies only a quarter of
+# an SM's matrix units.
 _MATRIX_FRACTION, _ROW_QUANTUM = 780 / 990, 4 * QUERY_TILE
 _MEMORY_FRACTION = 2.78 / 3.35
 # The bus bandwidth of an all-reduce on eight H100s reaches at most 370 of 450 GB/s ("How to Think About GPUs").
 _LINK_FRACTION = 370 / 450
 # An asynchronous global load takes about 500 ns ("Look Ma, No Bubbles!", HazyResearch, 2025, on a B200).
 _LATENCY_S = 0.5e-6
-# A hand-off takes this many accesses to the L2 cache, one after the other: a fence, half an access until the signal is
-# there, and a poll, before which half of the last poll passes on average. The stores before the fence take another one.
+# A hand-off (a signal between SMs) takes this many accesses to the L2 cache in sequence: one for a fence, half of one
+# until the signal arrives, half of a poll that was too early (on average), and one for the poll that succeeds. The
+# stores before the fence take one more.
 HAND_OFF_TRIPS, _STORE_TRIPS = 3, 1
 # An atomic operation on the far die takes 432 ns (MPK's microbenchmarks, B200).
 _CLAIM_S = 0.432e-6
@@ -208,6 +209,6 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. Those of this computer (`host`) are measured by its calibration, or else
-    nominal."""
+    """Return the costs of a machine. For this computer (`host`), calibration measures them; without calibration, they
+    are nominal."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

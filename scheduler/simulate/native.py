@@ -26,8 +26,8 @@ EVERY_RANK = -1
 @dataclass(frozen=True)
 class Work:
     """The input of the native simulator, which becomes its struct Program (csrc/simulate/simulate.h). `records` has the
-    instructions of all workers and queues. `offsets` say where those of each worker begin in the prologue, the body and
-    the epilogue, and where those of each queue begin."""
+    instructions of all workers and queues. `offsets` say where each worker's instructions begin in the prologue, the
+    body and the epilogue, and where each queue's instructions begin."""
 
     sizes: dict[str, int]
     offsets: list[Int32s]
@@ -50,7 +50,7 @@ def run(
 ) -> tuple[ctypes.Structure, Intervals]:
     """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
     seconds). The result's `step_s` includes `further_layers` more layers, each of which takes as long as the second
-    one. It is infinity if a step takes `most_s` seconds or more. Returns the result (the struct Result) and up to
+    one. `step_s` is infinity if a step takes `most_s` seconds or more. Returns the result (the struct Result) and up to
     `most` intervals of the trace, in the order in which they ended."""
     arrays = ("records", "tasks", "waits", "signals", "stores", "key_bytes")
     program = _structure("Program")(

@@ -24,8 +24,8 @@ from megakernel.trace import Trace, TraceHeader
 _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
-_NO_STALL = (-1, -1, -1, 0.0)  # segment, number, layer and seconds of no instruction
-_SIMULATED_LAYERS = 3  # by `extrapolated_seconds`; csrc/simulate/pace.h says why the second is measured
+_NO_STALL = (-1, -1, -1, 0.0)  # (segment, number, layer, seconds) that match no instruction
+_SIMULATED_LAYERS = 3  # in `extrapolated_seconds`; csrc/simulate/pace.h says why the second layer is measured
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def simulate(
 
 
 def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, most_s: float = inf) -> float:
-    """Return the seconds of a step of `program`, of which only few layers are simulated, because all layers are alike.
-    If they are `most_s` or more, the result may be infinity, which takes less time to find out.
+    """Return the predicted seconds of a step of `program`. Only few layers are simulated, because all layers are alike.
+    If a step takes `most_s` seconds or more, the result may be infinity, because the simulation can then stop early.
 
     Raises MegakernelError as `simulate` does.
     """
@@ -112,8 +112,8 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
 
 def _own(program: Program, costs: TaskCosts) -> TaskCosts:
-    """Return the costs of a program, whose build may have its own paths. On GPUs, only loaders of dot products have a
-    window (csrc/cuda/loaders.h)."""
+    """Return `costs` adapted to a program: its build of the interpreter may have other times of machine code, and on
+    GPUs, only loaders of dot products limit the bytes in flight (csrc/cuda/loaders.h)."""
     if costs.paths:
         paths = own_paths(program.dims, costs.paths)
         signal_s = costs.signal_s + paths["hand_off"].cold - costs.paths["hand_off"].cold
@@ -141,7 +141,7 @@ def _launched(work: Work) -> int:
 
 
 def _check(program: Program, work: Work, costs: TaskCosts, result: ctypes.Structure) -> None:
-    # Without waits, the parts of one layer's attention may end among those of another, and signal in its place.
+    # Without waits, attention items of different layers may run at the same time and signal each other's counters.
     if result.crowded_counter >= 0 and costs.synchronised:
         raise MegakernelError(
             f"counter {result.crowded_counter} gets more arrivals than the program declares:"

@@ -72,16 +72,16 @@ class _Tasks:
     def signal(
         self, task: Ints, rank: Column, counter: Column, following: NDArray[np.bool_], arrivals: Column | int
     ) -> None:
-        """Let tasks signal counters of a rank or of EVERY_RANK. Where `following` is True, they are those of the next
-        layer."""
+        """Let tasks signal counters of a rank or of EVERY_RANK. Where `following` is True, the counters are those of
+        the next layer."""
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
 
     def drop_waits(self) -> None:
         self._waits = []
 
     def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Return all waits and all signals, sorted by task, and store in the table where those of each task begin and
-        end."""
+        """Return all waits and all signals, sorted by task. Store in the table where each task's waits and signals
+        begin and end."""
         return self._sorted("wait", self._waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
 
     def _sorted(self, what: str, rows: list[Ints], dtype: np.dtype[np.void]) -> NDArray[np.void]:
@@ -149,7 +149,7 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
     """Return the records (instructions) of all workers and queues; the rank of each record; the number of each record
-    in a trace; and the offsets at which those of each worker begin in each segment, and those of each queue."""
+    in a trace; and the offsets at which each worker's records begin in each segment, and each queue's records."""
     segments = [program.numbered(segment) for segment in range(len(SEGMENTS))]
     ends = np.cumsum([len(records) for records, _ in segments])
     begins = 0, ends[0], ends[1], ends[0] + len(program.body.records)
@@ -204,9 +204,9 @@ def _plain(
     costs: TaskCosts,
     workers: int,
 ) -> None:
-    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention). `mine` has the
-    record, the task and the rank of each. `dims` has the sizes of one of these ranks, which have equal parts of the
-    model. A rank has `workers` workers."""
+    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention). `mine` has each
+    task's record, number and rank. `dims` has the sizes of one of these ranks, which have equal parts of the model. A
+    rank has `workers` workers."""
     records, task, rank = mine
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
@@ -277,8 +277,8 @@ def _activations(
 def _paged(
     tasks: _Tasks, task: Ints, phase: Phase, columns: Columns, dims: Dims, costs: TaskCosts, workers: int
 ) -> tuple[Floats, Floats]:
-    """Set the bytes of shared memory that matmul tasks load into. Return the seconds of their arithmetic, and those in
-    which they load nothing."""
+    """Set the bytes of shared memory that matmul tasks load into. Return the seconds of their arithmetic, and the
+    seconds in which they load nothing."""
     taken = matmul_pages(phase, columns["rows"], columns["cols"], dims)
     rows, cols = columns["rows"].astype(np.int64), columns["cols"].astype(np.int64)
     loaders_s = consumers_s = np.zeros(len(task))
@@ -287,20 +287,20 @@ def _paged(
         loaders_s, consumers_s = roles.loaders, roles.consumers
         tasks.set(task, ask_s=loaders_s)
     if dims.worker.units == Units.DOTS:
-        # Weights may need more pages than an SM's shared memory has, and fill it several times. Inputs stay for one
-        # filling.
+        # Weights may need more pages than an SM's shared memory has. They are then loaded in several laps, and every
+        # lap loads all inputs again.
         held = taken.held_inputs
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         computing_s = np.maximum((2 * rows * weights).astype(np.float64) / costs.vector_flops, consumers_s)
-        # A lap begins when all its inputs are loaded again. The last of these pages takes the place of an input page of
-        # the lap before, so it is asked for only when that lap has been computed, and no other load is in progress.
+        # A lap begins when all inputs are loaded again. The last of these pages replaces an input page of the previous
+        # lap. So it is requested only when the previous lap has been computed, and no other load is in progress then.
         laps = taken.inputs / np.maximum(held, 1)
         asking_s = held * costs.paths["input_page"].warm if costs.paths else 0.0
         again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
-    # The last columns are stored by way of shared memory. The next instruction loads into pages after those.
+    # The last columns are stored by way of shared memory. The next instruction loads into the pages after them.
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
     matrix_s = costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
@@ -349,8 +349,8 @@ def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) 
         start = paths["prepare"].cold + paths["start_normed"].cold
     else:
         start = max(paths["start"].cold, paths["input"].cold + latency_s)
-    # The first pair of pages also fetches its code. Every unit of columns but the last ends beside the loads of the
-    # next one, in the time that `matmul_issue` counts.
+    # The first pair of pages takes longer, because its code is not cached yet. Every unit of columns except the last
+    # ends while the next unit is loaded, in the time that `matmul_issue` counts.
     start += paths["dots"].cold - paths["dots"].warm
     return start, paths[_ENDS.get(phase.result, "end_partial")].cold
 
@@ -365,8 +365,8 @@ def _targets(rank: int | Int32s | None, size: Floats, own: Ints | int, dims: Dim
 def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, items: _Items, view: StepTable, costs: TaskCosts
 ) -> None:
-    """Set the loads, arithmetic and stores of one rank's attention tasks. If tasks of the same sequence read the same K
-    and V, these share a cache entry, so that they come from memory only once."""
+    """Set the loads, arithmetic and stores of one rank's attention tasks. Tasks that read the same K and V of a
+    sequence share a cache entry, so that the data come from memory only once."""
     dims = view.dims
     task, item, _ = items
     items_of = np.bincount(task - task[0])[task - task[0]]

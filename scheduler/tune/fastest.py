@@ -26,15 +26,17 @@ from megakernel.targets import TARGETS
 
 # The simulated program computes logits of at most this many rows, because in an engine most rows need none.
 _LOGIT_ROWS = 64
-# Dot products on CUDA cores are tried for at most this many of their tiles. With more rows, they are far slower.
+# Dot products on CUDA cores are tried if a step's rows fit into this many of their tiles. With more rows, they are far
+# slower.
 _DOT_TILES = 4
 # With more rows than this, ranks that replicate the residual would repeat too much of each other's work.
 _REPLICATED_ROWS = 1024
 # A panel is a group of row blocks (tiles of rows) that share one pass over the weights. With at most this many row
 # blocks, a single panel is tried too, because ranks exchange a whole panel at once and then use all links.
 _ONE_PANEL = 16
-# The first of these panels with which a step is predicted to be less than 0.5 % slower replaces the cost model's, to
-# read weights from memory less often. With 16 row blocks, the tiles that an H100 computes at once are about a square.
+# The panel sizes to try, in this order. The first with which a step is predicted to be less than 0.5 % slower replaces
+# the cost model's size, to read weights from memory less often. With 16 row blocks, the tiles that an H100 computes at
+# once form about a square, which needs the fewest loads.
 _PANELS, _CLOSE = (16, 8, 32), 1.005
 _CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
 
@@ -89,7 +91,7 @@ class Fastest:
         if found is None or not found.answers(most_s):
             try:
                 program = self.compile(options, tokens, min(tokens, _LOGIT_ROWS))
-            except MegakernelError:  # rows do not fit in shared memory to be normalised inside matmuls
+            except MegakernelError:  # rows do not fit in shared memory, but norms inside matmuls need that
                 known[options] = Prediction(math.inf, math.inf)
                 return math.inf
             found = known.get(digest := program.digest)

@@ -152,8 +152,8 @@ def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tup
 
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
-    """Yield up to `most` violations: elements that are written twice in a phase or read without the write that they
-    need or, if there are none, accesses in a wrong order."""
+    """Yield up to `most` violations: elements that are written twice in a phase, or read without the write that they
+    need. If there are none, yield accesses in a wrong order."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
     writes, _ = _declared(program.forward, program.dims)

@@ -92,7 +92,7 @@ class Events:
         self.part, self.count = part, len(part.records)
         self.items: dict[int, CounterGrid] = {}
         self.reads: list[Reads] = []
-        self.begins: Edges = (np.zeros(0, np.int64),) * 2  # drain, its begin
+        self.begins: Edges = (np.zeros(0, np.int64),) * 2  # (drain, the drain's `begin` event)
         counters, waits, signals = part.program.counters, part.waits, part.signals
         self._wait = part.rank[waits.row] * counters + waits.counter
         fixed = ~waits.indexed

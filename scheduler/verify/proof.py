@@ -38,8 +38,8 @@ is a record, then all earlier records of the queue are finished, and every drain
 reached. If a worker has claimed the record, that worker runs it; otherwise any worker at one of these drains is free to
 claim it.
 
-Experts. A table that the step itself writes says which experts have which rows. The regions of instructions have places
-for all of them, and the proof holds for every table (megakernel/isa/operations/experts.py).
+Experts. A table that the step itself writes says which experts have which rows. An instruction's declared regions have
+a place for every expert, so the proof holds for every table (megakernel/isa/operations/experts.py).
 
 Three layers prove any number of layers. The body, the instructions of one layer, runs once per layer. Each run waits
 only for counters of its own block and signals only its own block and the next one, so an edge never leads to an earlier
@@ -50,7 +50,7 @@ none. Every layer writes the same elements, so two accesses of an element withou
 layer apart. So if neighbouring layers are ordered, all accesses of an element are ordered. The only exception is data
 that the prologue writes and every layer reads: its reader in layer 0 must follow the write, and each later reader must
 follow the same reader one layer earlier. The partial results of split attention belong to one (row, KV head), so the
-order of items in successive layers, proved for ATTN, orders them too.
+order of items in successive layers, proved for ATTN, also orders the partial results.
 
 One launch proves any number of launches. The host (with one rank) or the exit barrier (with several ranks) separates
 launches. Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k, except
