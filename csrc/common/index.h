@@ -62,8 +62,8 @@ MK_DIMS_FN inline Ranks all_ranks(const D& d) {
   return {0, d.tp};
 }
 
-// Returns the ranks that store the residual of token row `row`: every rank if the residual is replicated,
-// otherwise only the rank that owns the row.
+// Returns the ranks that store the residual of token row `row`: every rank if the residual is replicated.
+// Otherwise only one rank, called the row's owner, stores it.
 template <class D>
 MK_DIMS_FN inline Ranks residual_ranks(const D& d, int32_t row) {
   if (d.replicated_residual) return all_ranks(d);
@@ -72,8 +72,8 @@ MK_DIMS_FN inline Ranks residual_ranks(const D& d, int32_t row) {
 }
 
 // Returns the ranks to which this rank sends a row that it has normalised. If every rank has a copy of the
-// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only one
-// rank, the row's owner, normalises the row, and the result is all ranks.
+// residual, each rank normalises all rows for itself, so the result is this rank alone. Otherwise only the
+// rank that stores the row's residual normalises it, and the result is all ranks.
 template <class D>
 MK_DIMS_FN inline Ranks norm_ranks(const D& d) {
   return d.replicated_residual ? own_rank(d) : all_ranks(d);

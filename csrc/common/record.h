@@ -5,7 +5,7 @@
 namespace mk {
 
 // Shared code reads `row` and `rows` of any instruction that works on rows, whichever of these structs its
-// operands have, so both must come first. NVRTC 13.0 has no offsetof.
+// operands have, so both must come first. NVRTC 13.0 has no offsetof, so it skips this check.
 #ifndef __CUDACC_RTC__
 static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4);
 static_assert(__builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);
@@ -19,8 +19,8 @@ MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0]
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
 // Returns the rank whose counter a signal adds to. (A signal is a word of an instruction record that names a
-// counter to add to.) Two results are special: kAllRanks means every rank, and kOwner means the rank that
-// owns the instruction's rows, or every rank if the residual is replicated.
+// counter to add to.) Two results are special: kAllRanks means every rank. kOwner means the rank that stores
+// the residual of the instruction's rows, or every rank if all ranks store it.
 MK_DIMS_FN inline int32_t word_rank(int32_t word) { return word >> kRankShift & kRankMask; }
 
 template <class Operands>

@@ -37,8 +37,8 @@ class Device {
   // Each layer has its own set ("block") of counters, and so has the epilogue.
   Counter& counter(int32_t block, int32_t index) { return counters_[block * width_ + index]; }
 
-  // Counts a task that has ended. Returns whether its signals are sent now: of a split, only the last task
-  // sends them.
+  // Counts a task that has ended, and returns whether it sends its signals now. If several tasks share the
+  // same rows (a split), only the last of them to end sends signals.
   bool completes(const Task& task) {
     if (task.split < 0) return true;
     int32_t& arrived = splits_[task.split];
@@ -55,8 +55,8 @@ class Device {
     write_back(now);
     return missing;
   }
-  // Starts to load `bytes` bytes for `who`. All of them pass through the cache, and `missing` of them come
-  // from memory. Returns the number of transfers that have begun.
+  // Starts to load `bytes` bytes for worker number `who`. All of them pass through the cache, and `missing`
+  // of them come from memory. Returns the number of transfers that have begun.
   int load(double now, double bytes, double missing, int32_t who) {
     cached.add(now, bytes, who);
     if (missing <= 0) return 1;
@@ -70,8 +70,8 @@ class Device {
     write_back(now);
   }
 
-  // Returns how long a small access waits: until the bytes have arrived that are on their way when it begins
-  // (Little's law). Of each transfer, at most a worker's window is on its way.
+  // Returns how many seconds a small access waits: until all bytes that are on their way when it begins have
+  // arrived (Little's law). At most `window_` bytes of each transfer are on their way.
   double queue_s(double now) const {
     return std::max(memory.backlog_s(now, window_), cached.backlog_s(now, window_));
   }
@@ -88,7 +88,7 @@ class Device {
   Cache cache_;
   double stored_ = 0.0;  // bytes
   const double window_;  // bytes
-  int64_t width_;        // of a block of counters
+  int64_t width_;        // number of counters in a block
   std::vector<Counter> counters_;
   std::vector<int32_t> splits_;  // how many tasks of each split have ended
 };

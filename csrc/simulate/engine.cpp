@@ -1,8 +1,8 @@
 // A discrete-event simulation of a program. worker.h describes what the parts of a worker do.
 //
 // An event is the end of a transfer or the alarm of a worker. It only wakes workers. A worker that is awake
-// advances: each part of it that can go on takes a step, until none can. A part that only waits for a time
-// asks for the worker's alarm; what waits for other workers is woken by their signals.
+// advances: each part of it that can go on takes a step, until none can. A part that waits for a certain time
+// sets the worker's alarm. A part that waits for other workers is woken by their signals.
 #include <algorithm>
 #include <new>
 #include <queue>
@@ -114,7 +114,7 @@ class Engine {
     alarms_.push({w.due, alarms_set_++, &w});
   }
 
-  // Returns whether `time` has come. If not, a part of the worker waits for it, so it asks for the alarm.
+  // Returns whether `time` has come. If not, also makes the worker's alarm ring then, or earlier.
   bool reached(Worker& w, double time) const {
     if (time > now_) w.due = std::min(w.due, time);
     return time <= now_;
@@ -145,11 +145,12 @@ class Engine {
 
   // -- loaders
 
-  // Returns whether a part of a load is in progress: bytes have still to arrive, or to be asked for.
+  // Returns whether a part of a load is in progress: some of its bytes have not been requested or have not
+  // arrived.
   bool loading(Worker& w, Part part) { return w.flows[part] > 0 || !reached(w, w.asked[part]); }
 
-  // Begins the load of the next task, as soon as earlier tasks leave room in the ring buffer. What fits at
-  // that time is loaded first, as the task's head.
+  // Begins the load of the next task, as soon as earlier tasks leave room in the ring buffer. The data that
+  // fits at that time is called the task's head, and is loaded first.
   bool load_weights(Worker& w) {
     if (w.headed == w.fetched || loading(w, kHead) || loading(w, kBodyPart)) return false;
     Run& run = w.run(w.headed);
@@ -176,8 +177,8 @@ class Engine {
     if (w.loaded + 1 == w.headed) {
       w.wait = task.first_wait;
       pass_waits(w);
-      // If the waits are satisfied and the ring has room for everything, no separate head is left to load. If
-      // it has not, the head includes inputs.
+      // If the waits are satisfied and the ring has room for everything, all data is loaded at once, without
+      // a separate head. If the waits are satisfied but the room is too small, the head includes inputs.
       if (load_inputs(w)) return true;
       if (met(w) && task.ring_bytes > 0) {
         add_reads(w);
@@ -197,8 +198,8 @@ class Engine {
   }
 
   // Prefetches weights into the L2 cache, a page at a time, while no load is in progress because the ring
-  // buffer has no room. Goes on to later tasks, but never has more than `ahead_bytes` that are not loaded
-  // yet.
+  // buffer has no room. Weights of later tasks are prefetched too, but at most `ahead_bytes` in total may be
+  // prefetched and not loaded yet.
   bool prefetch(Worker& w) {
     if (w.flows[kAhead] > 0 || loading(w, kHead) || loading(w, kBodyPart)) return false;
     double left = c_.ahead_bytes;
@@ -251,12 +252,12 @@ class Engine {
     return true;
   }
 
-  // Returns whether the load of the oldest task that is not loaded yet has begun, and its waits are
-  // satisfied.
+  // Looks at the oldest task that is not loaded completely. Returns whether its load has begun and its waits
+  // are satisfied.
   bool met(Worker& w) const { return w.loaded < w.headed && w.wait < 0 && reached(w, w.run(w.loaded).ready); }
 
-  // Once a task's waits are satisfied, loads the data that was not loaded before. If the ring buffer has no
-  // room beside the previous task, this load begins when the previous task has been computed.
+  // Once a task's waits are satisfied, loads the rest of its data. If the ring buffer has no room beside the
+  // previous task, this load begins when the previous task has been computed.
   bool load_inputs(Worker& w) {
     if (w.loaded == w.headed || w.run(w.loaded).body_begin != kNever || !met(w)) return false;
     Run& run = w.run(w.loaded);
@@ -292,7 +293,8 @@ class Engine {
     w.asked[part] = now_ + task.ask_s * bytes / (task.weight_bytes + task.read_bytes);
   }
 
-  // Ends the last load of the oldest task that is not loaded yet. It includes a prefetch that is in progress.
+  // Ends the load of the oldest task that is not loaded yet, unless data or a prefetch for it is still on its
+  // way.
   bool end_body(Worker& w) {
     if (w.loaded == w.headed) return false;
     Run& run = w.run(w.loaded);
@@ -335,7 +337,7 @@ class Engine {
     return true;
   }
 
-  // Ends the computation of a task, whose time is known once all its loads have ended.
+  // Ends the computation of a task. The time of its end is known only after all its loads have ended.
   bool end_computing(Worker& w) {
     if (w.computed >= w.loaded) return false;
     Run& run = w.run(w.computed);
@@ -414,7 +416,8 @@ class Engine {
     }
   }
 
-  // Returns the block in which a task waits for counters. It signals counters of this block or the next.
+  // Returns which set (block) of counters a task waits for. It adds to counters of this block or the next
+  // one.
   int32_t block(const Run& run) const { return run.by_segment(0, run.layer, p_.layers); }
 
   // -- writing the trace

@@ -84,7 +84,7 @@ class Shared {
     return who;
   }
   double delivered(double now) const { return flows_.delivered(now); }
-  // Returns the seconds until the bytes have arrived that are on their way, at most `window` of each flow.
+  // Returns how long the bytes on their way need to arrive: at most `window` bytes of each flow count.
   double backlog_s(double now, double window) const {
     return std::min(carried - delivered(now), window * static_cast<double>(flows_.count())) / rate_;
   }
@@ -103,7 +103,7 @@ class Shared {
 
 // Models GPUs (ranks) connected by a switch. Each data transfer (flow) uses the sender's output port, the
 // switch and the receiver's input port, which all have limited bandwidth. Bandwidth is shared max-min fairly:
-// a flow could become faster only if a flow that is no faster became slower.
+// no flow can become faster without slowing down a flow that is at most as fast.
 class Links {
  public:
   Links(int ranks, double port, double total, double cap)
@@ -159,7 +159,7 @@ class Links {
   // full, the flows through it keep their speed, and the others rise further, up to the cap.
   void share() {
     double room[kMostPlaces], flows[kMostPlaces];
-    uint32_t rising[kMostRanks] = {};  // for each rank, the set of ranks to which its flows still rise
+    uint32_t rising[kMostRanks] = {};  // for each rank, the receivers for which speeds still rise
     for (const Pair* pair : used_) rising[pair->out] |= 1u << (pair->in - ranks_);
     std::fill_n(room, switch_, port_);
     room[switch_] = total_;
@@ -173,7 +173,7 @@ class Links {
         step = std::min(step, steps[i]);
       }
       speed = step == to_cap ? cap_ : speed + step;
-      uint64_t full = 0;  // set of places
+      uint64_t full = 0;  // the places that are used up, one bit each
       for (int i = 0; i <= switch_; ++i) {
         full |= static_cast<uint64_t>(steps[i] <= step * (1 + 1e-9)) << i;
         room[i] -= step * flows[i];

@@ -24,8 +24,8 @@ class Pace {
   void stored(int32_t layer, double now) {
     if (layer < 2 && --left_[layer] == 0) ended_[layer] = now;
   }
-  // Returns how many seconds the further layers take. While the second layer runs, the result is the least
-  // that they can take.
+  // Returns how many seconds the further layers take. Until the second layer has ended, the result is only a
+  // lower bound.
   double further_s(double now) const {
     return left_[0] > 0 ? 0.0 : further_layers_ * ((left_[1] > 0 ? now : ended_[1]) - ended_[0]);
   }
@@ -33,7 +33,7 @@ class Pace {
  private:
   const int32_t further_layers_;
   int64_t left_[2];       // tasks of the first and of the second layer that have not been stored yet
-  double ended_[2] = {};  // when the last task of each was stored
+  double ended_[2] = {};  // when the last task of these layers was stored
 };
 
 }  // namespace mk::simulate

@@ -95,16 +95,16 @@ class Reach {
   static constexpr int kWords = 8;  // one pass over the graph tracks 64 * kWords sources, one bit each
   static constexpr int kBits = 64 * kWords;
 
-  // The question whether the event at position `later` of the topological order must come after source number
-  // `bit` of a pass over the graph. Pair number `index` needs the answer.
+  // A question: must the event at position `later` of the topological order come after source number `bit`?
+  // (A pass over the graph starts at several nodes, its sources.) Pair number `index` needs the answer.
   struct Question {
     int64_t index;
     int32_t later, bit;
   };
 
-  // Drops those pairs for which the graph has a path from the node that stands for the earlier event to the
-  // later event. Takes and returns indices of pairs, in ascending order. source(i) is that node's position in
-  // the topological order for pairs[i].
+  // Drops the pairs whose later event can be reached in the graph. For pairs[i], the path must start at the
+  // node that stands for the earlier event; source(i) is this node's position in the topological order. Takes
+  // and returns indices of pairs, in ascending order.
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {
@@ -192,7 +192,7 @@ class Reach {
 
   int32_t rows_, counters_;        // number of rows (nodes); the first row that is a counter, not an event
   std::vector<int32_t> position_;  // the position of each row in the topological order
-  Groups<int32_t> before_;         // for each position, those of its row's predecessors in the graph
+  Groups<int32_t> before_;         // for each position, the positions of its row's predecessors
   std::vector<int32_t> row_;       // the row at each position of the order
 
   // For each row, a counter that the row signals and another row waits for; if there is none, the row itself.

@@ -21,7 +21,7 @@ MK_API int32_t mk_verify_order(const Graph* graph, int32_t* missing, int32_t* or
 
 // Checks the order of all accesses to data. Writes up to `most` violations into `found`, and returns how many
 // there are. `order` is a topological order of the graph's nodes (rows). With several ranks, no stream may
-// end before the work of all ranks has. To check this, each row in `lasts` must come after all rows in
+// end before the work of all ranks has ended. To check this, each row in `lasts` must come after all rows in
 // `ends`. For each stream, `lasts` has its last row, and `ends` its last row that does work or is waited for.
 MK_API int64_t mk_verify_data(const Graph* graph, const int32_t* order, const Step* step, int64_t n_ends,
                               const int32_t* ends, int64_t n_lasts, const int32_t* lasts, int64_t most,

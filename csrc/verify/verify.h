@@ -14,8 +14,8 @@ struct Graph {
   int32_t runs;          // number of runs: the prologue, the body once per layer, the epilogue
   const int32_t* first;  // [runs + 1]: the first event of each run
   int64_t edges;
-  const int32_t* source;  // [edges], earlier
-  const int32_t* target;  // [edges], later
+  const int32_t* source;  // [edges]: the earlier node
+  const int32_t* target;  // [edges]: the later node
 };
 
 enum class Kind : int32_t { read, write, host };  // host: the CPU reads the data after the launch

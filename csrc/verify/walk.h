@@ -134,8 +134,8 @@ class Walk {
 
   // Notes that event `later` must begin after event `earlier` has ended. To save time, an order that is
   // required in every layer is tested in only one layer: the one where it is hardest to satisfy, because the
-  // graph has the fewest edges there. For events of one layer that is layer 1, because layer 0 has all edges
-  // of later layers and more. For events of two layers it is the last two.
+  // graph has the fewest edges there. If both events are in the same layer, that is layer 1, because layer 0
+  // has all edges of later layers and more. If they are in different layers, `later` is in the last one.
   void require(int32_t earlier, int32_t later, int32_t run, int64_t t, int64_t cell, int32_t reads) {
     const int32_t last = graph_.runs - 2, from = run_of(earlier);
     What what = What::unordered;

@@ -34,8 +34,8 @@ _GROUP = "measure speed"
 
 
 class _Help(argparse.HelpFormatter):
-    """Writes a usage with what is needed only, because all flags together take twenty lines. Keeps paragraphs, and
-    examples on one line, so that they can be copied."""
+    """Shows only required arguments in the usage, because all flags together take twenty lines. Keeps paragraphs, and
+    keeps each example on one line, so that it can be copied."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         either = [group for group in groups if group.required]
@@ -64,7 +64,7 @@ class _VerbHelp(_Help):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Suggest the nearest verb for one that does not exist."""
+        """If a verb does not exist, suggest the most similar one."""
         if found := re.search(r"argument (?:VERB|WHAT): invalid choice: '([^']*)' \(choose from (.*)\)", message):
             near = difflib.get_close_matches(found[1], re.findall(r"[a-z]+", found[2]), 1)
             hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them"

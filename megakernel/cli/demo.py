@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         ceilings = measured_ceilings(llm)
         measured = prompt_ids(llm, min(_PROMPT_TOKENS, llm.engine.dims.bucket.max_context // 2))
         figures = bench.latency(llm, measured, _TOKENS, _RUNS, ceilings)
-        ceilings = Ceilings(**figures["ceilings"])  # with the rate of memory of the same seconds
+        ceilings = Ceilings(**figures["ceilings"])  # the memory rate was measured during the same seconds
         with output.busy("tracing a step"):
             _, decode = llm.trace_steps(measured, decode_steps=5)
         # Another step than the median one may have been disturbed by other work.

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         prompt = args.prompt_ids if args.prompt is None else args.prompt
         if args.chat is not None:
             prompt = llm.chat_ids([{"role": "user", "content": args.chat}])
-        # Of an answer with reasoning in a channel of its own, only the text for the user is shown.
+        # If an answer has its reasoning in a separate channel, only the text for the user is shown.
         readers = [llm.codec.reader(None) if args.chat is not None else None for _ in range(params.n)]
         params = replace(params, skip_special_tokens=readers[0] is None)
 

@@ -34,7 +34,7 @@ STORED = "weights kv_cache_dtype activations"
 
 def add_flags(parser: argparse._ActionsContainer, table: str, *, unset: bool = False) -> None:
     """Add flags. A line of `table` names settings, or declares a flag of this verb alone as in megakernel/settings.py.
-    With `unset`, a flag that is not given is None, so that the verb can tell."""
+    With `unset`, a flag that is not given is None. So the verb can tell it from a given flag."""
     for line in lines(table):
         if " | " in line:
             _add(parser, *declared(line, _READERS), unset)
@@ -120,7 +120,7 @@ def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
     """Load the model that the flags added by `add_model_run` describe, after downloading it if necessary. `more` are
     further fields of `EngineArgs`."""
     flags = {name: value for name, value in vars(args).items() if value is not None}
-    # A temperature of 0 makes these without effect.
+    # With a temperature of 0, these parameters have no effect.
     unused = ("top_k", "top_p", "min_p") if flags.get("temperature") == 0 else ()
     return load(args.model, {"generation_config": "vllm", **flags, **more}, {*flags, *unused})
 
@@ -214,8 +214,8 @@ _WORKLOAD = """
 
 
 def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Add the flags that choose the requests of a benchmark. `args.unless` has the values of flags that are not given.
-    A verb may change them before it calls `workload`."""
+    """Add the flags that choose the requests of a benchmark. `args.unless` has the defaults of these flags, which a
+    verb may change before it calls `workload`."""
     parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
     add_flags(parser.add_argument_group("prompts"), _WORKLOAD.format(prompts=prompts))
 

@@ -56,7 +56,7 @@ def register(add: AddVerb) -> None:
 def write_files(
     args: argparse.Namespace, *shown: tuple[Resolved, Summary], comparison: Comparison | None = None
 ) -> None:
-    """Write the files that the flags name. Only the HTML page has all traces in `shown`; others have the first."""
+    """Write the files that the flags name. The HTML page has all traces in `shown`, other files only the first."""
     from ..timeline import write_html, write_perfetto
 
     step = shown[0][0]

@@ -38,7 +38,7 @@ class Machine:
     signal_s: float  # time from an instruction's signal until a worker that waits for it continues
     remote_signal_s: float  # time from a signal until a worker that waits on another device of the node continues
     dispatch_s: float  # time to fetch and decode one instruction
-    paths: dict[str, Path] | None = None  # of the machine code; None if unknown, or included in the rates above
+    paths: dict[str, Path] | None = None  # times of parts of the machine code; None if unknown, or in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
 
     def with_workers(self, workers: int) -> Machine:

@@ -18,7 +18,7 @@ HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# The paths through the machine code are data: the base of all GPUs says which there are.
+# The names of paths (parts of the interpreter's machine code) are data: the base of all GPUs lists them.
 _PATHS = tomllib.loads((KNOWN_FOLDER / "_gpu.toml").read_text())["paths"].keys()
 
 Table = dict[str, Any]

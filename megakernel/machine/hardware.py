@@ -86,7 +86,7 @@ class Node(_Section, frozen=True):
     nic_bytes_per_s_per_gpu: Number  # rate at which each GPU sends to other nodes
     switches: Count = 0
     switch_ports: Count = 0
-    # Of the network between nodes, a fat tree: how many nodes (a unit) share leaf switches. These have as many links to
+    # The network between nodes is a fat tree. This many nodes (a unit) share leaf switches, which have as many links to
     # spine switches as to nodes. 0: the network is not described.
     nodes_per_unit: Count = 0
 
@@ -106,8 +106,8 @@ class Costs(_Section, frozen=True):
 
 
 class Path(NamedTuple):
-    """The seconds of a path through the machine code: the first time in an instruction, and when its code and the
-    tables that it reads are in the SM's caches."""
+    """The seconds that a path (a part of the interpreter's machine code) takes: at its first execution, and when its
+    code and the tables that it reads are in the SM's caches."""
 
     cold: float
     warm: float
@@ -151,9 +151,8 @@ class Tiles(_Section, frozen=True):
 
 
 class Curve(_Section, frozen=True):
-    """Measured bus bandwidths of a collective over `gpus` GPUs of one node, for several message sizes.
-
-    Bus bandwidth is defined as in NCCL's tests: the bytes that each GPU must send, divided by the time.
+    """Measured bandwidths of a collective over `gpus` GPUs of one node, for several message sizes. They are bus
+    bandwidths as in NCCL's tests: the bytes that each GPU must send, divided by the time.
     """
 
     collective: str
@@ -213,8 +212,8 @@ class Hardware(_Section, frozen=True):
         return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
 
     def path_seconds(self) -> dict[str, Path] | None:
-        """Return how long each path of the machine code takes, or None if the machine file has no paths. Those of a
-        build for one row have names that begin with ONE_ROW."""
+        """Return how long each path of the machine code takes, or None if the machine file has no paths. A path of a
+        build for one token row has a name that begins with ONE_ROW."""
         if self.paths is None:
             return None
         line, trip, found = self.paths["code_line"][0], self.paths["l2_trip"][0], {}

@@ -23,7 +23,7 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TooLong(MegakernelError):
-    """Raised for a text that has more tokens than fit."""
+    """Raised for a text that has more tokens than fit into the context."""
 
 
 class ChatTemplate:

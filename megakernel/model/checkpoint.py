@@ -1,5 +1,5 @@
-"""Defines how backends get weights: each rank asks a checkpoint for its rows of a buffer, and gets them in the types in
-which they are kept in memory."""
+"""Defines how backends get weights: each rank asks a checkpoint for its rows of a buffer. The rows come in the types in
+which backends keep them in memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def vector(values: NDArray[np.float32]) -> WeightRows:
 
 @dataclass(frozen=True)
 class Storage:
-    """The types in which a weight buffer is stored: for each layer, its runs of rows of one type. A buffer without
-    layers counts as one layer."""
+    """The types in which a weight buffer is stored: for each layer, the runs of successive rows that have one type. A
+    buffer without layers counts as one layer."""
 
     layers: tuple[tuple[StoredRows, ...], ...]
 
@@ -95,7 +95,7 @@ def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
 
 
 def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
-    """Return the bytes of a row that a rank has. Raises MegakernelError if they begin inside a quantised block."""
+    """Return which bytes of a row a rank has. Raises MegakernelError if they begin inside a quantised block."""
     _, first, count = column_share(buffer, split)
     if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(

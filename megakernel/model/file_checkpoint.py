@@ -78,7 +78,7 @@ class FileCheckpoint:
     """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
     `widened` counts the stored bytes that must be converted when they are read. It has one entry for each such type.
-    `left_out` counts the file's tensors that encode images, which are not supported. With `some`, weights may miss.
+    `left_out` counts the file's tensors that encode images, which are not supported. With `some`, not all need exist.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class FileCheckpoint:
         return out
 
     def places(self) -> list[tuple[Buffer, int]]:
-        """Return the buffers and layers that the file has. Raises MegakernelError for one of which it has a part."""
+        """Return the buffers and layers that the file has. Raises MegakernelError if it has only a part of one."""
         found = []
         for buffer, layer in _expected(self.config):
             names = self._naming.names(buffer, layer)
@@ -224,7 +224,7 @@ def _expected(config: ModelConfig) -> list[tuple[Buffer, int]]:
 
 
 def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
-    """Raise MegakernelError unless the file has exactly the tensors that the configuration requires, or `some`."""
+    """Raise MegakernelError unless the file has all tensors of the configuration (with `some`, a part) and no other."""
     expected = expected_shapes(naming)
     # GGUF files leave out biases that are zero.
     biases = [p.bias for p in forward(naming.config) if p.bias is not None and naming.format == "gguf"]

@@ -53,7 +53,7 @@ def small(folder: Path, name: str) -> Path | None:
 
 
 def shards(index: Path) -> dict[str, str]:
-    """Return the name of the file, in the folder of `index`, that has each tensor. Raises MegakernelError."""
+    """Return, for each tensor, the name of the file in the folder of `index` that has it. Raises MegakernelError."""
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
         raise MegakernelError(f"{index} has no weight_map from tensors to files")

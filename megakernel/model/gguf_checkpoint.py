@@ -346,7 +346,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     keys.only("rope.scaling.yarn_ext_factor", 1)
     full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0)) if kind == "yarn" else 1.0
-    # A file may repeat YaRN's factor, because its config.json does. Other programs compute it and ignore another one.
+    # A file may repeat YaRN's factor, because its config.json does. Other programs ignore it and compute their own.
     if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
         keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
@@ -367,7 +367,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
-        # Some files have the whole factor, and others what it is multiplied by.
+        # The number is either YaRN's whole factor, or another number to multiply YaRN's factor by.
         attention = full if math.isclose(attention, full, rel_tol=1e-6) else attention * full
         ends = keys.number("attention.temperature_scale", 0.0) != 0
         return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention, ends=ends)

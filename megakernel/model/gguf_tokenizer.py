@@ -28,9 +28,9 @@ _ENDS = {
     "<|calls|>", "<|flush|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "</s>",
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-# These texts do not end a turn in a vocabulary that also has all tokens of one of the sets.
+# Each of these texts does not end a turn if the vocabulary also has all tokens of one of the sets after it.
 _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
-# These end an answer too, unless the file names other tokens for their purpose in the completion of code.
+# These texts end an answer too, unless the file names another token for the same purpose in code completion.
 _CODE_ENDS = {
     "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
@@ -39,8 +39,8 @@ _CODE_ENDS = {
 # The names of special tokens in chat templates, and in GGUF's metadata keys.
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator"}
 NAMED_TOKENS |= {"pad_token": "padding", "cls_token": "cls", "mask_token": "mask"}
-# The special tokens of Phi-3 that leave white space on their right in the text. The others remove it, which GGUF files
-# do not say.
+# The special tokens of Phi-3 that keep the white space on their right. Phi-3's other special tokens remove it. GGUF
+# files do not say this.
 _PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
 _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # used if a file names no other ids
 

@@ -36,7 +36,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     family, naming = FAMILIES[config.family], gguf_naming(config)
     if not family.gguf:
         raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
-    # Files do not say whether the weights of a token's experts are divided by their sum.
+    # Readers know from the architecture whether to divide a token's expert weights by their sum. Files do not say it.
     if config.experts and config.normalised_routes != (family.name != "olmoe"):
         raise MegakernelError(
             f"cannot write {path}: programs that read it would "
@@ -122,7 +122,7 @@ def _add_tokenizer(writer: Any, source: Path | None) -> None:
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """The divisor of each RoPE pair's frequency; None if all have the same one, or none."""
+    """The divisor of each RoPE pair's frequency; None if all pairs have the same divisor, or no divisor."""
     if config.rope.kind in (RopeKind.DEFAULT, RopeKind.LINEAR):
         return None
     rotated = config.rope.dims or config.head_dim

@@ -14,7 +14,7 @@ from .families import FAMILIES, LACKING, Family
 from .limits import MOST_JSON_BYTES, check_config
 from .rope import yarn_attention
 
-# Read below.
+# Keys that are read below.
 _READ = {
     "activation", "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
     "intermediate_size", "is_causal", "max_position_embeddings", "model_type", "num_attention_heads",
@@ -238,7 +238,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
             raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
 
     theta = _once(keys, inside, "rope_theta", family.defaults.get("rope_theta", Rope.theta))
-    if alpha:  # a base that is stretched at every length
+    if alpha:  # the base is larger for texts of every length
         theta *= inside.number("alpha") ** (head_dim / (head_dim - 2))
     partial = _once(keys, inside, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
     dims = int(head_dim * partial)

@@ -37,7 +37,7 @@ _SAMPLES = (
 
 def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
     """Open the folder's `tokenizer.json`, or else its `tekken.json`, its `tokenizer.model`, or its `vocab.json` and
-    `merges.txt`. Return None if it has none of them.
+    `merges.txt`. Return None if it has none of these files.
 
     `eos_ids` are the end-of-text ids in the model's configuration. Raises UnknownTokenizer for a kind of tokenizer that
     is not supported, and MegakernelError for a damaged file.
@@ -62,7 +62,7 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
 
 
 def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Build a tokenizer from `vocab.json`, at `path`, and `merges.txt`. Its class says how it splits texts."""
+    """Build a tokenizer from `vocab.json` (`path`) and `merges.txt`. The class in `config` says how it splits texts."""
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
     if kind not in _SPLITS:
         known = " and ".join(_SPLITS)
@@ -76,7 +76,7 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
         pairs = [(a, b) for a, _, b in (line.partition(" ") for line in lines)]
         model = BPE(vocabulary, [pair for pair in pairs if all(pair) and pair[0] != "#version:"])
         backend = split_bytes(tokenizers.Tokenizer(model), _SPLITS[kind])
-    if kind == "GPT2Tokenizer":  # its rule sees the space that it puts before a text
+    if kind == "GPT2Tokenizer":  # it may put a space before a text, before it splits the text
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(config.get("add_prefix_space") is True)
     return backend
 
@@ -84,7 +84,7 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     declared = read_json(path)
     _check_ids(declared, path)
-    # It is valid JSON, so it may be of a kind that only a later version of the package knows.
+    # The file is valid JSON, so it may be of a kind that only a later version of the package knows.
     with backend_errors(f"cannot read {path}", UnknownTokenizer):
         check_parts(declared)
         backend = tokenizers.Tokenizer.from_file(str(path))

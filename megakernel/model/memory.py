@@ -22,8 +22,8 @@ _KINDS = {"float32": Dtype.F32, "float16": Dtype.F16, "bfloat16": Dtype.BF16}
 
 
 class _Tensors(SafetensorsFiles):
-    """Tensors in memory as a TensorFile. The constructor checks that all weights are finite, and copies none that lie
-    in one piece in the memory of the CPU."""
+    """Tensors in memory as a TensorFile. The constructor checks that all weights are finite. It copies only tensors
+    that are not contiguous in the CPU's memory."""
 
     def __init__(self, tensors: Any) -> None:
         self.left_out, self.shapes, self._tensors = 0, {}, {}

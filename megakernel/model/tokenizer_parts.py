@@ -79,7 +79,7 @@ def _sound(table: Any) -> bool:
 
 
 def _texts(declared: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of tokens, and what is put around parts of words."""
+    """Yield the texts of tokens, and the texts that mark the beginning, the inside or the end of words."""
     model, added = declared.get("model"), declared.get("added_tokens")
     found: list[Any] = (
         [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []

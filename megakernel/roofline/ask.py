@@ -32,8 +32,8 @@ _NAMES = {"ceil": ceil, "measured_s": measured_s, "types": ", ".join(OPERAND_BYT
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a question. `kind` is machine, count, amount, word or flag. If `default` is None, the input is
-    needed, or the formulas do without it."""
+    """An input of a question. `kind` is machine, count, amount, word or flag. If `default` is None, the input must be
+    given, unless the formulas can do without it."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of `megakernel roofline ask`. `numbers` are those questions in docs/roofline.md that it answers.
+    """A question of `megakernel roofline ask`. It answers the questions with these `numbers` in docs/roofline.md.
     `needs` and `figures` are Python expressions: conditions with the messages of their errors, and results by name."""
 
     name: str
@@ -74,7 +74,7 @@ class Question:
 
 
 def _quantities(machine: Hardware) -> dict[str, Any]:
-    """Return what questions.toml calls C, S, alpha and so on."""
+    """Return the machine's properties that questions.toml calls C, S, alpha and so on."""
     rate, link, network = machine.flops_per_s("bf16"), machine.link.egress_bytes_per_s, machine.node.egress_bytes_per_s
     rates = {"C": rate, "link": link, "network": network, "alpha_node": rate / link, "alpha_beyond": rate / network}
     return rates | {"chip": machine.chip, "S": machine.node.gpus}
@@ -113,14 +113,15 @@ def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -
 
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
-    """Return the seconds that each level of a network needs for an all-reduce if the switches add. A child's share of
-    the array then crosses its link once in each direction. The arguments are those of `level_seconds`."""
+    """Return the seconds that each level of a network needs for an all-reduce if switches add arrays. A
+    child's share of the array then crosses its link once in each direction. The arguments are those of
+    `level_seconds`."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], copies: int, nodes: int | None) -> list[float]:
-    """Return the seconds that each level of a network needs for an all-to-all. A row is sent once to each child with a
-    receiver, of which it has at most `copies`. A router may restrict the receivers to a few `nodes`."""
+    """Return the seconds that each level of a network needs for an all-to-all. A row has at most `copies` receivers,
+    and is sent once to each child that contains a receiver. A router may restrict the receivers to a few `nodes`."""
     seconds, children = [], 1
     for level in reversed(levels):
         children *= level.degree

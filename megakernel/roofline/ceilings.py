@@ -12,7 +12,7 @@ import msgspec
 
 from ..machine import Machine, busy
 
-# The best of a few short measurements: a user waits for them, and the rates that they find are those of long ones.
+# The best of a few short measurements counts. A user waits for them, and long ones find the same rates.
 _REPEATS = 3
 _PROBE_S = 0.1
 _CACHE_FACTOR = 8  # a multiple of the last-level cache's size is read, so that reads come from memory
@@ -105,7 +105,7 @@ FmaProbe = Callable[[int, float], float]  # (threads, seconds) -> FLOP/s of mult
 
 
 def read_rate(threads: int, read: ReadProbe) -> float:
-    """Return the bytes per second that `threads` threads can read from memory now. On some machines, this changes."""
+    """Return the bytes per second that `threads` threads can read from memory now. Some machines' rate varies."""
     return read(threads, min(_CACHE_FACTOR * last_level_cache(), _LARGEST_READ), _PROBE_S)
 
 

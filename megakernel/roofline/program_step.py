@@ -65,8 +65,8 @@ def rate_of(model: ModelSizes, hardware: Hardware) -> str:
 def step_roofline(
     parts: Sequence[PhasePart], hardware: Hardware, context: float
 ) -> tuple[LeastTimes, dict[Phase, LeastTimes]]:
-    """Return the least times of a step in which every token row attends to `context` KV tokens of its own, and those of
-    each of its phases."""
+    """Return the least times of a step, and of each of its phases. Every token row of the step attends to `context` KV
+    tokens of its own."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(rate_of(dims.model, hardware))
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
@@ -116,7 +116,7 @@ def _work(part: PhasePart, context: float) -> _Work:
 
 
 def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
-    """Return the four amounts of work, each of the rank that has most of it."""
+    """Return the four amounts of work, each as the maximum over all ranks."""
     sums: dict[int, _Work] = {}
     for part, amounts in work:
         before = sums.get(part.dims.split.rank, (0.0, 0.0, 0.0, 0.0))

@@ -55,7 +55,7 @@ def compare(first: Resolved, second: Resolved) -> Comparison:
     if not len(mine):
         raise MegakernelError("the two traces have no instruction in common: compare steps of one model and bucket")
     changes = []
-    places_of = one[mine, 0]  # the first word of an identity is the phase's
+    places_of = one[mine, 0]  # the first word of an identity names the phase
     for place in np.unique(places_of).tolist():
         here = places_of == place
         means = float(before[mine[here]].mean()), float(after[theirs[here]].mean())

@@ -94,14 +94,14 @@ def across_workers(resolved: Resolved) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """Of the time in which some worker computes, return the fraction in which several workers compute, in several pairs
-    (layer, phase)."""
+    """Of the time in which some worker computes, return the fraction in which several workers compute and their
+    instructions belong to several pairs (layer, phase)."""
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """Of the time in which some rank computes, return the fraction in which several ranks compute, in several pairs
-    (layer, phase). None for a single rank."""
+    """Of the time in which some rank computes, return the fraction in which several ranks compute and their
+    instructions belong to several pairs (layer, phase). None for a single rank."""
     if resolved.program.ranks == 1:
         return None
     rank = resolved.rows["rank"].astype(np.int64)
@@ -110,7 +110,7 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
     """Of the time in which some lane of `busy` (a worker or a rank) computes, return the fraction in which several
-    lanes compute, in several pairs (layer, phase)."""
+    lanes compute and their instructions belong to several pairs (layer, phase)."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.

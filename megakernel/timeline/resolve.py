@@ -88,7 +88,7 @@ class Resolved:
 
     @cached_property
     def period(self) -> int:
-        """A number of ticks above every time in the trace. On a line of all lanes, lane n begins at n x period."""
+        """A number of ticks above every time in the trace. On one line for all lanes, lane n begins at n x period."""
         return int(self.end.max()) + 1
 
     @cached_property

@@ -125,7 +125,7 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 
 
 def issue_seconds(resolved: Resolved) -> Floats:
-    """Return the seconds that two loaders and consumers take to issue each record's machine code, [records, 3]."""
+    """Return the seconds to issue each record's machine code, [records, 3]: weight loader, input loader, consumers."""
     found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
     for phase, dims, rows, columns in by_phase(resolved.program):
         roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
@@ -135,7 +135,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
-    """A mask of the intervals `wanted`, and for instructions that have none of these, of their intervals `other`."""
+    """A mask of the intervals `wanted`. An instruction without such an interval has its intervals `other` instead."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: Mask = wanted | (other & ~has[resolved.instance])

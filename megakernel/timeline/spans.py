@@ -71,7 +71,7 @@ def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
 
 
 def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
-    """Sort intervals by begin, and shorten each to what no earlier one covers. Empty ones are left out."""
+    """Sort intervals by begin, and remove from each what earlier ones cover. Leave out those that are then empty."""
     order = np.argsort(begin, kind="stable")
     begin, end, what = begin[order], end[order], what[order]
     reach = np.maximum.accumulate(end)

@@ -59,7 +59,7 @@ class Pieces:
 
 
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time into pieces with one state each. Where several apply, the first State counts."""
+    """Divide the workers' time into pieces with one state each. Where several states apply, the first one counts."""
     period = resolved.period
     base = resolved.lane * period
     first, last = resolved.launch_spans
@@ -81,7 +81,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
-    """Return each state with a mask of its intervals. If several apply at a time, the first counts."""
+    """Return each state with a mask of its intervals. If several states apply at a time, the first one counts."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [

@@ -48,8 +48,8 @@ class PhaseTime:
 @dataclass(frozen=True)
 class WaitTime:
     """The waits of one phase, `instruction`, for one cause. `cause` names the phases that signal the awaited counter;
-    of several counters, the last to be complete. Only time in which the worker did nothing else counts. `count` is the
-    number of waits, `share` their part of all waiting time, and `places` has the longest waits."""
+    if there are several counters, it is about the last one to be complete. Only time in which the worker did nothing
+    else counts. `count` is the number of waits, `share` their part of all waiting time, `places` the longest waits."""
 
     instruction: str
     cause: str
@@ -61,8 +61,8 @@ class WaitTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a trace over all its launches. Times are in seconds, and fractions are between 0 and 1. Only the
-    critical path is of the last launch alone.
+    """The figures of a trace over all its launches, except that the critical path is that of the last launch. Times are
+    in seconds, and fractions are between 0 and 1.
 
     `step_s` is the mean time of a launch. `busy` and `wait` are mean fractions of a worker's time. A worker is busy
     when it computes, stores or loads. It waits when it needs a signal or a shared-memory page. Otherwise, it is idle

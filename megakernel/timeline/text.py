@@ -15,7 +15,7 @@ from .spans import Spans
 from .summary import Summary
 from .waterfall import Cause
 
-_LANES = 16  # maximum number of lanes (workers) in the map; of more, it shows evenly spaced ones
+_LANES = 16  # maximum number of lanes (workers) in the map; if there are more, evenly spaced ones
 _WAITS = 6  # maximum number of rows of the table of waits
 _WIDE = 110  # terminal columns needed to show both tables side by side
 

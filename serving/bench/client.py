@@ -86,7 +86,7 @@ class ServerClient:
         self.received = 0  # number of answers and pieces of streams; if it no longer grows, the server is dead
 
     async def metrics(self) -> dict[str, float]:
-        """Return the server's Prometheus metrics by name. Labels are left out, except the process of `CPU`."""
+        """Return the server's Prometheus metrics by name. Only names that begin with `CPU` keep their labels."""
         found: dict[str, float] = {}
         try:
             lines = (await self.get("/metrics")).decode(errors="replace").splitlines()

@@ -23,8 +23,8 @@ _STEADY = 1.1  # if the memory's rates before and after a run differ by a larger
 @dataclass(frozen=True)
 class Run:
     """The work of a run's prefill and of its decode steps, with the times of the steps, which include the host's work
-    between them. `counts` has the numbers of tokens of both together. `read` has the rates at which memory could be
-    read before and after the run, in bytes per second. The ceilings of the totals have the higher one."""
+    between them. `counts` has the token numbers of prefill and decode together. `read` has the rates at which memory
+    could be read before and after the run, in bytes per second. The higher one is a ceiling of the totals."""
 
     read: tuple[float, float]
     prefill: Totals

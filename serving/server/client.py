@@ -94,13 +94,13 @@ class Answers:
         self.pooled: dict[int, NDArray[np.float32]] = {}
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0
-        # Number of choices that the engine has not ended, and of those whose end has not been read.
+        # How many choices the engine has not ended yet, and of how many choices the end has not been read yet.
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
         self._scored = params.prompt_logprobs is not None
         work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
-        self._most = max(1, MOST_WORK // work)  # tokens of one `take`
+        self._most = max(1, MOST_WORK // work)  # maximum number of tokens of one `take`
         self._tokens: dict[int, list[Token]] = {}
         self._held: dict[int, list[Token]] = {}
         self._error: Exception | None = None

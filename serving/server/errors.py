@@ -41,7 +41,7 @@ _MESSAGES_TYPES = {
 }
 
 
-# What the libraries raise that convert a request to JSON again.
+# Exceptions of the libraries that convert a request back to JSON.
 TOO_DEEP = (RecursionError, PydanticSerializationError)
 
 
@@ -89,7 +89,7 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return _validation(error.errors())
     if isinstance(error, HTTPException):
-        cause = error.__cause__  # why a body cannot be parsed, which FastAPI does not say
+        cause = error.__cause__  # why a body cannot be parsed; FastAPI's own message lacks it
         told = f"the body cannot be read as JSON: {shortened(str(cause))}" if cause else str(error.detail)
         return APIError(error.status_code, told, headers=error.headers)
     if isinstance(error, TOO_DEEP):

@@ -33,7 +33,7 @@ class EngineHost:
         self, llm: LLM, *, source: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
     ) -> None:
         """`source` says where the tokenizer is. Steps are added up and compared with `ceilings`, the hardware's maximum
-        rates. Without `ceilings`, they are not, and no step can be traced."""
+        rates. Without `ceilings`, no step is added up or traced."""
         engine, dims = llm.engine, llm.engine.dims
         folder = tempfile.mkdtemp(prefix="megakernel-")  # `mkdtemp` makes a folder that other users cannot enter
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -82,7 +82,7 @@ class EngineHost:
                 made.set()
 
         def timeline() -> bytes | None:
-            """Trace the next step, and return it as an HTML page. If none ends in time, show the one traced before."""
+            """Trace the next step, and return it as an HTML page. If no step ends in time, return the last one."""
             made.clear()
             self.loop.tracing = True
             made.wait(TRACE_WAIT_S)

@@ -31,8 +31,8 @@ MAX_PARTS = 1024  # Maximum parts of a message, because Python code joins the pa
 
 # Maximum number and length of stop strings. The server searches for all of them after every token.
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
-# Maximum log-probabilities of an answer, which has about 50 bytes for each, and maximum stop strings of a request, each
-# counted once for each of its choices.
+# Maximum log-probabilities of an answer, which has about 50 bytes for each of them. Maximum stop strings of a request,
+# where each string counts once per choice.
 MAX_LOGPROBS, MAX_WATCHED = 1 << 20, 1 << 14
 MAX_VALUES = 1 << 17  # Parsing and validating this many JSON values takes tens of milliseconds.
 
@@ -70,8 +70,8 @@ def has_more_values(body: bytes, most: int) -> bool:
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
 
 
-# A JSON escape for half a character (a surrogate) without the other half. It may be text that only looks like one. Or
-# the bytes that UTF-8 would have for half a character, if it allowed them; the parser of JSON takes them.
+# A JSON escape for half a character (a surrogate) without the other half, or text that only looks like such an escape.
+# Or the bytes that UTF-8 would have for a surrogate if it allowed one: the JSON parser accepts these bytes.
 _HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
     rb"|\xed[\xa0-\xbf]"

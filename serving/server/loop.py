@@ -104,7 +104,7 @@ class EngineLoop:
         self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
-        self._uncompiled: OrderedDict[str, list[_Key]] = OrderedDict()  # by client: those whose grammar waits
+        self._uncompiled: OrderedDict[str, list[_Key]] = OrderedDict()  # by client: the jobs whose grammar waits
         self._compiles = False
         self._looking: list[tuple[bytes, int]] = []  # frontends and numbers of the queries that wait
         self._frontends: set[bytes] = set()

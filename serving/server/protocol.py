@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _probe(self, cycle: RequestResponseCycle) -> None:
         """Send interim answers until the answer begins; a stream of events then sends its own. If the client has left,
-        they make its system reset the connection; otherwise, the server could not tell that it has left."""
+        its system answers them by resetting the connection. Without them, the server would not notice this."""
         if not (cycle.response_started or self.transport.is_closing()):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
@@ -121,7 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not valid HTTP and close the connection, after the answers to complete earlier requests."""
+        """Refuse data that is not valid HTTP. Close the connection after the answers to complete earlier requests."""
         last = self.cycle
         if last is not None and not last.response_complete and not last.more_body:
             last.keep_alive = False

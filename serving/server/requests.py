@@ -95,8 +95,8 @@ def typed(what: str, types: Collection[str], why: Mapping[str, str] | None = Non
 
 
 def by_type(known: Collection[str], otherwise: str) -> Discriminator:
-    """Return what divides the objects of a union by their type. One of a type that is not `known` counts as one of the
-    type `otherwise`, so that its validation fails."""
+    """Return a discriminator that selects the member of a union by an object's type. An object of no `known` type
+    counts as one of the type `otherwise`, so that its validation fails."""
 
     def tag(given: Any) -> str:
         kind = given.get("type") if isinstance(given, dict) else None

@@ -30,7 +30,7 @@ Pieces = dict[str, list[bytes]]  # lists with names, as pieces of JSON without b
 
 
 def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
-    """Append to each list."""
+    """Append the values in `lists`, as JSON, to the lists with the same names in `pieces`."""
     for name, values in lists.items():
         pieces.setdefault(name, []).extend([_encode(values)[1:-1]] if values else [])
 

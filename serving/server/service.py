@@ -38,8 +38,8 @@ ANSWERS: ContextVar[list[Answers]] = ContextVar("answers")  # gets the answers t
 
 
 class ThreadTurns:
-    """Runs work in `threads` threads. One client has work in all threads but one, at most, so its long work leaves a
-    thread for other clients, however much work it has sent."""
+    """Runs work in `threads` threads. One client's work occupies at most all threads but one. So a thread is left for
+    other clients, however much work one client has sent."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "turns")
@@ -60,7 +60,7 @@ class Tools:
     """The functions that the model may call, in the OpenAI API's form, and which of them the answer may or must call.
     `mode` is none, auto, required, or `named` for a call of the only function. `only` names the allowed functions; None
     allows all. `parallel` is false if at most one call may come. The constructor raises an HTTP error 400 if these
-    contradict each other."""
+    fields contradict each other."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Tools:
             raise APIError(400, str(e)) from e
 
     def reader(self, codec: Codec) -> Callable[[], Reader | None]:
-        """Return a function that makes a parser, which finds the tool calls in the text of one choice. It makes None if
-        all text is content."""
+        """Return a function that makes a parser, which finds the tool calls in the text of one choice. The function
+        returns None if all text is content."""
         return partial(codec.reader, self._functions if self.used else None, None if self._several else 1)
 
 
@@ -152,7 +152,7 @@ class Service:
     async def encode_prompts(
         self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool, limit: Limit | None = None
     ) -> list[TokenIds]:
-        """Return the token ids of each prompt of a completion request. `limit` is their `limit`."""
+        """Return the token ids of each prompt of a completion request. `limit` is what the method `limit` returns."""
         self._check_text(limit, *(prompt for prompt in prompts if isinstance(prompt, str)))
         found = []
         for prompt in prompts:
@@ -171,7 +171,7 @@ class Service:
             raise self._too_long(f", but {e}: shorten the prompt") from None
 
     async def encode_chat(self, asked: Conversation, limit: Limit | None = None) -> TokenIds:
-        """Return the token ids of a conversation, up to where the answer begins. `limit` is that of its prompt."""
+        """Return the token ids of a conversation, up to where the answer begins. `limit` comes from `self.limit`."""
         told = [encode_json(asked.tools).decode()] if asked.tools else []
         told += [encode_json(calls).decode() for message in asked.messages if (calls := message.get("tool_calls"))]
         self._check_text(
@@ -224,8 +224,8 @@ class Service:
 
     def limit(self, body: Truncated, wanted: int | None) -> Limit | None:
         """Return which tokens of a prompt are wanted: the last `truncate_prompt_tokens`, or all (None) if that field is
-        absent. If the field is -1, as many as leave room in the context for `wanted` new tokens (None: at least
-        one)."""
+        absent. If the field is -1, so many of the last tokens are wanted that `wanted` new tokens (None: at least one)
+        still fit into the context."""
         most = body.truncate_prompt_tokens
         if most == 0:
             told = "truncate_prompt_tokens must be -1 or at least 1, not 0"
@@ -245,8 +245,8 @@ class Service:
         cut: bool = False,
         **more: Any,
     ) -> Response:
-        """Answer a conversation with at most `wanted` tokens; with `cut`, they may exceed the context. `more` are
-        further fields of SamplingParams."""
+        """Answer a conversation with at most `wanted` tokens. If they exceed the context, raise a 400 or, with `cut`,
+        generate fewer. `more` are further fields of SamplingParams."""
         model = self.model(body.model)
         form = tools.form(body.form(), self.codec)
         prompt = await self.encode_chat(asked, self.limit(body, wanted))

@@ -205,8 +205,8 @@ class Asked:
 
 class Writer(ABC):
     """Writes the answer to one request as JSON. `head` holds the id, the creation time and the model's name for every
-    body. `last` is the final event of a stream, `filler` is sent while it has no event, and `kind` begins the answer's
-    id."""
+    body. `last` is the final event of a stream, `filler` is sent while the stream has no event, and `kind` begins
+    the answer's id."""
 
     last = b"data: [DONE]\n\n"
     filler = WAITING
@@ -271,7 +271,7 @@ class Writer(ABC):
         return {name: f"{_MARK}{at}" for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
 
     def _filled(self, data: bytes) -> list[bytes]:
-        """Return JSON, or events, in pieces that others need not wait for long."""
+        """Replace the marks in `data` (JSON or events) by the lists, and return the result in pieces."""
         pieces = _LIST.split(data) if self._lists_left else [data]
         for at in range(len(pieces) - 2, 0, -2):
             parts = self._lists_left[int(pieces[at])]
@@ -427,7 +427,7 @@ class EventStream(Response):
 
 
 def in_groups(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Join pieces to groups of about _LARGE bytes. Nothing comes of pieces that are empty."""
+    """Join pieces to groups of about _LARGE bytes. If all pieces are empty, there is no group."""
     group, size = list[bytes](), 0
     for piece in pieces:
         group.append(piece)

@@ -9,9 +9,9 @@
 // in integers.
 //
 // A pair's result has the same bits whichever other pairs are computed with it, because every sum has a fixed
-// order: scores are summed over the elements of the head in order (of quantised keys, over units, each an
-// exact integer sum), l over the vector lanes in a fixed tree, and o over the tokens in order, up to the
-// pair's position.
+// order: scores are summed over the elements of the head in order (with quantised keys, over groups of
+// kKvUnit elements, each an exact integer sum), l over the vector lanes in a fixed tree, and o over the
+// tokens in order, up to the pair's position.
 #pragma once
 #include <math.h>
 
@@ -265,7 +265,7 @@ inline void load_query(const T* q, int n, float* out) {
   for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
 }
 
-// Rounds a query of `n` elements to integers. Zeros fill the last unit.
+// Rounds a query of `n` elements to integers. Zeros fill the last group of kUnit elements.
 template <class T>
 inline void load_query(const T* q, int n, Rounded* out) {
   for (int e = 0; e < n; e += kUnit, ++out) {

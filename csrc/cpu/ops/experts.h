@@ -20,7 +20,7 @@ inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// Returns which of the rank's experts has this number in ROUTES, or -1 if the rank has no such expert.
+// Returns the rank's own index of the expert that ROUTES calls `number`, or -1 if the rank does not have it.
 inline int own_expert(const Dims& d, int32_t number) {
   const int64_t own = int64_t{number} - d.first_expert();
   return own >= 0 && own < d.rank_experts() ? static_cast<int>(own) : -1;
@@ -32,7 +32,8 @@ void experts(const Call& call, const ExpertTile& op) {
   const int count = d.experts_per_token;
   const int32_t* const routes = call.at<int32_t>(Buffer::ROUTES);
   const bool gated = call.phase->result == Result::kGated;
-  // If ranks have parts of each expert, their results are added, so one rank adds the bias.
+  // If each rank has a part of every expert, the results of all ranks are added, so only rank 0 adds the
+  // bias.
   const float* const biases = gated || d.expert_parallel || d.rank == 0 ? call.bias() : nullptr;
   const int64_t panels = int64_t{panel_count(0, call.phase->width)} * call.phase->matrices;
   int32_t tokens[kPassRows], results[kPassRows];  // the rows of inputs and of results to be multiplied next
@@ -70,7 +71,7 @@ void experts(const Call& call, const ExpertTile& op) {
   if (rows > 0) multiply(op.place);
 }
 
-// Adds the results of those of each row's experts that the rank has, times their weights, in order.
+// For each row, adds up the weighted results of its experts, in order, without experts of other ranks.
 template <class T>
 void combine(const Call& call, const Run& op) {
   constexpr int kColumns = 256;

@@ -13,7 +13,7 @@ inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPane
 
 // Reads a matrix one SIMD vector at a time, and prefetches data that is needed soon. `now` is the address of
 // the vector in the first row; rows are `stride` elements apart. The pointer can move right or down. `next`
-// is the same for the data to prefetch, and `fetch` prefetches it.
+// is the address of the data to prefetch, and `fetch` prefetches one row of it.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -43,11 +43,11 @@ struct KeyWords {
   const int8_t *now, *next;  // the head's part of the page, and of a page that will be read soon
   int token;
 
-  // Loads the scales of a unit, those of the first n tokens.
+  // Loads the scales of the first n tokens for one unit (kKvUnit elements of the head).
   MK_INLINE F32 scale(int unit, int n) const {
     return load_half(reinterpret_cast<const uint16_t*>(now + unit * kv_block_bytes(d)) + token, n);
   }
-  // Loads word j of a unit, of the first n tokens.
+  // Loads word j (four elements) of a unit, for the first n tokens.
   MK_INLINE U32 words(int unit, int j, int n) const {
     const int64_t at = int64_t{unit} * kv_block_bytes(d) + (kKvScale + 4 * j) * d.kv_page + 4 * token;
     __builtin_prefetch(next + at);
@@ -88,7 +88,7 @@ struct ValuePage {
   }
 };
 
-// A matrix B of `dense`, whose rows strips of type S read. So that `dense` is compiled once for each S, it
+// The matrix B of `dense`. Strips of type S read its rows. So that `dense` is compiled once for each S, it
 // finds the strips by a virtual function, which it calls once for many rows.
 template <class S>
 struct Matrix {
@@ -162,8 +162,8 @@ struct Cache {
 
 // Reads a KV block (kv_block tokens, in one or more KV pages) directly from the KV cache. `run` is the number
 // of tokens that are contiguous in memory, those of one page. In a page, keys are stored as [element of the
-// head][token], with rows `key_stride` apart, and values as [token][element]. If they are quantised, each
-// unit has its scales first, and keys are [word of four elements][token] (KeyWords).
+// head][token], with rows `key_stride` apart, and values as [token][element]. If quantised, each group of
+// kKvUnit elements begins with its scales, and keys are [word of four elements][token] (KeyWords).
 template <class T>
 class CachedBlock {
  public:

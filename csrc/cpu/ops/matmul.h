@@ -28,8 +28,8 @@ inline void store_partial(const Call& call, int r, int first, int n, float* t) {
            int64_t{d.reduce_row(d.rank, r)} * d.hidden + first, narrow(t, n, T{}), n);
 }
 
-// The functions whose results gates are multiplied by: sigmoid(gate) for SiLU, and for GELU, approximated by
-// tanh, that of a polynomial.
+// A gate's activation is gate * sigmoid(e). These functions return e: the gate itself for SiLU, and a
+// polynomial of the gate for GELU, approximated by tanh.
 inline F32 silu_exponent(F32 gate) { return gate; }
 inline F32 gelu_exponent(F32 gate) {
   return (gate * gate * gate * 0.044715f + gate) * 1.5957691216057308f;  // 2 sqrt(2 / pi)

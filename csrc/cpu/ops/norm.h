@@ -20,7 +20,7 @@ inline void each_norm(const Call& call, const Run& op, const F& row) {
   }
 }
 
-// Adds the norm of each row to the residual, not rounded to the compute type.
+// Normalises each row and adds the result, not rounded to the compute type, to the residual.
 inline void add_norm(const Call& call, const Run& op) {
   const int n = call.phase->inner;
   for (int64_t r = op.row; r < op.row + op.rows; ++r) {
@@ -32,7 +32,7 @@ inline void add_norm(const Call& call, const Run& op) {
   }
 }
 
-// Normalises q and k, each over all heads, and stores the heads that the rank has, as `heads` does.
+// Normalises q over all its heads, and k likewise. Stores the heads of this rank, as `heads` does.
 template <class T>
 inline void norm_qkv(const Call& call, const Run& op) {
   const Dims& d = *call.dims;

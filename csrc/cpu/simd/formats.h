@@ -19,7 +19,7 @@ constexpr int kPrefetchBytes = 2048;
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
-// Whether the code for activations of type T can multiply with that instruction, if the processor has it.
+// Whether the code for activations of type T can use an instruction for pairs of bfloat16 weights (kInPairs).
 template <class T>
 constexpr bool kMayPair = MK_LANES == 16 && std::is_same_v<T, Bf16>;
 
@@ -39,7 +39,7 @@ constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 template <class W>
 class Reader;
 
-// Prefetches what is kPrefetchBytes after `here`.
+// Prefetches the data that is kPrefetchBytes after `here`.
 template <class T>
 MK_INLINE void prefetch(const T& here) {
   const char* const begin = reinterpret_cast<const char*>(&here) + kPrefetchBytes;
@@ -154,7 +154,7 @@ MK_INLINE U32 code_words(const Values<kBits>& values, uint32_t j, int at) {
   }
 }
 
-// Returns the same for a type that is packed as P. 4-bit floats become integers (doubled_floats).
+// Like code_words, but for a type that is packed as P. 4-bit floats become integers (doubled_floats).
 template <class P>
 MK_INLINE U32 codes(const Values<P::kValueBits>& values, uint32_t j, int at) {
   const U32 words = code_words(values, j, at);

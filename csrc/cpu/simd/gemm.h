@@ -120,8 +120,8 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int apart,
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// Returns log2 of the smallest number of panels for which `micro` is compiled for `rows` rows. Single panels
-// are rare, so several rows multiply them as two equal ones, which saves a quarter of the instances.
+// Returns log2 of the smallest number of panels for which `micro` is compiled for `rows` rows. With several
+// rows, a single panel, which is rare, is passed as two equal ones. This saves a quarter of the instances.
 template <class W>
 constexpr int least_log2(int rows) {
   return rows > 1 && panel_log2<W>(rows) > 0 ? 1 : 0;
@@ -149,9 +149,9 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Input rows A and output C of a matmul, for all the panels of weights it multiplies. block_rows rows are
-// computed at a time. `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the
-// results `c` are ldc floats apart.
+// Input rows A and output C of a matmul, for all its weight panels. block_rows rows are computed at a time.
+// `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the results `c` are ldc
+// floats apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -312,7 +312,7 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
       }
       call.scratch->rounded_rows = from.rows == nullptr ? own : RoundedRows{};
     }
-    bool held = false;  // whether `x` has all that is needed of the inputs as floats
+    bool held = false;  // whether `x` has all inputs that are needed as floats
     const auto prepare = [&](int begin) {
       for (int end = whole_k ? k : begin + 1; begin < end && !held; begin += kChunk)
         inputs.unpack(begin, pairs, whole_k ? x + begin / kChunk * chunk_stride : x);

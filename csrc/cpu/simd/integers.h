@@ -15,7 +15,7 @@
 namespace mk::MK_SIMD {
 
 // 32 successive activations of a row (a unit), rounded to integers that share a scale. Integer s is byte s of
-// `words`. In the wide words, those at `places`, 128 * (the byte of `high`) is added to it.
+// `words`, except in the two words at `places`: there, 128 * (the byte of `high`) is added to the byte.
 struct Rounded {
   uint32_t words[kUnit / 4];
   uint32_t high[kWideWords];
@@ -38,16 +38,16 @@ constexpr int kIntegerRows = MK_LANES / 2, kIntegerPanels = 1;
 constexpr int kRowUnits = kChunk / kUnit + 1;
 static_assert(kRowUnits * sizeof(Rounded) <= kRoundedBytes);
 
-// Returns the numbers of the words that lanes belong to, in vector i of a unit.
+// For vector i of a unit (32 activations), returns which word of four activations each lane belongs to.
 MK_INLINE I32 word_numbers(int i) { return (lane_index() + i * kLanes) / 4; }
 
-// Chooses the wide words of a unit: those with the largest magnitudes. The scale is as fine as 8 bits of the
-// other words allow. `sum` becomes the inverse of the scale. If a value is not finite, the scale is NaN. If
-// all magnitudes are below 2^-100, the scale is zero.
+// Chooses the wide words of a unit (32 activations): those with the largest magnitudes. The scale is the
+// smallest with which the other words fit 8 bits. `sum` becomes the inverse of the scale. If a value is not
+// finite, the scale is NaN. If all magnitudes are below 2^-100, the scale is zero.
 MK_INLINE void choose_words(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
   // The lowest four bits of each magnitude become 15 - (number of the word). The highest magnitude then says
-  // which word it belongs to. Those of words that have been chosen become zero.
+  // which word it belongs to. The magnitudes of words that have been chosen become zero.
   U32 keys[kVectors];
   MK_UNROLL for (int i = 0; i < kVectors; ++i) keys[i] =
       ((U32)load(x + i * kLanes) & 0x7FFFFFF0u) | (U32)(15 - word_numbers(i));
@@ -70,7 +70,8 @@ MK_INLINE void choose_words(const float* x, Rounded* out) {
   out->sum = some ? 127.0f / limit : 0.0f;
 }
 
-// Rounds a unit to integers, after choose_words.
+// Rounds a unit (32 activations) to integers. Needs the scale and the wide words that choose_words has
+// chosen.
 MK_INLINE void round_unit(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
   const bool finite = out->scale == out->scale;
@@ -260,7 +261,8 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
 
 using MultiplyUnits = void (*)(const Rounded*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// The fewest rows of a block, if more than kDirectIntegerRows rows are divided evenly into the fewest blocks.
+// The fewest rows of a block. More than kDirectIntegerRows rows are divided evenly into as few blocks as
+// possible.
 constexpr int kLeastRows = kIntegerRows / 2;
 
 // Returns a table whose element n is multiply_units for kLeastRows + n rows and kIntegerPanels panels of

@@ -23,7 +23,7 @@ constexpr int kMaxMicroRows = 12;  // maximum number of token rows whose results
 constexpr int kChunk = 256;        // with many rows, accumulators are stored after this many steps along K
 constexpr int kChunkStride =
     kChunk + 16;  // row stride in floats; not a power of two, so that rows use different cache sets
-constexpr int kRoundedBytes = (kChunk / kUnit + 1) * 64;  // of kChunk rounded activations of a row
+constexpr int kRoundedBytes = (kChunk / kUnit + 1) * 64;  // for kChunk rounded activations of a row
 constexpr int kWideSteps = 128;  // steps along K whose quantised weights are converted to float32 at a time
 constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats per converted panel; not a power of two
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
@@ -34,7 +34,7 @@ constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass o
 // cache sets.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
-// Says which rows of a matmul's inputs have been rounded.
+// Says which rows of a matmul's inputs have been rounded to integers.
 struct RoundedRows {
   const Dims* dims = nullptr;
   const Phase* phase = nullptr;

@@ -8,7 +8,7 @@ from . import experts, like_llama, llama, post_norms
 from .family import Family
 from .lacking import LACKING as LACKING
 
-# All families in these modules. Of two with the same name in GGUF files, the first reads them.
+# All families in these modules. If GGUF files use one name for two families, the first family reads them.
 _MODULES = (llama, like_llama, experts, post_norms)
 FAMILIES: dict[str, Family] = {f.name: f for module in _MODULES for f in vars(module).values() if isinstance(f, Family)}
 

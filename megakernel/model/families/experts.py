@@ -52,8 +52,8 @@ def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOW
     }
 
 
-# The names of the number of experts that transformers 4 and 5 write; keys for training, and whether the model also
-# returns the router's logits.
+# Keys of config.json: for the number of experts in files of transformers 4 and 5, for training, and for whether the
+# model also returns the router's logits.
 _KEYS = (
     "num_local_experts num_experts num_experts_per_tok output_router_logits router_aux_loss_coef router_jitter_noise"
 )
@@ -61,8 +61,8 @@ _GGUF_KEYS = "expert_count expert_used_count"
 
 
 def counts(config: Keys) -> dict[str, Any]:
-    """Read the numbers of experts: of a layer and of a token. GGUF files also have the width of one expert, where that
-    is not the key of an MLP."""
+    """Read how many experts a layer has and how many a token uses. In GGUF files, the width of an expert may have a key
+    of its own, which is then read too."""
     every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", ""
     if config.get("expert_count") is not None:
         every, used, width = ("expert_count",) * 2, "expert_used_count", "expert_feed_forward_length"
@@ -80,7 +80,7 @@ def counts(config: Keys) -> dict[str, Any]:
 
 
 def read(config: Keys) -> dict[str, Any]:
-    """Read the sliding window, which a config.json without the key does not have, and the experts."""
+    """Read the experts and the sliding window. If config.json lacks the window's key, there is no window."""
     window = {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
     return window | counts(config)
 

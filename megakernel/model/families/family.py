@@ -59,14 +59,14 @@ class Family:
     `name`            `model_type` in config.json
     `models`          published models of the family, in Markdown
     `architecture`    the class name in config.json
-    `also`            other class names in config.json, of files that newer software saves
-    `inside`          the classes that also see images, whose text part is a model of the family
+    `also`            other class names in config.json, which newer software writes
+    `inside`          the classes of models that also see images and contain a language model of the family
     `inside_keys`     the values that keys of config.json have in these models, whatever their files say
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
     `forward`         lists the phases of a step, for a configuration and this family
     `head_norms`      each head of q and k is normalised before RoPE
     `gelu`            the MLP's gate is GELU, approximated by tanh, instead of SiLU
-    `sinks`           each head of attention has a score that no token has
+    `sinks`           each head of attention adds a score that belongs to no token
     `weights`         the tensor names of buffers, where they are not those of Llama
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
                       formats, the rows are half of a head's rotated part apart

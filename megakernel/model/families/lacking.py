@@ -1,4 +1,4 @@
-"""Well-known families that do not run. Each says what its forward pass needs and no operation computes.
+"""Well-known families that do not run. Each names a part of its forward pass that no operation computes.
 
 A family is found by its `model_type` in config.json, or by the names of its architecture in GGUF files.
 """

@@ -17,7 +17,7 @@ GELU = "gelu_pytorch_tanh"
 
 
 def scaled_embeddings(hidden: int) -> dict[str, Any]:
-    """Gemma multiplies embeddings by the root of their size. `check_config` later refuses a size below 1."""
+    """Gemma multiplies embeddings by the square root of their size. `check_config` later refuses a size below 1."""
     return {"embedding_multiplier": math.sqrt(max(hidden, 1))}
 
 
@@ -86,7 +86,7 @@ GEMMA = Family(
     read=lambda config: scaled_embeddings(config.count("hidden_size")),
     defaults={"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True},
     read_gguf=lambda config: scaled_embeddings(config.count("embedding_length")),
-    # The first files say "gelu" and mean the approximation, so other programs take it for that too.
+    # Early files say "gelu" but mean its approximation by tanh, so other programs also use the approximation.
     activations=(GELU, "gelu"),
 )
 
@@ -164,7 +164,7 @@ HUNYUAN = Family(
     only={"mlp_bias": (False,), "norm_type": ("rms",), "num_experts": (1,), "use_cla": (False,)}
     | {"use_qk_norm": (True,), "use_rotary_pos_emb": (True,)},
     aliases={"attention_head_dim": "head_dim"},
-    # What describes images, groups of shared keys (use_cla) or tasks.
+    # Keys that describe images, groups of shared keys (use_cla) or tasks.
     keys="cla_share_factor class_num dense_list im_end_id im_newline_id im_start_id mask_init_id org_vocab_size pad_id "
     "pool_type sep_id text_end_id text_start_id",
     defaults={"rms_norm_eps": 1e-5, "alpha": 1.0},
@@ -226,7 +226,7 @@ MINISTRAL3 = replace(
 
 
 def _phi3(config: Keys) -> dict[str, Any]:
-    """Read the sliding window. Other programs take the RoPE kind "yarn" of this family for "longrope"."""
+    """Read the sliding window. Like other programs, take this family's RoPE kind "yarn" for "longrope"."""
     scaling = Keys(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.source)
     for spelling in ("rope_type", "type"):
         scaling.only(spelling, "default", "longrope", "su")

@@ -61,12 +61,12 @@ def qkv_phases(c: ModelConfig, f: Family) -> list[Phase]:
 
 
 def next_rope(c: ModelConfig) -> list[Phase]:
-    """If the RoPE of layers differs, the end of each layer computes the next one's table of cosines and sines."""
+    """If the RoPE of layers differs, each layer ends by computing the next layer's table of cosines and sines."""
     differs = c.local_theta or c.nope_layers
     return [rope("next_rope", frequencies=B.INV_FREQ, output=B.ROPE, ahead=1)] if differs else []
 
 
-# Fields of ModelConfig for the biases of attention and of the MLP, as many families name their keys.
+# Fields of ModelConfig for the biases of attention and of the MLP, with the keys that many families have for them.
 ATTENTION_BIAS = {"qkv_bias": ("attention_bias", False), "o_bias": ("attention_bias", False)}
 BIASES = ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)}
 

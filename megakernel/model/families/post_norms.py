@@ -33,7 +33,7 @@ def forward_olmo(c: ModelConfig, f: Family) -> Forward:
 
 
 def _followed(c: ModelConfig, f: Family, before_attention: Phase, before_mlp: Phase) -> Forward:
-    """Norms follow attention and the MLP. The arguments say what precedes them."""
+    """Norms follow attention and the MLP. The last two arguments are the phases that precede attention and the MLP."""
     return Forward.of(
         BEFORE,
         [
@@ -69,14 +69,14 @@ GLM4 = replace(
 
 
 def _scalar(config: Keys) -> dict[str, Any]:
-    """Read what Gemma 2 and 3 multiply embeddings and attention scores by."""
+    """Read the factors by which Gemma 2 and 3 multiply embeddings and attention scores."""
     if (scalar := config.number("query_pre_attn_scalar", 256)) <= 0:
         raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
     return scaled_embeddings(config.count("hidden_size")) | {"attention_multiplier": scalar**-0.5}
 
 
 def _gemma2(config: Keys) -> dict[str, Any]:
-    """Read which layers have windows, and the caps, of which null means none."""
+    """Read which layers have windows, and the caps of scores and logits. A null means no cap."""
     caps = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)}
     given = {name: own for name, own in caps.items() if config.raw.get(own[0], own[1]) is not None}
     return _scalar(config) | windows(config, every_nth(layers_of(config), 2)) | config.fields(given)
@@ -94,7 +94,7 @@ def _gemma3(config: Keys) -> dict[str, Any]:
 def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
     """Read the windows and their RoPE base. llama.cpp assumes most of the other numbers."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
-    # The 27B models, with 46 or 62 layers, divide scores by the root of another size than that of their heads.
+    # The 27B models, with 46 or 62 layers, divide scores by the root of a size other than that of their heads.
     size = max(1, hidden / max(heads, 1) if layers in (46, 62) else config.count("attention.key_length", 256))
     return scaled_embeddings(hidden) | read_gguf_windows(config, every, theta) | {"attention_multiplier": size**-0.5}
 
@@ -143,7 +143,7 @@ GEMMA3 = replace(
 
 
 def _exaone4(config: Keys) -> dict[str, Any]:
-    """Read which layers have windows. If some have, only they have RoPE."""
+    """Read which layers have windows. If some layers have one, only these layers have RoPE."""
     layers, pattern = layers_of(config), config.get("sliding_window_pattern")
     if config.raw.get("sliding_window", 4096) is None:
         return {}

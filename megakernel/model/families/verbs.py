@@ -55,13 +55,13 @@ def raw_qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Bu
 
 
 def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
-    """q, k, v = inputs[r]; what `qkv` does with q, k and v, after RMS norms of all q and of all k, times scale"""
+    """q, k, v = inputs[r]; normalises all q together and all k together, times scale, then does what `qkv` does"""
     return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
 
 
 def attention(name: str, inputs: Buffer, output: Buffer, sinks: bool = False) -> Phase:
-    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence. With `sinks`, each
-    head has a score that no token has.
+    """output[r] = causal attention of the queries inputs[r] to the KV cache of the row's sequence. With `sinks`, the
+    softmax of each head has one more score, which belongs to no token.
     """
     return Phase(name, Operation.ATTENTION, weights=Buffer.SINKS if sinks else None, inputs=inputs, output=output)
 
@@ -85,8 +85,8 @@ def gated_matmul(
 
 
 def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
-    """output[r] = the experts of row r, which a softmax of inputs[r] router^T + bias chooses; ROUTE_WEIGHTS[r] = its
-    values
+    """output[r] = the experts of row r, which a softmax of inputs[r] router^T + bias chooses; ROUTE_WEIGHTS[r] = the
+    weights of these experts
     """
     return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output, bias=bias)
 

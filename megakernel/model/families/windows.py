@@ -34,7 +34,7 @@ def layers_of(config: Keys, key: str = "num_hidden_layers") -> range:
 
 
 def every_nth(layers: range, every: int) -> range:
-    """The last of each `every` layers."""
+    """The last layer of each group of `every` successive layers."""
     return layers[every - 1 :: every]
 
 

@@ -14,9 +14,9 @@ from megakernel.errors import MegakernelError
 Timed = Literal["prefill", "decode", "batch"]
 Settings = dict[str, Any]
 
-# The search runs each combination of settings twice, and the faster run counts. If the first run takes longer than the
-# best combination by the factor _MUCH_LONGER, there is no second run. Nor is there one if the first run takes _LONG
-# seconds, because short disturbances hardly change such a run.
+# The search runs each combination of settings twice, and the faster run counts. There is no second run if the first one
+# takes _MUCH_LONGER times as long as the best combination. There is also none if the first run takes _LONG seconds,
+# because short disturbances hardly change such a run.
 _MUCH_LONGER = 1.3
 _LONG = 20.0
 

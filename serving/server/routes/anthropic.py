@@ -283,7 +283,7 @@ def _block(item: Item, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object. If the answer ended before the arguments did, it is empty."""
+    """Return a tool call's arguments as an object, which is empty if the answer ended before they were complete."""
     try:
         found = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

@@ -366,6 +366,6 @@ class _ChatWriter(Writer):
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice in an event. All its fields but these are null unless it has them."""
+    """Return a choice in an event. Its four other fields are null."""
     empty = dict.fromkeys(("logprobs", "finish_reason", "stop_reason", "token_ids"))
     return {"index": index, "delta": delta, **empty}

@@ -96,7 +96,7 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
 
 async def _texts(service: Service, whole: Sequence[str | list[int]], prompts: list[TokenIds]) -> list[str]:
     """Return the prompts as text. `whole` has the prompts as they were sent, or nothing if they were truncated. A
-    prompt that is not text there is decoded."""
+    prompt without a text in `whole` is decoded."""
     if service.tokenizer is None:
         return [""] * len(prompts)
     pairs = zip_longest(whole, prompts)
@@ -104,7 +104,7 @@ async def _texts(service: Service, whole: Sequence[str | list[int]], prompts: li
 
 
 class _Place:
-    """Finds at which character of a text each token begins. `stream` decodes it; without `stream`, it is empty."""
+    """Finds at which character of a text each token begins. `stream` decodes the text; None: the text is empty."""
 
     def __init__(self, stream: TextStream | None) -> None:
         self.offset, self._stream = 0, stream
@@ -224,6 +224,6 @@ class _CompletionWriter(Writer):
 
 
 def _told(index: int, text: str, **more: Any) -> dict[str, Any]:
-    """Return a choice, or one chunk of it. All its fields but these are null unless `more` has them."""
+    """Return a choice, or one chunk of it. Its other fields are null if `more` does not set them."""
     names = ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
     return {"index": index, "text": text, **dict.fromkeys(names), **more}
