@@ -37,12 +37,22 @@ def check_parts(declared: dict[str, Any]) -> None:
             growth *= _growth(part) if kind == "normalizer" else 1.0
             if name == "TemplateProcessing":
                 growth += len(str(part)) / MOST_TOKEN_CHARACTERS
+                _check_template(part)
             if name == "Precompiled" and not _sound(part.get("precompiled_charsmap")):
                 raise ValueError("the table of its normalizer is damaged")
     if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
         raise ValueError("its components make texts too long")
     if any(len(text) > MOST_TOKEN_CHARACTERS for text in _texts(declared)):
         raise ValueError(f"it has a token of more than {MOST_TOKEN_CHARACTERS} characters")
+
+
+def _check_template(part: dict[str, Any]) -> None:
+    """Raise ValueError if a template uses a special token that it does not define, which the package finds too late."""
+    known, steps = part.get("special_tokens"), part.get("single")
+    for step in steps if isinstance(steps, list) else []:
+        token = step.get("SpecialToken") if isinstance(step, dict) else None
+        if isinstance(token, dict) and isinstance(known, dict) and token.get("id") not in known:
+            raise ValueError(f"its template has the token {token.get('id')!s:.40}, which it does not define")
 
 
 def _parts(part: Any, kind: str) -> Iterator[dict[str, Any]]:
