@@ -159,7 +159,7 @@ class _Parts:
     """How tiles are divided into parts, which are groups of KV heads. Each array has one element per tile."""
 
     wide: Ints  # number of KV heads in a part; a divisor of the rank's KV heads
-    cost: Ints  # cost of a part, in a unit of its own for CPUs and for GPUs
+    cost: Ints  # cost of a part, in a unit that differs between CPUs and GPUs
     by_blocks: NDArray[np.bool_]  # whether a part is divided between KV blocks; otherwise between rows
     grain_blocks: int  # the least number of KV blocks of an item if a part is divided between KV blocks
 
@@ -255,7 +255,8 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """Where there is no room for more partial results, end shares at borders of parts instead of inside."""
+    """If there is no room for all partial results, move ends from the inside of the last split parts to their
+    borders."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])
@@ -295,7 +296,7 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     split_end = first + (pieces.grain + pieces.length) * divided.grain_blocks
     block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
-    # An item waits for its own row block (group of rows), and for those of this step whose K and V it reads.
+    # An item waits for its own row block (group of rows), and for the row blocks of this step whose K and V it reads.
     own = row // dims.bucket.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
     needed = tiles.chunk_row[of] + np.maximum(block * dims.bucket.kv_block - step_start, 0)

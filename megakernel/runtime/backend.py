@@ -40,8 +40,8 @@ class Launch(Protocol):
         """Wait until the launch ends, and return its output. Call it once. Ctrl-C aborts the launch within a second."""
 
     def abort(self) -> None:
-        """Stop the launch and those queued after it, whose output is then lost, and return when they have stopped. Does
-        nothing if the launch has ended."""
+        """Stop this launch and all launches queued after it. Returns when they have stopped; their output is lost. Does
+        nothing if this launch has ended."""
 
 
 class Backend(Protocol):
@@ -55,8 +55,8 @@ class Backend(Protocol):
     queues: bool  # whether a launch may be started while another runs, to run after it
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> Launch:
-        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`, or the one before it
-        if the backend `queues`."""
+        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`. If the backend
+        `queues`, that launch may still run, but the one before it must have ended."""
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""

@@ -72,8 +72,8 @@ def check_instructions(
     """Compare the GPU with the reference for all phases (operations) of a step, in order. For each phase, yield None if
     the GPU's results are right, otherwise a description of the difference.
 
-    Before, make the reference with the program's sizes, and call `prepare` for it. The GPU runs each phase `repeats`
-    times, and must give the same bits every time. A failed launch counts as a difference.
+    Before the call, create the reference with the program's sizes, and call `prepare` for it. The GPU runs each phase
+    `repeats` times, and must give the same bits every time. A failed launch counts as a difference.
     """
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
@@ -93,7 +93,7 @@ def check_instructions(
 
 
 class _Twins:
-    """The GPU backend, the reference, and a copy of the GPU's buffers, so that equal ones are not sent again."""
+    """The GPU backend, the reference, and a copy of the GPU's buffers, so that unchanged buffers are not sent again."""
 
     def __init__(self, gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable) -> None:
         self._gpu, self._reference, self._program, self._table = gpu, reference, program, table

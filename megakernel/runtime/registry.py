@@ -55,7 +55,8 @@ class Registered:
 
 
 def _host_share(threads: int | None, ranks: int) -> Machine:
-    """One rank's part of this machine, with at most one worker per core, because two would wait for each other."""
+    """One rank's part of this machine, with at most one worker per core, because workers on one core would wait for
+    each other."""
     cores = cpu_count()
     return host(max(1, min(threads or cores, cores) // ranks))
 

@@ -262,8 +262,8 @@ class Engine:
 
     def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
         """Plan the next step, which follows the running launch if there is one. Returns the step, or None if no
-        sequence can run. If a launch is running, its time is used to build the step's program and step table (inputs),
-        which are returned as the second value."""
+        sequence can run. The second value has the step's program and step table (inputs), built while a launch is
+        running; it is None if none is."""
         ones, prompts = self._batch.plan()
         if not len(ones) and not prompts:
             return None, None
@@ -275,8 +275,9 @@ class Engine:
         return part, self._build(part) if self._running else None
 
     def _queues(self, turns: Turns) -> bool:
-        """Whether the next step may be launched behind the running one, whose plan is `turns`. Constraints and proposed
-        tokens depend on its results. The host reads logits and hidden states, and writes histories, between two."""
+        """Whether the next step may be launched behind the running one, whose plan is `turns`. It may not if
+        constraints or proposed tokens need the running step's results, or if the host must read logits or hidden
+        states, or write histories, between the two launches."""
         batch = self._batch
         waits = self._speculation or batch.histories or np.count_nonzero(batch.slots.constrained)
         return self.backend.queues and not (waits or turns.read or turns.pooled)

@@ -3,7 +3,8 @@
 The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
 of a notation and a text: "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON list of texts,
 "grammar" and a grammar in Lark's notation or GBNF, or "calls" and a grammar in Lark's notation for calls that a model
-may make of its own accord. In the last, schemas that do not compile are loosened, because tools may have any schema.
+may make of its own accord. In the last notation, schemas that do not compile are loosened, because tools may have any
+schema.
 
 The process answers each line with one line of JSON: {"text": a JSON list} or {"failed": the reason}. The list has the
 grammar in the notation of the library llguidance, the JSON Schema keywords that the grammar does not enforce, and the
@@ -67,7 +68,7 @@ _FORMAT_PATTERNS = {
 # The library computes numbers as doubles, which are exact up to this size, and refuses bounds far closer to zero.
 _MOST_EXACT, _LEAST_BOUND = 2**53, 1e-15
 _BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
-# Sizes beyond _MOST_SIZE, which the library refuses, are longer than any answer.
+# The library refuses sizes of _MOST_SIZE and more, which no answer reaches.
 _SIZES = frozenset(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"])
 _MOST_SIZE = 2**31
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
@@ -80,7 +81,8 @@ _UNENFORCED = frozenset(_UNIMPLEMENTED.split())
 _ALLOWS_ALL = {"uniqueItems": False, "not": False, "unevaluatedItems": True, "unevaluatedProperties": True}
 _PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
-# _LOOKAROUND matches a lookaround with at most one group in it, and also escapes and character classes, which are kept.
+# _LOOKAROUND matches a lookaround without nested groups. It also matches escapes and character classes, so that no
+# lookaround is found inside them; `_pattern` keeps these.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds, atomic groups.
@@ -153,7 +155,7 @@ class _Schema:
         if not combined and (named or combines):
             self._close(schema, out, combines)
         if not out.get("properties", {}).keys() <= set(out.get("required", ())):
-            # The library counts properties only if all that have a name are required.
+            # The library enforces the number of properties only if all named properties are required.
             self.left |= {key for key in ("minProperties", "maxProperties") if out.pop(key, None) is not None}
         return out
 
@@ -172,7 +174,7 @@ class _Schema:
             out["additionalProperties"] = False
 
     def _combined(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield the schema and, found through $ref, allOf, anyOf and oneOf, all that apply to the same JSON value."""
+        """Yield the schema, and all schemas for the same JSON value, found through $ref, allOf, anyOf and oneOf."""
         if not isinstance(schema, dict):
             return
         yield (schema := _given(schema))
@@ -235,15 +237,16 @@ class _Schema:
 
 
 def _refused(key: str, value: Any) -> bool:
-    """Return whether the library refuses a bound, or a size that no answer reaches, or would read another number."""
+    """Return whether the library refuses a bound or a size, or reads it as another number. No answer reaches such a
+    size."""
     if key in _SIZES:
         return type(value) in (int, float) and value >= _MOST_SIZE
     return key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND))
 
 
 def _exact(value: Any) -> bool:
-    """Return whether a double represents each number in a JSON value exactly, as far as its size tells. Numbers that
-    JSON lacks are left to the check of the whole schema."""
+    """Return whether a double represents each number in a JSON value exactly, as far as the number's size tells. NaN
+    and infinity, which JSON lacks, are left to the check of the whole schema."""
     if isinstance(value, (list, dict)):
         return all(map(_exact, value.values() if isinstance(value, dict) else value))
     number = isinstance(value, (int, float)) and value - value == 0
@@ -331,8 +334,8 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
 
 
 def loosened(text: str, schemas: set[str] | None = None) -> str:
-    """Return a grammar of calls with looser JSON schemas in place of `schemas`, or of all: any object as the arguments
-    of a function, and any JSON value of a parameter."""
+    """Return a grammar of calls with looser JSON schemas in place of `schemas` (None: of all schemas): any object as a
+    function's arguments, and any JSON value as a parameter."""
 
     def loose(found: re.Match[str]) -> str:
         if schemas is not None and json.dumps(json.loads(found[2])) not in schemas:

@@ -35,7 +35,7 @@ MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
 # Limits of the cache of compiled grammars: their number and, by default, their bytes.
 _MOST_KEPT, KEPT_BYTES = 256, SETTINGS["max_grammar_bytes"].value()
-# Bytes of the text in which the beginning of a call is sought, and what stands for the text before them.
+# The maximum bytes of text that are searched for the beginning of a call, and a byte that stands for earlier text.
 _MOST_TRIGGER, _CUT = 256, b"\xff"
 _SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
@@ -49,16 +49,16 @@ class Constraint(ABC):
 
     @property
     def idle(self) -> bool:
-        """Whether the constraint limits nothing and forces nothing behind the output that it followed last."""
+        """Whether the constraint limits nothing and forces nothing after the output that `follow` got last."""
         return False
 
     @property
     def limit(self) -> Constraint | None:
-        """What limits the next token, behind those that `follow` returned last; None: any may come."""
+        """What limits the token after those that `follow` returned last; None: any token may come."""
         return self
 
     def waits(self, token: int) -> bool:
-        """Whether the constraint stays idle if `token` is the only new one."""
+        """Whether the constraint stays idle if `token` is the only new token."""
         return False
 
     def unlimited(self, output: Ids, tokens: Sequence[int]) -> int:
@@ -143,7 +143,7 @@ class Grammar(Constraint):
 
     @property
     def size(self) -> int:
-        """Number of tokens of the output and forced ones that the grammar has read."""
+        """The number of tokens that the grammar has read: the output, and forced tokens."""
         return len(self._read)
 
     def fail(self) -> None:
@@ -153,7 +153,8 @@ class Grammar(Constraint):
 
 class Calls(Constraint):
     """Any text, in which each match of `trigger` begins a call, which a grammar must match. Outside of calls there is
-    no mask and no forced token. If the grammar library gives up within a call, or on the grammar, the call is free."""
+    no mask and no forced token. If the grammar library gives up within a call, or on the grammar, nothing limits the
+    call."""
 
     def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:
         self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary
@@ -389,7 +390,7 @@ class _Vocabulary:
         `text` is the only possible continuation. If the vocabulary cannot express all of it, the end is left out.
 
         The model's own tokens are preferred. But its tokenizer may begin a text with a space, normalise characters, or
-        take a part of `text` for a special token. Then it tokenises `text` behind a line break, and if that does not
+        take a part of `text` for a special token. Then `text` is tokenised after a line break, and if that does not
         help either, each token is the longest that fits."""
         wanted = text if isinstance(text, bytes) else text.encode()
         for before in ("", "\n"):
@@ -409,7 +410,7 @@ class _Vocabulary:
 
     @cached_property
     def ends(self) -> list[bool]:
-        """Which tokens have a punctuation mark, as every text has with which a call begins."""
+        """Which tokens contain a punctuation mark. Each text that begins a call ends with such a mark."""
         mark = re.compile(rb"[!-/:-@\[-`{-~]")
         return [mark.search(text) is not None for text in self.tokens]
 

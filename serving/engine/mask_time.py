@@ -9,10 +9,10 @@ from time import perf_counter
 
 from megakernel.serving.engine.request import Sequence, Slots
 
-_SLOW = 5e-3  # If masks took more seconds than this, their client rests, but only while other clients have requests,
-_REST = 3  # for so many times these seconds,
-_FEW = 4  # and then gets only so many masks in a step. Their number doubles after each step without such a delay.
-_TRUSTED = 64  # Clients that may get so many masks are trusted, and their masks are computed together.
+_SLOW = 5e-3  # If a client's masks took more seconds than this, it rests, but only while others have requests.
+_REST = 3  # The rest lasts this many times the seconds that the masks took.
+_FEW = 4  # After it, the client gets at most this many masks per step. The limit doubles after each quick step.
+_TRUSTED = 64  # Clients that may get this many masks are trusted, and their masks are computed together.
 
 
 class MaskTime:
@@ -36,7 +36,8 @@ class MaskTime:
         return found
 
     def groups(self, sequences: Iterable[Sequence], *, alone: bool) -> Iterator[list[Sequence]]:
-        """Divide sequences that need masks into groups. The time until the next group is asked for is charged."""
+        """Divide sequences that need masks into groups. A group's clients are charged for the time until the next group
+        is requested."""
         groups: dict[str | None, list[Sequence]] = {}
         for sequence in sequences:
             trusted = alone or self._most.get(sequence.request.client, _FEW) >= _TRUSTED

@@ -29,8 +29,8 @@ POOLED = -2  # in place of a number of top log-probabilities: the request wants 
 
 
 def page_hash(before: bytes, tokens: TokenIds) -> bytes:
-    """Return the hash of a prefix of whole pages: `tokens` are those of the last page, `before` is the hash without
-    it."""
+    """Return the hash of a prefix of whole pages: `tokens` are the tokens of the last page, and `before` is the hash
+    without this page."""
     return blake2b(before + tokens.tobytes(), digest_size=16).digest()
 
 
@@ -168,7 +168,7 @@ class Slots:
         self.reader, self.number = np.zeros((2, n), np.int64)  # see `Request.reader`, and the number of the choice
         self.tokens = np.zeros((n, dims.bucket.max_context + 1), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
-        self.freed = np.zeros(n, np.int64)  # first pages that the sequence no longer has, see `passed`
+        self.freed = np.zeros(n, np.int64)  # how many of its first pages the sequence no longer has, see `passed`
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
         # Ids that end each sequence, padded with -1.
         self.stop_ids = np.full((n, 1), -1)
@@ -352,7 +352,7 @@ class PlannedRows(NamedTuple):
     """Chunks of a step, each with consecutive tokens of one sequence. `start` has their first positions."""
 
     turns: Turns
-    start: Ints  # described at `Rows`
+    start: Ints  # described in `StepRows`, as is `tokens`
     tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:

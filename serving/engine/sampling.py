@@ -203,7 +203,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> StructuredOutputsParams | None:
-        """The grammar that applies. Calls of tools have none if only some token ids may be generated."""
+        """The grammar that applies. It is None for tool calls if allowed ids or bad words are given too."""
         words = self.allowed_token_ids is not None or bool(self.bad_words)
         return None if words else self.structured_outputs
 

@@ -155,8 +155,8 @@ class PagePool:
         return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Seq[int]) -> int:
-        """Return how many of `pages` no sequence uses. They count as free until `pages` are used, so a caller
-        that will use `pages` must subtract this number."""
+        """Return how many of `pages` no sequence uses. They count as free until `pages` are used, so a caller that will
+        use `pages` must subtract this number from the number of free pages."""
         return sum(not self._users[page] for page in pages)
 
     def share(self, pages: Seq[int]) -> None:
@@ -400,8 +400,8 @@ class Batch:
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 
     def _make_room(self) -> None:
-        """Let others have a slot of a client whose constraints take too much time. Its youngest sequence is preempted,
-        and waits for its client's next turn."""
+        """Free a slot for other clients if a client's constraints take too much time. The youngest sequence of such
+        clients is preempted, and waits for its client's next turn."""
         rests = self.mask_time.rests
         slow = [sequence for sequence in self.running if rests(sequence.request.client)]
         if slow and not all(map(rests, self.waiting.clients)):

@@ -118,7 +118,8 @@ class _Matcher:
         self.stop, self.matched, self._shorter = stop, 0, _shorter(stop)
 
     def read(self, piece: str) -> int:
-        """Read more text. Returns how much of it was read when the stop string was complete first, or else 0."""
+        """Read more text. Returns how many characters were read when the stop string was first complete; 0 if it is not
+        complete."""
         stop, shorter, matched, found = self.stop, self._shorter, self.matched, 0
         for at, character in enumerate(piece, 1):
             while matched and character != stop[matched]:

@@ -35,7 +35,7 @@ class Tags:
 
     def read(self, text: str) -> tuple[int, str, bool]:
         """Read all complete tags of `text`. Returns the number of characters read, more of the arguments as JSON, and
-        whether they are complete. Text that no tag can be ends them too."""
+        whether they are complete. Text that cannot be a tag ends the arguments too."""
         at, told = 0, "" if self._begun else "{"
         self._begun = True
         while found := _PARAMETER.match(text, at):

@@ -24,7 +24,8 @@ class Piece(NamedTuple):
 
 class Reader(ABC):
     """Splits an answer into pieces. It finds calls of `functions`, and leaves out all calls after the first `most`.
-    `calls` counts the others. However a text is divided among calls of `add`, the joined pieces are the same."""
+    `calls` counts those that are not left out. The joined pieces are the same, however a text is divided into arguments
+    of `add`."""
 
     def __init__(self, functions: Functions, most: int | None = None) -> None:
         self.calls = 0
@@ -123,7 +124,7 @@ class CallReader(Reader):
         return False
 
     def _give(self, text: str) -> None:
-        """Tell content, but hold back trailing white space, because white space around calls is not content."""
+        """Report content, but hold back trailing white space, because white space around calls is not content."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]

@@ -128,7 +128,7 @@ class CallsGrammar:
 
     def __init__(self, functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> None:
         self._form, self._tokenizer, self._several = form, tokenizer, several
-        # A function without parameters takes none.
+        # A function without a schema takes no parameters.
         self._functions = {
             name: {"type": "object", **(parameters or {"properties": {}}), "title": f"the tool {name}"}
             for name, parameters in functions.items()

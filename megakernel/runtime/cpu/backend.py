@@ -23,7 +23,7 @@ from ..buffers import check_program, check_table, write_history
 from . import native
 from .ranks import CpuRanks
 
-_SLICE_MS = 50  # of a wait, after which Python can handle Ctrl-C
+_SLICE_MS = 50  # a wait is cut into slices, so that Python can handle Ctrl-C between them
 
 
 class CpuBackend(CpuRanks):
@@ -170,8 +170,8 @@ class CpuBackend(CpuRanks):
         self._lib.mk_execute(self._engine, ctypes.byref(dims.native), *addresses, layer)
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Delay one instruction by `seconds` in every traced launch; 0 ends this. `segment` is an index, and `record`
-        the instruction's number in the trace."""
+        """Delay one instruction by `seconds` in every traced launch; 0 ends the delay. `segment` is an index of
+        SEGMENTS, and `record` the instruction's number in the trace."""
         self._lib.mk_delay(self._engine, segment, record, layer, round(seconds * 1e9))
 
 

@@ -43,7 +43,7 @@ def simd() -> str:
 
 
 def clock_cost() -> float:
-    """Return the seconds that one read of the clock takes, which traces use."""
+    """Return the seconds that one read of the clock takes when a trace is recorded."""
     return float(load().mk_clock_cost())
 
 

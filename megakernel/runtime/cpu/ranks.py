@@ -1,4 +1,4 @@
-"""Where the native CPU library finds a model's weights and buffers: packs weights, and allocates buffers."""
+"""Packs a model's weights and allocates its buffers, and tells the native CPU library where they are."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CpuRanks:
     # -- weights
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
-        """Load weights, or replace loaded ones in the same memory. `places` are buffers with layers."""
+        """Load weights, or replace loaded ones in the same memory. `places` are pairs (buffer, layer)."""
         for (buffer, layer), rank in product(places, self.ranks):
             home = self._home(rank, buffer)
             if buffer is Buffer.LM_HEAD and self._tied:
@@ -81,7 +81,7 @@ class CpuRanks:
         shape = self._shape(rank, buffer)
         parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % max(shape[-2], 1) % native.PANEL_COLUMNS).any():  # a panel of columns would have rows of two parts
+        if (ends % max(shape[-2], 1) % native.PANEL_COLUMNS).any():  # a panel would have rows of two parts
             kinds = {part.dtype for part in parts}
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)

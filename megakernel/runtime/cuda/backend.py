@@ -115,7 +115,7 @@ class CudaBackend:
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
         """Run the instructions `work`, all of one phase and of the segment with this index, without waits and signals.
-        `layer` counts only if the segment is the body."""
+        `layer` is used only if the segment is the body."""
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
         one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
@@ -133,8 +133,8 @@ class CudaBackend:
                 loaded.close()
 
     def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Delay one instruction by `seconds` in every traced launch, for tests; 0 ends this. `segment` is an index, and
-        `record` the instruction's number in the trace."""
+        """Delay one instruction by `seconds` in every traced launch, for tests; 0 ends the delay. `segment` is an index
+        of SEGMENTS, and `record` the instruction's number in the trace."""
         self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
 
     # -- launches
@@ -342,7 +342,7 @@ class CudaLaunch:
             self._backend.stopped()
 
     def _answered(self, limit_s: float) -> bool:
-        """Wait for the launch's end; False if it does not come within `limit_s` seconds after the start."""
+        """Wait for the launch's end. Return whether it came within `limit_s` seconds after the start."""
         while self.lane.aborted() is None:
             seconds = time.perf_counter() - self._begin
             if seconds > limit_s:

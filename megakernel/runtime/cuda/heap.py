@@ -107,7 +107,7 @@ class Heap:
         return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:
-        """[tp, buffers]"""
+        """Return the stride of each buffer of each rank: [tp, buffers]."""
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:

@@ -158,7 +158,7 @@ class Lane:
         self._sizes, first = sizes, self._gpus[0]
         self._pinned = [first.pinned(size) for size in sizes] + [g.pinned(STATUS_BYTES) for g in self._gpus[1:]]
         self.tables = [gpu.allocate(sizes[0]) for gpu in self._gpus]
-        for gpu in self._gpus:  # otherwise the zeros could come after the table, which another stream copies
+        for gpu in self._gpus:  # otherwise the zeros could overwrite the table, which another stream copies
             gpu.synchronise()
 
     def send(self, table: StepTable) -> None:
@@ -183,7 +183,7 @@ class Lane:
                     gpu.await_event(done)
 
     def fetch(self, dims: Dims) -> None:
-        """Start to copy the launch's status and outputs to the host. Then `aborted` says whether they are there."""
+        """Start to copy the launch's status and outputs to the host. `aborted` then tells whether they have arrived."""
         parts = self._heap.node.grids(), self._pinned[1:], self._ended, self._done
         for (gpu, ranks), pinned, ended, done in zip(*parts, strict=True):
             ended.record()
@@ -191,7 +191,7 @@ class Lane:
             done.record()
 
     def aborted(self) -> bool | None:
-        """Whether a watchdog has aborted the launch on a GPU, so that the other GPUs wait in vain. None: it runs."""
+        """Whether a watchdog has aborted the launch on a GPU, so that the others wait in vain. None: it still runs."""
         done = [done.done() for done in self._done]
         failed = any(ended and pinned[:_WORD].any() for ended, pinned in zip(done, self._pinned[1:], strict=True))
         return failed if failed or all(done) else None
@@ -243,7 +243,7 @@ class Loaded:
 
     @property
     def moved(self) -> bool:
-        """Whether the heap's buffers have moved since the last launch. Then call `refresh` before the next one."""
+        """Whether the heap's buffers have moved since the last launch. If so, call `refresh` before the next launch."""
         return self._generation != self._heap.generation
 
     def refresh(self) -> None:
@@ -261,7 +261,7 @@ class Loaded:
             self._synchronises = wanted
 
     def idle(self) -> bool:
-        """Whether nothing runs."""
+        """Whether nothing runs on the GPUs."""
         return all(grid.gpu.idle() for grid in self.grids)
 
     def waiting(self, lane: int, table: StepTable) -> str | None:

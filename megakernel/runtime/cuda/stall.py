@@ -99,7 +99,7 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait]) -> Wait:
     The first case that applies decides:
 
     - A consumer warp (which computes) waits for a page, and no loader is about to fill this page. A load is missing.
-    - The storer warp waits, although all consumers have finished, or one is not waiting. An output is missing.
+    - The storer warp waits, although all consumers have finished or some consumer is not waiting. An output is missing.
     - A loader waits. A consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
