@@ -51,7 +51,7 @@ struct Late {
 
 // Where the weight loader prefetches into the L2 cache (loaders.h): page `page` of the weights of instruction
 // j, `pages` pages beyond the page that it loads next. `since`: when it last prefetched. `begin`: when it
-// asked for the first page of its instruction; 0: it has not.
+// asked for the first page of its instruction; 0: not yet.
 struct BlockAhead {
   uint32_t j, since;
   int32_t page, pages;

@@ -58,7 +58,7 @@ struct Bodies {
       case Operation::kSample:
         return sample(p, c, operands<Run>(record));
       case Operation::kRoute:
-        // In builds without waits, it would change ROUTES while others read it.
+        // In builds without waits (ablation.h), `route` would change ROUTES while other blocks read it.
         if constexpr (kHasExperts && kAblation == Ablation::kNone) route(p, c, operands<Run>(record));
         return;
       case Operation::kCombine:

@@ -45,9 +45,8 @@ class Controller {
   // Runs a drain instruction: claims instructions from a queue that workers share, and hands each to the
   // other warps, until all of the queue's first op.end instructions have been claimed. A worker claims as
   // late as possible, so that work goes to whichever worker is free. At a claim, the worker's previous
-  // instruction has requested all its loads, and the instructions before that one are finished. So the
-  // counters for which that instruction waits have reached their totals, and the claimed instruction runs
-  // soon.
+  // instruction has requested all its loads, and the instructions before it are finished. So the counters for
+  // which the previous instruction waits have reached their totals, and the claimed one runs soon.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -77,7 +76,7 @@ class Controller {
     return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j), where);
   }
 
-  // Returns whether the launch was aborted, as one lane sees it: all lanes must take the same branch.
+  // Returns whether the launch was aborted. Lane 0 decides for the warp: all lanes must take the same branch.
   MK_FN bool aborted() { return shuffle(p_.aborted(), 0) != 0; }
 
   // Returns the parameters of an instruction's phase (the model's operation, isa.h).

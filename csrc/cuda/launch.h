@@ -33,9 +33,9 @@ static_assert(kBuffers <= kMostBuffers);
 struct Params {
   const Dims* dims;                // [tp]: one Dims per rank, which differ in Dims.rank
   const Phase* phases;             // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
-  const int32_t* records[4];       // [n][kWords]: those of prologue, body, epilogue and queues
-  const int32_t* offsets[4];       // [tp * (workers or queues) + 1]: where each begins in `records`
-  const int32_t* totals[3];        // [tp][counters]: signals per launch: first, middle, last block
+  const int32_t* records[4];       // [n][kWords]: instructions of prologue, body, epilogue and queues
+  const int32_t* offsets[4];       // [tp * (workers or queues) + 1]: where a stream or queue begins
+  const int32_t* totals[3];        // [tp][counters]: a counter's signals: first, middle, last block
   int32_t* const* counter_values;  // [tp]: each rank's counters, [layers + 1][counters]
   int32_t* const* claims;          // [tp]: each rank's claim counters, [layers][queues]
   void* const* buffers;            // [tp][kBuffers]

@@ -7,8 +7,8 @@
 
 namespace mk {
 
-// Whether the weight loader has a window, and prefetches: not in a build for tensor cores, which need more
-// bytes in flight.
+// Whether the weight loader prefetches, and has few loads in flight (Asked::window). Neither holds for builds
+// for tensor cores, which need more bytes in flight.
 MK_FN bool windowed(const Sizes& d) { return uses_dots(d) && kAblation != Ablation::kCopies; }
 
 // Loads a whole page of weights for dot products, or prefetches it into the L2 cache if `page` is null. Such
@@ -93,15 +93,15 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
   return start + int64_t{part_of(task).expert} * phase.matrices * phase.width * phase.inner * 2;
 }
 
-// The pages among the last kPages that a loader has filled itself, which may still be on their way.
+// Which of the last kPages pages this loader has filled itself. Their data may still be on its way.
 template <class P>
 class Asked {
  public:
   // Counts a page of the ring, filled by this loader or not.
   MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kPages) - 1); }
 
-  // Waits until fewer than kWindowPages pages may be on their way, because whatever else goes to memory waits
-  // behind them. `next` is the number of the next page.
+  // Waits until fewer than kWindowPages of these pages may be on their way, because every other access to
+  // memory waits behind them. `next` is the number of the next page.
   MK_FN bool window(P& p, Block<P>& block, uint32_t next, const Where& where) const {
     uint32_t late = filled_;
     MK_UNROLL for (int i = 1; i < kWindowPages; ++i) late &= late - 1;
@@ -109,8 +109,8 @@ class Asked {
     const Page at = page_of(next - count_bits((late & -late) * 2 - 1));
     return p.wait(block.full[at.slot], at.parity, where, [&] { return left(p, block, at); });
   }
-  // Waits until all these pages have arrived. It matters after an abort: a block must not end before its
-  // loads.
+  // Waits until all these pages have arrived, because a block must not end before its loads. This matters
+  // after an abort.
   MK_FN void settle(P& p, Block<P>& block, uint32_t next) const {
     MK_LOOP for (uint32_t n = 1; filled_ >> (n - 1); ++n) {
       const Page at = page_of(next - n);
@@ -121,8 +121,8 @@ class Asked {
   }
 
  private:
-  // Whether the page has been released. The other loader may then fill its slot again, so that `full` may be
-  // two phases ahead.
+  // Whether the page has been released. If so, its data has arrived, but a wait for `full` might not notice:
+  // the other loader may have filled the slot again, so that `full` is two phases ahead.
   MK_FN static bool left(P& p, Block<P>& block, const Page& at) {
     return p.test(block.empty[at.slot], at.parity);
   }

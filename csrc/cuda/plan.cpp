@@ -78,7 +78,7 @@ MK_API void mk_matmul_pages(const Dims* dims, const Phase* phase, int64_t n, con
 MK_API void mk_attention_pages(const Dims* dims, int64_t n, const int32_t* rows, const int32_t* kv_heads,
                                const int32_t* blocks, int64_t* out) {
   Dims all = *dims;
-  all.window = 0;  // `blocks` are those that a window leaves
+  all.window = 0;  // `blocks` already leaves out those before the window
   const Sizes d = sizes_of(all);
   std::map<std::pair<int32_t, int32_t>, int64_t> known;
   for (int64_t i = 0; i < n; ++i) {
@@ -88,13 +88,13 @@ MK_API void mk_attention_pages(const Dims* dims, int64_t n, const int32_t* rows,
   }
 }
 
-// Writes how many units process rows[i] query rows of an attention item, for each KV head.
+// Writes the number of units (see head_units) of rows[i] query rows of an attention item, for each KV head.
 MK_API void mk_head_units(const Dims* dims, int64_t n, const int32_t* rows, int64_t* out) {
   const Sizes d = sizes_of(*dims);
   for (int64_t i = 0; i < n; ++i) out[i] = head_units(d, rows[i]);
 }
 
-// Returns how many query rows of one KV head fill all units of a pass.
+// Returns how many query rows of one KV head keep all consumer warps busy at once.
 MK_API int32_t mk_pass_rows(const Dims* dims) {
   const Sizes d = sizes_of(*dims);
   return higher_of(kConsumerWarps * kQueryTile / (d.group_size() * head_parts(d)), 1);

@@ -118,13 +118,13 @@ struct Matmul {
 };
 MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(task.record)}; }
 
-// Returns the layer whose part of the buffer of its phase's weights the task uses.
+// Returns the layer whose weights the task uses; 0 if its weight buffer is not divided by layer.
 MK_FN int32_t layer_of_weights(const Sizes& d, const Task& task) {
   const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
   return layered ? weight_layer(task.phase, d, task.where.layer) : 0;
 }
-// Returns the number of the first matrix that the task uses in that buffer, of which each layer has
-// `matrices`. For experts, an expert's gate and up projections count as one matrix.
+// Returns the index, in the task's weight buffer, of the first matrix that the task uses. A layer has
+// `matrices` matrices. For experts, an expert's gate and up projections count as one matrix.
 MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   if (is_experts(task)) return layer_of_weights(d, task) * d.rank_experts() + part_of(task).expert;
   return layer_of_weights(d, task) * matrices;

@@ -117,8 +117,8 @@ constexpr bool kWide = MK_WIDE;
 constexpr bool kWide = true;
 #endif
 
-// A build for one row (megakernel/runtime/cuda/compile.py) has the sizes of one model as constants (isa.h),
-// and no code for several rows, several ranks, or what no phase of the model has.
+// A build for one row (megakernel/runtime/cuda/compile.py) has the sizes of one model as constants (isa.h).
+// It has no code for several rows or ranks, or for features that the model does not use.
 #if defined(MK_ONE_ROW)
 constexpr bool kBiases = MK_BIASES, kHeadNorms = MK_HEAD_NORMS;
 constexpr int kMostHidden = MK_SIZE_HIDDEN;

@@ -139,8 +139,8 @@ class To {
 // Adds the results to the output, which is the residual, or stores them there if the phase says so. An
 // addition is one access that nothing waits for, instead of a load and a store. The order of additions is
 // fixed all the same: within a phase, one instruction adds to each element, and the counters order phases.
-// The additions are relaxed, but the signal after them releases them, because each warp arrives at `outputs`
-// after its own additions.
+// The additions are relaxed. They become visible with the signal after them, because each warp arrives at
+// `outputs` only after its own additions.
 class ToResidual : public To {
  public:
   using To::To;
@@ -158,7 +158,7 @@ class ToResidual : public To {
   }
 };
 
-// Destination of partial sums that a later all-reduce adds up. They go to the rank that owns the row's
+// Destination of partial sums that a later all-reduce adds up. They go to the rank that stores the row's
 // residual, or to all ranks if the residual is replicated. In the output buffer, each sending rank has its
 // own part.
 class ToPartial : public To {
@@ -204,8 +204,8 @@ class ToGated : public To {
   const bool gelu_;
 };
 
-// Stores the results of experts, rounded to bf16. If ranks have parts of each expert, their results are
-// added, so one rank adds the bias.
+// Stores the results of experts, rounded to bf16. If each rank has a part of every expert, the results of all
+// ranks are added, so only rank 0 adds the bias.
 class ToRows : public To {
  public:
   using To::To;

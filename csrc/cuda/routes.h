@@ -1,7 +1,7 @@
 // The rows and the expert of an experts instruction. The controller waits for the instruction's counters,
 // reads ROUTES and publishes parts of the instruction, so that no other role must wait for ROUTES to know
-// which pages to load. A part has so many token rows that dot products can have them all, and uses those of
-// them that have chosen the expert.
+// which pages to load. A part covers at most as many token rows as dot products can process at once. It uses
+// the rows among them that have chosen the expert.
 #pragma once
 #include "ops/call.h"
 #include "ops/memory.h"
@@ -12,7 +12,7 @@ namespace mk {
 struct ExpertPart {
   int32_t row, rows;  // first token row of the part; number of those that have chosen the expert
   int32_t col, cols;
-  int32_t expert;   // counted from the rank's first
+  int32_t expert;   // number among the rank's experts
   uint32_t chosen;  // bit i is set if token row `row` + i has chosen the expert
 };
 
@@ -30,7 +30,7 @@ constexpr int kDotRows = kDotInputPages * kPieces;
 #endif
 static_assert(kDotRows <= 32, "a warp has one lane, and ExpertPart::chosen one bit, for each row");
 
-// Returns the most rows of this length.
+// Returns the maximum number of rows that dot products can process if a row has `inner` elements.
 MK_FN int32_t most_dot_rows(int32_t inner) {
   return lower_of(kDotRows, kDotInputPages * kPieces / ceil_div(inner, kPiece));
 }
@@ -68,21 +68,21 @@ struct Routes {
     MK_LOOP for (; !(chosen & 1) || i-- > 0; chosen >>= 1)++ row;
     return row;
   }
-  // Returns the row of the part's i-th result: a token has one for each of its experts.
+  // Returns the row of the part's i-th result. A token has one result row for each of its experts.
   MK_FN int32_t result(const Task& task, int32_t i) const {
     const int32_t row = token(task, i), expert = first + part_of(task).expert;
     int32_t place = 0;
     MK_LOOP for (; place < count - 1 && at(row, place) != expert;)++ place;
     return row * count + place;
   }
-  // Returns the row of the part's i-th input: of gate and up, a token's experts have the same.
+  // Returns the row of the part's i-th input. For gate and up, all experts of a token read the same row.
   MK_FN int32_t input(const Task& task, int32_t i) const {
     return task.phase.matrices == 2 ? token(task, i) : result(task, i);
   }
 };
 
-// Makes the part of the task, an experts record, that begins with its row `done`. Only the last part signals.
-// Returns the row with which the next part begins, or 0 if there is none.
+// Makes a part of an experts record, which is in `task`: the part that begins with the record's row `done`.
+// Only the last part signals. Returns the row with which the next part begins, or 0 if there is none.
 template <class P>
 MK_FN int32_t choose_rows(P& p, const Routes& routes, Task& task, int32_t done) {
   const ExpertTile& op = operands<ExpertTile>(task.record);

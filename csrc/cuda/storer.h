@@ -7,7 +7,7 @@
 namespace mk {
 
 // Starts the bulk stores of the output page in slot `slot` of the ring. Where they go depends on the result:
-// results for the residual are added to it; partial sums go to the rank that owns the rows' residual, or to
+// results for the residual are added to it; partial sums go to the rank that stores the rows' residual, or to
 // all ranks if the residual is replicated; all other results are stored at this rank.
 template <class P>
 MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use,

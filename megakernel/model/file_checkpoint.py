@@ -78,7 +78,7 @@ class FileCheckpoint:
     """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
     `widened` counts the stored bytes that must be converted when they are read. It has one entry for each such type.
-    `left_out` counts the file's tensors that encode images, which are not supported. With `some`, not all need exist.
+    `left_out` counts tensors that encode images, which are not supported. With `some`, weights may be absent.
     """
 
     def __init__(

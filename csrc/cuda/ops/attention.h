@@ -144,7 +144,7 @@ class AttentionItem {
   }
 
   // Used if several work items divide the KV blocks of the same rows. Called when this item has stored its
-  // partial results. Returns true for the last of these items to call, which then merges the results of all.
+  // partial results. Returns true only in the last of these items, which then merges the results of all.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {
@@ -249,8 +249,8 @@ class AttentionItem {
            head * d_.head_dim;
   }
   // Returns the ranks to which the output of this work item is sent: if `replicated_o` is set, the ranks that
-  // store the residual of its rows, otherwise this rank. All rows of an item have the same owner, so it is
-  // enough to look up the first row.
+  // store the residual of its rows, otherwise this rank. All rows of an item are stored on the same ranks, so
+  // it is enough to look up the first row.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

@@ -37,11 +37,11 @@ struct Scratch {
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
 struct Call {
   const Params* params;
-  const Sizes* dims;     // of the rank
+  const Sizes* dims;     // the sizes on this rank
   const StepView* step;  // the launch's step table
   Scratch* shared;
   const Task* task;
-  int32_t block;  // of the grid
+  int32_t block;  // number in the grid
   int32_t warp;   // 0 .. kConsumerWarps - 1
 
   MK_FN const Phase& phase() const { return task->phase; }

@@ -4,8 +4,8 @@
 
 namespace mk {
 
-// Adds the results of those of each row's experts that the rank has, times their weights, in order. The sums
-// are added to the residual, or stored as partial sums at the ranks that keep the row's residual.
+// For each row, adds up the weighted results of its experts, in order, without experts of other ranks. The
+// sums are added to the residual, or stored as partial sums at the ranks that keep the row's residual.
 template <class P>
 MK_FN void combine(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

@@ -96,7 +96,7 @@ MK_FN void add_pair(float* to, const Pair& value) {
   to[0] += value.a, to[1] += value.b;
 #endif
 }
-// Rounded to bf16.
+// Stores two values, rounded to bf16.
 MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
 
 // Eight consecutive elements of a row as float32; the first index is a multiple of eight.
@@ -113,7 +113,7 @@ MK_FN Eight as_eight(const Words& first, const Words& second) {
   return out;
 }
 
-// Of bf16.
+// Returns the eight bf16 values in `words` as float32.
 MK_FN Eight as_eight(const Words& words) {
   Eight out;
   MK_UNROLL for (int i = 0; i < 4; ++i) {
@@ -136,7 +136,7 @@ MK_FN void store_eight(float* to, const Eight& value) {
   }
 }
 
-// Rounded to bf16.
+// Returns eight values, rounded to bf16.
 MK_FN Words pack_eight(const Eight& value) {
   Words words;
   MK_UNROLL for (int i = 0; i < 4; ++i) words.w[i] = pack_bf16(value.v[2 * i], value.v[2 * i + 1]);

@@ -1,5 +1,5 @@
-// Chooses the experts of rows. All consumer warps compute the logits of a few rows, each of other experts.
-// Then one warp for each of these rows chooses the best.
+// Chooses the experts of rows. All consumer warps compute the logits of a few rows; each warp does so for
+// other experts. Then one warp for each of these rows chooses the best experts.
 #pragma once
 #include "sample.h"
 #include "softmax.h"
