@@ -48,12 +48,9 @@ def whole_file(path: Path, what: str) -> Iterator[Path]:
     once. A device is written directly. Raises MegakernelError, which says "cannot write `what`" and adds the system's
     message.
     """
-    part = (
-        path
-        if path.exists() and not path.is_file()
-        else path.with_name(f"{path.stem[:40]}.{secrets.token_hex(4)}.part")
-    )
     with file_errors(f"write {what}"):
+        device = path.exists() and not path.is_file()
+        part = path if device else path.with_name(f"{path.stem[:40]}.{secrets.token_hex(4)}.part")
         try:
             yield part
             if part != path:

@@ -73,6 +73,11 @@ def test_a_device_that_is_full_is_one_line(what: str) -> None:
     assert Path("/dev/full").is_char_device()
 
 
+def test_a_path_that_cannot_be_looked_up_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MegakernelError, match=r"^cannot write program .*: File name too long"):
+        WRITERS["program"](tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize("verb", ["simulate", "timeline"])
 def test_a_step_that_cannot_be_kept_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str, verb: str

