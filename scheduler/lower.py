@@ -72,8 +72,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
 
 
 def _idle(phase: Phase, d: Dims) -> bool:
-    """Whether a phase is empty on this rank: the rank has no part of the weights whose products are added, or no
-    heads."""
+    """Whether the rank does nothing in a phase: it has no part of the weights whose products are added, or no heads."""
     return {Result.PARTIAL: phase.inner(d.split), Result.HEADS: d.split.rank_heads}.get(phase.result, 1) == 0
 
 
@@ -185,8 +184,7 @@ def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     assign to it. `heads` are the tasks that compute q, k and v. Attention waits for these tasks separately for each
     group of KV heads, and a task of `heads` signals every group to which it contributes. Small groups let attention
     begin earlier, but the signals of a task must fit into its encoded instruction. So the groups are the smallest that
-    fit. They leave one signal of the task free, for a phase that overwrites data that the task reads, such as the RoPE
-    table."""
+    fit. They leave one signal free, for a phase that overwrites data that the task reads, such as the RoPE table."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:

@@ -59,8 +59,7 @@ class Signals(NamedTuple):
 
 
 class Successors(NamedTuple):
-    """The groups of tasks that wait for a group. They are on `rank`. If it is ALL_RANKS, they stand for the same tasks
-    on every rank."""
+    """The groups of tasks that wait for a group, on `rank`. ALL_RANKS stands for the same tasks on every rank."""
 
     rank: int
     groups: frozenset[int]
@@ -268,8 +267,7 @@ def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
 
 
 def _attention_waits(graph: _Graph) -> dict[int, set[int]]:
-    """For each group of tasks that reads attention's outputs, return the counters of the output grid for which it
-    waits."""
+    """For each group of tasks that reads attention's outputs, return the counters in the output grid it waits for."""
     out: dict[int, set[int]] = defaultdict(set)
     for g, targets in graph.from_items.items():
         for consumer in {c for to in targets for c in to.groups}:
@@ -449,8 +447,8 @@ def _gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def _append(words: Words, tasks: NDArray[np.int64], new: Sequence[int]) -> None:
-    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if too few are
-    free."""
+    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if they are
+    full."""
     column = np.add.reduce(words[tasks] != 0, axis=1)
     if column.max(initial=0) + len(new) > words.shape[1]:
         raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")

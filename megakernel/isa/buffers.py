@@ -358,8 +358,8 @@ def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
 
 def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
-    order. In a layer with experts, each expert's matrices have their own entries, which have size 0 if another rank has
-    the expert."""
+    order. In a layer with experts, each expert's matrices have their own entries, empty if the rank lacks the
+    expert."""
     shares = [axis(split) for axis in weight(buffer).rows]
     if not (split.model.experts and weight(buffer).per_expert):
         return shares

@@ -146,8 +146,7 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     `token` is the token's index in its KV page. The shapes of `page`, `head` and `token` must broadcast.
     """
     page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
-    # For each byte of a row: the number of its block, and its place in the block. A block is a scale, followed by
-    # elements.
+    # For each byte of a row: the number of its block, and its place in the block (a scale, then elements).
     block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
     element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
     # In a KV page, a quantised block first stores the scales of all tokens, and then their values. V stores all values

@@ -16,8 +16,7 @@ from .dtypes import BLOCKS, Dtype
 
 # FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT, so that no shard ends inside a
 # quantised block of 32 weights. This is also the width of two column panels of a CPU's packed matrix. If blocks have
-# 256 weights, a shard that ends inside one is an error. Only the last shard that has columns may have a size that is
-# not a multiple.
+# 256 weights, a shard that ends inside one is an error. Only the last nonempty shard may have another size.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.
@@ -232,8 +231,7 @@ class Split:
         return self.first_head * self.model.head_dim if self.replicated_o else 0
 
     def query_head(self, kv_head: int) -> int:
-        """Return the rank's first query head that uses its KV head `kv_head`. Both are counted from the rank's first
-        head."""
+        """Return the rank's first query head that uses its KV head `kv_head`. Heads count from the rank's first."""
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
@@ -360,8 +358,7 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """Return the index of token row `row` among its owner's rows. In REDUCE, each rank's partial sums are in this
-        order."""
+        """Return the index of token row `row` among its owner's rows. In REDUCE, each rank's sums have this order."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block
@@ -373,8 +370,7 @@ class Dims:
     # -- The methods below are used in Python only, and are not translated to C++.
 
     def first_block(self, position: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first KV block that a token at `position` attends to in any layer: 0 unless all layers have
-        windows."""
+        """Return the first KV block that a token at `position` attends to in any layer: 0 unless all have windows."""
         return np.maximum(position.astype(np.int64) + 1 - max(self.model.spans), 0) // self.bucket.kv_block
 
     def owners(self, row: int) -> range:

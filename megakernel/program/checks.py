@@ -25,8 +25,7 @@ from .program import SEGMENTS, TOTALS, Program, Segment
 
 # The maximum number of workers, because a trace stores a worker's number in 16 bits.
 MOST_WORKERS = 1 << 16
-# The maximum number of a rank's counters in all layers. On a CPU, each counter takes a cache line (64 bytes), so they
-# take up to 1 GiB.
+# The maximum number of a rank's counters in all layers. On a CPU, each takes a cache line, so all take up to 1 GiB.
 MOST_COUNTERS = 1 << 24
 # The maximum length of a step table in words (256 MiB), because every launch copies the table. The page lists of 64
 # sequences of a million tokens take 2^22 words.
@@ -56,8 +55,8 @@ class Checks:
         self, of_target: Callable[[list[Part]], Iterable[str]] = lambda parts: (), *, whole: bool = True
     ) -> Iterator[Iterable[str]]:
         """Yield the violations that each stage of checks finds. Run a stage only if the earlier stages found none.
-        `of_target` checks what the kind of processor requires. If `whole` is false, a step's attention instructions
-        need not all be present."""
+        `of_target` checks what the kind of processor requires. Without `whole`, attention instructions may be
+        missing."""
         yield _layout(self.program)
         yield check_phases(self.program.forward, self.program.dims)
         yield _records(self.program, self.parts, whole)
@@ -70,8 +69,8 @@ _SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # programs witho
 
 def violation(program: Program, *, whole: bool = True) -> str | None:
     """Describe a program's first violation, or return None. A program without violations is not checked again. With
-    `whole`, each rank must have all attention instructions of a step, as in compiled programs; benchmarks also execute
-    programs with only some."""
+    `whole`, each rank must have all attention instructions of a step, as compiled programs do; benchmarks leave some
+    out."""
     if _SOUND.get(program, -1) >= whole:
         return None
     found = next((found for stage in Checks(program).stages(whole=whole) for found in stage), None)

@@ -109,8 +109,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _inner(p: Phase, d: Dims) -> int:
-    """Return the length of a phase's dot products on a rank, times the number of the rank's experts if each has
-    weights."""
+    """Return the length of a phase's dot products on a rank, times the rank's number of experts if each has weights."""
     return p.inner(d.split) * (prod(d.split.stack) if BUFFERS[given(p.weights)].per_expert else 1)
 
 

@@ -255,8 +255,7 @@ def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """If there is no room for all partial results, move ends from the inside of the last split parts to their
-    borders."""
+    """If there is no room for all partial results, move ends from inside the last split parts to their borders."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])

@@ -123,8 +123,7 @@ def fits(capacity: str, wanted: int, limit: int) -> None:
 
 
 def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
-    """Write a step table's fields except pages and attention items. Raises MegakernelError if the table is too
-    small."""
+    """Write a step table's fields except pages and attention items. Raises MegakernelError if the rows do not fit."""
     dims, live, lineup = table.dims, len(rows.tokens), rows.lineup
     fits("tokens", live, dims.bucket.tokens)
     fits("logit_rows", len(lineup.chunk), dims.bucket.logit_rows)
@@ -211,8 +210,7 @@ class Steps:
         self._turn = 0  # which of the two tables is written next: 0 or 1
 
     def build(self, dims: Dims, rows: StepRows) -> StepTable:
-        """Return a step's table, valid until the call after the next. Raises MegakernelError if the program is too
-        small."""
+        """Return a step's table, valid until the call after the next. Raises MegakernelError if the rows do not fit."""
         last, kept = self._kept[1 - self._turn], self._kept[self._turn]
         changed = self._pages.changed[self._turn]
         if kept is None or kept.table.dims is not dims:

@@ -26,8 +26,7 @@ from megakernel.targets import TARGETS
 
 # The simulated program computes logits of at most this many rows, because in an engine most rows need none.
 _LOGIT_ROWS = 64
-# Dot products on CUDA cores are tried if a step's rows fit into this many of their tiles. With more rows, they are far
-# slower.
+# Dot products on CUDA cores are tried if a step's rows fit into this many of their tiles: with more, they are slow.
 _DOT_TILES = 4
 # With more rows than this, ranks that replicate the residual would repeat too much of each other's work.
 _REPLICATED_ROWS = 1024

@@ -237,8 +237,7 @@ class _Schema:
 
 
 def _refused(key: str, value: Any) -> bool:
-    """Return whether the library refuses a bound or a size, or reads it as another number. No answer reaches such a
-    size."""
+    """Return whether the library refuses a bound or a size (which no answer reaches), or reads it as another number."""
     if key in _SIZES:
         return type(value) in (int, float) and value >= _MOST_SIZE
     return key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND))

@@ -153,8 +153,8 @@ class Grammar(Constraint):
 
 class Calls(Constraint):
     """Any text, in which each match of `trigger` begins a call, which a grammar must match. Outside of calls there is
-    no mask and no forced token. If the grammar library gives up within a call, or on the grammar, nothing limits the
-    call."""
+    no mask and no forced token. If the grammar library gives up within a call, or on the grammar, the call is
+    unlimited."""
 
     def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:
         self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary

@@ -36,8 +36,8 @@ class MaskTime:
         return found
 
     def groups(self, sequences: Iterable[Sequence], *, alone: bool) -> Iterator[list[Sequence]]:
-        """Divide sequences that need masks into groups. A group's clients are charged for the time until the next group
-        is requested."""
+        """Yield the sequences that need masks in groups. A group's clients are charged for the time until the caller
+        resumes."""
         groups: dict[str | None, list[Sequence]] = {}
         for sequence in sequences:
             trusted = alone or self._most.get(sequence.request.client, _FEW) >= _TRUSTED

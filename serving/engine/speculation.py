@@ -65,8 +65,7 @@ class Acceptance:
         return (self.accepted + known) / (self.tried + known + 2)
 
     def young(self) -> Acceptance:
-        """Return the state with which a new sequence starts: the same rate, with less weight, so that it changes
-        faster."""
+        """Return the state of a new sequence: the same rate, with less weight, so that it changes faster."""
         weight = min(1.0, _BEGIN / self.tried) if self.tried else 0.0
         return Acceptance(tried=weight * self.tried, accepted=weight * self.accepted)
 
@@ -313,8 +312,8 @@ class Speculation:
         """Choose how many tokens of each offer (the proposal for one sequence) to verify in a step that already has
         `tokens` rows and `logit_rows` logit rows. The gain of a row is the probability that its token and those before
         it are right. Rows are added in order of decreasing gain, up to the number with the most expected tokens per
-        second. Returns the cost of each added row: the number of tokens that could be generated in the row's time
-        without it."""
+        second. Returns the cost of each added row: how many tokens the step could generate in that time without the
+        row."""
         gains = [(offer.rate ** (i + 1), offer) for offer in offers for i in range(len(offer.tokens))]
         gains = sorted(gains, key=lambda gain: gain[0], reverse=True)[:room]
         seconds = [max(each, _NO_TIME) for each in self.times.growing(tokens, logit_rows, len(gains))]

@@ -118,8 +118,7 @@ class _Matcher:
         self.stop, self.matched, self._shorter = stop, 0, _shorter(stop)
 
     def read(self, piece: str) -> int:
-        """Read more text. Returns how many characters were read when the stop string was first complete; 0 if it is not
-        complete."""
+        """Read more text. Returns the number of its characters that first complete the stop string, or 0 if none do."""
         stop, shorter, matched, found = self.stop, self._shorter, self.matched, 0
         for at, character in enumerate(piece, 1):
             while matched and character != stop[matched]:

@@ -24,8 +24,7 @@ class Piece(NamedTuple):
 
 class Reader(ABC):
     """Splits an answer into pieces. It finds calls of `functions`, and leaves out all calls after the first `most`.
-    `calls` counts those that are not left out. The joined pieces are the same, however a text is divided into arguments
-    of `add`."""
+    `calls` counts those that are not left out. The joined pieces do not depend on how `add` gets the text."""
 
     def __init__(self, functions: Functions, most: int | None = None) -> None:
         self.calls = 0

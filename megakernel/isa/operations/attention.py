@@ -177,7 +177,7 @@ def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[NDArray[Any], F32]:
-    """K and V of a KV block's tokens before `end`, each [tokens, head_dim]. Quantised K stays in blocks: [tokens,
+    """K and V of a KV block's tokens before `end`: [tokens, head_dim] each, but quantised K in blocks: [tokens,
     bytes]."""
     positions = np.arange(block * c.dims.bucket.kv_block, min((block + 1) * c.dims.bucket.kv_block, end))
     read = c.cache_blocks if c.dims.model.quantised_kv else c.read_cache
@@ -185,8 +185,7 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -> F32:
-    """Attention of one row's heads to some tokens: maximum m, sum l, output o before division by l: [heads, 2 +
-    head_dim]."""
+    """Attention of one row's heads to some tokens: maximum m, sum l, output * l: [heads, 2 + head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     quantised = c.dims.model.quantised_kv
     scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)

@@ -61,8 +61,7 @@ def _accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
 
 
 def _of_tokens(p: Phase) -> bool:
-    """Whether the inputs have one row per token, used by all its experts. Otherwise, each (token, expert) has its own
-    row."""
+    """Whether the inputs have one row per token, used by all its experts; otherwise, one row per (token, expert)."""
     return p.result is Result.GATED
 
 

@@ -20,9 +20,8 @@ _THREADS = 8  # threads, each of which reads one tensor at a time
 def load_weights(
     heap: Heap, checkpoint: Checkpoint, dims: Dims, places: Collection[tuple[Buffer, int]] | None = None
 ) -> None:
-    """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share weights that each of them needs as a
-    whole. `places` are the buffers and layers to copy again, to the same addresses. None means all, for the first
-    time."""
+    """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share weights that each needs as a whole.
+    `places` are the buffers and layers to copy again, to the same addresses; None: all, for the first time."""
     ranks = dims.ranks
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]

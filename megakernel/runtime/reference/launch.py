@@ -54,8 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction as it runs in one layer. Each layer has a block of counters; the instruction waits in block
-    `block`."""
+    """An instruction as it runs in one layer. Each layer has a block of counters; the instruction waits in `block`."""
 
     rank: int
     worker: int
@@ -190,8 +189,7 @@ class ReferenceLaunch:
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: StreamPlace) -> Iterator[Blocked | None]:
-        """Claim instructions of a queue and run them, until the queue's first `end` instructions have been claimed in
-        this layer."""
+        """Claim instructions of a queue and run them, until its first `end` instructions are claimed in this layer."""
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -209,8 +207,7 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return which counters of the grid [row block][KV head group] an item waits for, as offsets from the first
-        one."""
+        """Return which counters of the grid [row block][KV head group] an item waits for, as offsets from the first."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
