@@ -99,7 +99,7 @@ class Stored:
         self._whole = whole
 
     def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        if buffer is Buffer.INV_FREQ:
+        if buffer is Buffer.INV_FREQ and self.config is not self._whole.config:
             return [vector(rope_table(self.config, layer))]
         inner = column_share(buffer, split).size
         if buffer not in self.storage:

@@ -129,7 +129,8 @@ def test_answers_depend_on_nothing_else(
         stats, counts = llm.engine.stats, llm.engine.stats.counts
         assert (stats.preemptions > 0) == ("short of pages" in condition)
         assert (stats.prefix_hits > 0) == (condition != "no prefix cache")
-        assert (counts.proposed > 0) == ("speculating" in condition)
+        if guesses or "speculating" not in condition:  # otherwise, measured times decide whether anything is proposed
+            assert (counts.proposed > 0) == ("speculating" in condition)
         if "short of pages" in condition:
             pool.give(held)
         assert llm.engine.stats.pages_used == 0
