@@ -113,7 +113,8 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies) -> Sync:
-    """Return the counters by which tasks wait for each other. A task waits only for the row blocks that it reads."""
+    """Return the counters by which tasks wait for each other. Tasks wait only for row blocks (ranges of rows) they
+    read."""
     graph = _Graph(tasks, dependencies)
     attention = _attention_grids(graph)
     rows, final = _final_row_grid(graph, _next([attention]))
@@ -248,7 +249,7 @@ def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
 
 
 def _output_rank(graph: _Graph, rank: int) -> int:
-    """Return whose counters attention on `rank` signals: those of the rank, of all ranks, or of the rows' owner."""
+    """Return whose counters attention on `rank` signals: its own, all ranks', or those of the rows' owner rank."""
     split = graph.tasks.dims.split
     if not split.replicated_o:
         return rank

@@ -55,8 +55,8 @@ class Access:
     that does not change during a launch is not listed: weights, and the K and V of earlier steps.
 
     `rank` says which rank's copy of the buffer is touched: OWN, EVERY, a rank, or an array with one rank per
-    instruction. None, for ITEM only, means that each row is written on the rank that owns the row. Other ranks' copies
-    are only written, never read.
+    instruction. None, for ITEM only, means that each row is written on its owner, the rank that keeps its residual.
+    Other ranks' copies are only written, never read.
 
     `share` is used only to predict times. It is the mean fraction of the box that is touched. It is below 1 only for
     experts, because their boxes have columns for every expert that a row might choose.

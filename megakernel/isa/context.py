@@ -85,7 +85,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """The rows of REDUCE with rank `rank`'s partial sums of token rows [row, row + rows), all in one row block."""
+        """The rows of REDUCE with `rank`'s partial sums of token rows [row, row + rows), which have the same owner."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 

@@ -154,7 +154,7 @@ class Split:
     model: ModelSizes
     tp: int = 1
     rank: int = 0
-    # 1: Every rank has all of W_O. Attention sends a row's heads to the rank that owns the row.
+    # 1: Every rank has all of W_O. Attention sends a row's heads to the rank that keeps the row's residual.
     replicated_o: int = 0
     replicated_residual: int = 0  # 1: every rank keeps the whole residual, and adds the partial sums of all ranks
     expert_parallel: int = 0  # 1: every rank has some whole experts; 0: it has a part of every expert
@@ -329,7 +329,7 @@ class Dims:
 
     @property
     def own_rows(self) -> int:
-        """The maximum number of token rows that a rank owns. REDUCE has this many rows for each rank's partial sums."""
+        """The maximum number of token rows whose residual a rank keeps. REDUCE has this many rows per rank."""
         if self.split.replicated_residual:
             return self.bucket.tokens
         return ceil_div(self.bucket.row_blocks, self.split.tp) * self.bucket.row_block

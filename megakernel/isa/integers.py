@@ -5,10 +5,9 @@ a rounding error, because they would make the scale coarse for all others. So th
 largest magnitudes have 15 bits per element, and the scale is chosen so that the other 24 elements fit into 8 bits.
 
 Weights that share a scale form a group: 32 weights, or 16 for Q6_K. The integer products of a group are added exactly,
-so their order does not matter. The groups are then added in ascending order: acc = fma(sum, weights' scale *
+so their order does not matter. The groups are then added from the first to the last: acc = fma(sum, weights' scale *
 activations' scale, acc). If the weights' type has minima, acc = fma(activations' scale * sum of the activations'
-integers, minimum, acc) follows.
-csrc/cpu/simd/integers.h is the fast version of this module.
+integers, minimum, acc) follows. csrc/cpu/simd/integers.h is the fast version of this module.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Rows(IntEnum):
     """The set of rows that a rank computes in a phase.
 
     EVERY    all token rows
-    OWN      the token rows that the rank owns; all rows if every rank keeps the whole residual
+    OWN      the token rows whose residual the rank keeps; all rows if every rank keeps the whole residual
     LOGIT    all rows for which logits are computed
     SAMPLED  the logit rows whose tokens the rank samples
     """
@@ -87,7 +87,7 @@ class Result(IntEnum):
     NONE      no matmul, or a matmul of EXPERTS that stores its products as they are
     HEADS     RoPE rotates q and k; q is stored in Q, k and v are stored in the KV cache
     RESIDUAL  added to the residual stream
-    PARTIAL   stored at the rank that owns the row, as one term of a sum over ranks
+    PARTIAL   stored at the rank that keeps the row's residual, as one term of a sum over ranks
     GATED     silu(first matrix) * second matrix; GELU_GATED has GELU, approximated by tanh, in place of silu
     LOGITS    stored at the rank that samples the row
     STORED    stored in float32, because a norm follows

@@ -97,7 +97,7 @@ def _stored(access: Access, d: Dims) -> Bytes:
         first = d.bucket.row_block * np.arange(d.bucket.row_blocks)
         owned = np.zeros(d.split.tp, dtype=np.int64)
         np.add.at(owned, d.owner(first), np.minimum(d.bucket.row_block, d.bucket.tokens - first))
-        # `size[0]` is the size of all token rows. Each row is stored once, in the copy of the rank that owns the row.
+        # `size[0]` is the size of all token rows. Each row is stored once, in the copy of the row's owner.
         out[:] = owned * int(size[0] // d.bucket.tokens)
     elif isinstance(access.rank, np.ndarray):
         out[np.arange(len(size)), access.rank] = size

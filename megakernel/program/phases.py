@@ -47,7 +47,7 @@ class Phases:
         self.matmuls = [phase for phase in forward if phase.is_matmul]
         self.experts = [phase for phase in forward if phase.operation is Operation.EXPERTS]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
-        # The phases that compute only the rows that get logits. They wait for the row blocks that contain these rows.
+        # The phases that compute only the rows that get logits. They wait for these rows' row blocks (groups of rows).
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
         # The residual stream, and results that a norm will add to it (STORED). Usually, a rank uses only the row blocks
         # (groups of rows) that it owns; with a replicated residual, it uses all rows.

@@ -1,7 +1,7 @@
 """Divides the attention of a step (rows x KV heads x KV tokens) into equal shares, one per attention instruction.
 
-A share consists of items. An item is some rows of one sequence, some KV heads, and a range of KV blocks. The list of
-items of one instruction is called a slot. Each rank has its own items, for its own KV heads.
+A share consists of items. An item is some rows of one sequence, some KV heads, and some consecutive KV blocks (of 128
+tokens each). The list of items of one instruction is called a slot. Each rank has its own items, for its own KV heads.
 
 The division has three steps:
 
@@ -39,13 +39,13 @@ Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 # A CPU processes queries in tiles of this many rows, which share each read of K and V. With 32 rows, a loaded element
 # is used in enough multiply-adds to hide its load. The attention scores of a tile still fit into a core's L1 cache.
 QUERY_TILE = 32
-# On a CPU, the KV range of a query tile may be divided among cores, but each gets at least this many KV blocks. With
-# fewer, merging the partial results would cost more time than is saved. On a GPU, the minimum is 1 block: a block takes
-# longer than the merging, and with few rows most SMs would otherwise be idle.
+# On a CPU, the KV range of a query tile may be divided among cores, but each gets at least this many KV blocks of 128
+# tokens. With fewer, merging the partial results would cost more time than is saved. On a GPU, the minimum is 1 block:
+# a block takes longer than the merging, and with few rows most SMs would otherwise be idle.
 SPLIT_GRAIN = 2
-# While an SM computes with one KV block, it can load K and V of about this many KV heads. With fewer, memory would
-# idle. On an H200, computing takes 3 us: softmax, and 8 query tiles of 16 queries x 128 tokens x 128 elements x 4 FLOP
-# at 60 % of an SM's 7.5 TFLOP/s. Loading K and V of one head takes 1.8 us: 64 KiB at an SM's 36 GB/s.
+# While an SM computes with one KV block (128 tokens), it can load K and V of about this many KV heads. With fewer,
+# memory would idle. On an H200, computing takes 3 us: softmax, and 8 query tiles of 16 queries x 128 tokens x 128
+# elements x 4 FLOP at 60 % of an SM's 7.5 TFLOP/s. Loading K and V of one head takes 1.8 us: 64 KiB at an SM's 36 GB/s.
 PASS_HEADS = 2
 # Attention work is divided into equal shares, one per instruction. To cut fewer parts (KV heads of a query tile) in
 # two, the end of a share may move to a nearby border between parts. It moves by at most this fraction of a share, so

@@ -201,7 +201,7 @@ class Steps:
 
     Writing is fast, because most decode steps process the same sequences as the step before, and each sequence
     continues by one token. Then only tokens and positions are written. The attention items (pieces of attention work)
-    are computed again only when a sequence begins a new KV block, or when its sliding window leaves a KV block.
+    are computed again only when a sequence begins a KV block (of 128 tokens), or when its window leaves one.
     """
 
     def __init__(self, pages: SequencePages, sampling: Sampling) -> None:

@@ -16,8 +16,8 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return the tokens that must come next in each sequence for which a planned step samples a token, and whose
-    constraint limits this token."""
+    """Return the tokens that must come next in each sequence, if a planned step samples its next token and a constraint
+    limits this token."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0

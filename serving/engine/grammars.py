@@ -152,8 +152,8 @@ class Grammar(Constraint):
 
 
 class Calls(Constraint):
-    """Any text, in which each match of `trigger` begins a call, which a grammar must match. Outside of calls there is
-    no mask and no forced token. If the grammar library gives up within a call, or on the grammar, the call is
+    """Permits any text. But each match of `trigger` begins a call, and a call must match a grammar. Outside of calls
+    there is no mask and no forced token. If the grammar library gives up within a call, or on the grammar, the call is
     unlimited."""
 
     def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:

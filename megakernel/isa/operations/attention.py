@@ -90,7 +90,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
 
 
 def read_blocks(view: StepTable, span: int) -> NDArray[np.int32]:
-    """Return how many KV blocks each item's rows see in a layer where a row attends to at most `span` tokens."""
+    """Return how many KV blocks (token ranges) each item's rows see if a row sees at most `span` tokens."""
     first = np.maximum(view.positions[view.item_row] + 1 - span, 0) // view.dims.bucket.kv_block
     end = view.item_block + view.item_blocks
     blocks: NDArray[np.int32] = np.maximum(end - np.maximum(view.item_block, first), 0)
@@ -169,7 +169,7 @@ def _query_columns(d: Dims, head: int) -> slice:
 
 
 def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
-    """Store attention's output for one KV head's query heads, for rows of one row block."""
+    """Store attention's output for one KV head's query heads, for rows of one row block, which have one owner."""
     columns = _query_columns(c.dims, head)
     index = (rows, slice(c.dims.split.o_first + columns.start, c.dims.split.o_first + columns.stop))
     ranks = c.dims.owners(rows.start) if c.dims.split.replicated_o else (c.dims.split.rank,)
