@@ -329,8 +329,8 @@ bool Interpreter::step(Cursor& c, int thread) {
 }
 
 // Runs one work item of attention (some rows and KV heads of a sequence). For a long context, several work
-// items share the same rows, and each one processes some of the KV blocks. The last of them to finish merges
-// all their results. Returns whether the output of the rows is now final.
+// items share the same rows, and each one processes some of the KV blocks (ranges of tokens). The last item
+// to finish merges all results. Returns whether the output of the rows is now final.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];

@@ -314,8 +314,8 @@ struct KvBlocks {
   int32_t begin, end;
 };
 
-// Returns which KV blocks an attention work item reads. In a layer with a sliding window, rows attend only to
-// the last `span` tokens, so blocks before the window of the item's first row are left out.
+// Returns which KV blocks (of 128 tokens) an attention work item reads. With a sliding window, rows attend
+// only to the last `span` tokens, so blocks before the window of the item's first row are left out.
 MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
   const int32_t first = first_visible(span, s.positions[s.item_row[item]]) / kKvBlock;
@@ -333,7 +333,7 @@ MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
   return ceil_div(rows * d.group_size(), kQueryTile) * head_parts(d);
 }
 
-// Returns the number of pages for one KV block of a KV head.
+// Returns the number of pages for one KV block (128 tokens) of a KV head.
 MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4 * head_parts(d); }
 
 // Lists the pages of one attention work item. Its work is divided into units, and in each pass every consumer

@@ -114,7 +114,7 @@ class ModelConfig(Shape):
         return ModelSizes(**own, dtype=int(dtype), quantised_kv=int(quantised_kv), q8_activations=int(q8_activations))
 
     def bias(self, buffer: Buffer) -> Buffer | None:
-        """Return `buffer`, which is for a bias, if the model has this bias; otherwise None."""
+        """Return `buffer`, a buffer of biases, if the model has these biases; otherwise None."""
         has = {Buffer.B_QKV: self.qkv_bias, Buffer.B_O: self.o_bias}
         return buffer if has.get(buffer, self.mlp_bias) else None
 

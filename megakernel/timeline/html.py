@@ -26,7 +26,7 @@ from .template import asset, fill, policy, timeline_script
 from .waterfall import FAR
 
 _ACCESS_KINDS, _INDEXES = list(acc.Kind), list(acc.Index)
-_OWNERS = -3  # a third special value for a region's rank, besides OWN and EVERY: the ranks that own its rows
+_OWNERS = -3  # a third special value for a region's rank, besides OWN and EVERY: the ranks that store its rows
 _LAYOUT = {
     "words": rec.WORDS,
     "operand": rec.OPERAND_WORD,

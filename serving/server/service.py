@@ -1,4 +1,4 @@
-"""The way of a request through a frontend: its body becomes a conversation or a prompt, that becomes token ids, and the
+"""How a frontend answers a request: the body becomes a conversation or a prompt, this becomes token ids, and the
 engine's tokens become the answer. All endpoints share this code."""
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, co
   MK_UNROLL for (int i = 0; i < R; ++i) store(scores + int64_t{i} * d.kv_block, acc[i]);
 }
 
-// Computes the scores of `rows` queries and the tokens [begin, tokens) of a KV block, R queries at a time.
+// Computes scores of `rows` queries, R at a time, with tokens [begin, tokens) of a KV block.
 template <int R = kIntegerRows>
 void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlock<int8_t>& cached, int begin,
                 int tokens, float* scores) {
@@ -138,7 +138,7 @@ void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlo
   if constexpr (R > 1) score_rows<R - 1>(d, queries, rows, cached, begin, tokens, scores);
 }
 
-// Computes the scores of `rows` queries and the tokens [begin, tokens) of a KV block.
+// Computes the scores of `rows` queries with the tokens [begin, tokens) of a KV block (kv_block tokens).
 template <class T, class Kv>
 inline void score(const Dims& d, int rows, const float* queries, const CachedBlock<T>&, const Kv& kv,
                   int begin, int tokens, float* scores) {
@@ -153,9 +153,9 @@ inline void score(const Dims& d, int rows, const Rounded* queries, const CachedB
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
 
-// Merges the softmax state (m, l, o) of one KV block into the state of all earlier blocks. Must not be
-// inlined: attention must give the same bits whether or not its KV blocks are divided among several work
-// items, so both cases must run the same machine code.
+// Merges the softmax state (m, l, o) of one KV block (kv_block tokens) into that of all earlier blocks. Must
+// not be inlined: attention must give the same bits whether or not its KV blocks are divided among several
+// work items, so both cases must run the same machine code.
 __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, float block_m, float block_l,
                                                   const float* block_o, int head_dim) {
   const float top = block_m > m ? block_m : m;
@@ -223,7 +223,7 @@ inline void softmax_row(const Dims& d, float* scores, int tokens, float scale, f
   l = sum(total);
 }
 
-// Returns the first token of a KV block that the query at `position` sees, in a layer with the given span.
+// Returns the first token of a KV block that the query at `position` sees if it sees only `span` tokens.
 inline int first_token(const Dims& d, int span, int position, int block) {
   return higher_of(position + 1 - span - block * d.kv_block, 0);
 }
@@ -356,9 +356,9 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
 }
 
 // Runs attention for work item number call.item (some rows and KV heads of a sequence). Normally computes the
-// final output. For a long context, several work items divide the KV blocks of the same rows. Each of these
-// only stores the softmax state (m, l, o) of its blocks in the buffer PARTIALS, and attention_merge then
-// computes the output.
+// final output. For a long context, several work items divide the KV blocks (ranges of tokens) of the same
+// rows. Each then only stores the softmax state (m, l, o) of its blocks in the buffer PARTIALS, and
+// attention_merge computes the output.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;
@@ -380,9 +380,9 @@ void attention(const Call& call, const Attention&) {
   }
 }
 
-// Computes the final attention output if several work items have divided the KV blocks of the same rows. The
-// last of these items to finish, call.item, calls this. It merges the softmax states that all the items have
-// stored in PARTIALS, in ascending order of the KV blocks.
+// Computes the final attention output if several work items have divided the KV blocks (ranges of tokens) of
+// the same rows. The last of the items to finish, call.item, calls this. It merges the softmax states that
+// all the items have stored in PARTIALS, in ascending order of the blocks.
 template <class T>
 void attention_merge(const Call& call, const int32_t*) {
   const Dims& d = *call.dims;

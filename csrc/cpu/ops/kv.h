@@ -100,7 +100,7 @@ struct Matrix {
   virtual int find(int row, int column, int end, int count, S* strips) const = 0;
 };
 
-// The keys of a KV block, [element of the head][token].
+// The keys of a KV block (kv_block tokens), [element of the head][token].
 template <class Kv, class S>
 struct Keys final : Matrix<S> {
   const Kv& kv;
@@ -114,7 +114,7 @@ struct Keys final : Matrix<S> {
 template <class Kv>
 Keys(const Kv& block) -> Keys<Kv, decltype(block.key(0))>;
 
-// The values of a KV block, [token][element of the head], from token `first` on.
+// The values of a KV block (kv_block tokens), [token][element of the head], from token `first` on.
 template <class Kv, class S>
 struct TokenValues final : Matrix<S> {
   const Kv& kv;

@@ -106,7 +106,7 @@ struct PackedBlock {
   using Scales = S;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
-  static constexpr int kGroups = S::kGroups;   // groups of steps in a unit, each with its own scales
+  static constexpr int kGroups = S::kGroups;   // groups of steps in kUnit steps, each with its own scales
   static constexpr bool kFloats = std::is_same_v<S, Exponent>;  // whether values are 4-bit floats
   static constexpr int kCodeBits = kFloats ? 5 : kBits;         // of values as integers
   static constexpr int kZero = zero_code(kCodeBits, kOffset);

@@ -71,8 +71,8 @@ class AttentionItem {
   MK_FN void run_pass(int begin) {
     const int of_head = this->of_head(), end = lower_of(begin + kConsumerWarps, units()),
               unit = begin + call_.warp;
-    // The KV head of this warp's unit, counted from the item's first KV head; -1 if no unit is left for the
-    // warp.
+    // The KV head of this warp's unit (tile and part of a head), counted from the item's first KV head; -1 if
+    // no unit is left for the warp.
     const int own = unit < end ? unit / of_head : -1;
     const int first = unit % of_head / parts() * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
@@ -235,9 +235,9 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // Returns the address of a partial result (m, l and o, softmax.h) of one row, query head and KV block.
-  // `row` and the KV head `head` count from the first of the work item. `group_head` selects one of the query
-  // heads that share the KV head.
+  // Returns the address of a partial result (m, l and o, softmax.h) of one row, query head and KV block
+  // (range of tokens). `row` and the KV head `head` count from the first of the work item. `group_head`
+  // selects one of the query heads that share the KV head.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);

@@ -267,7 +267,7 @@ class _ResponseWriter(ItemWriter):
         return events
 
     def _empty(self) -> bytes:
-        """Open a message without text."""
+        """Return the events that open a message without text."""
         self.said.put(Piece("content", ""))
         return self._open(self.said.items[-1])
 
