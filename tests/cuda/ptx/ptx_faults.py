@@ -75,6 +75,12 @@ experts dots
   results of experts are added with the weights of others  combine.h: load_float(weights + first + j)  \[(%\w+)\]  [\1+4]
 experts tensor
   each part of experts signals  routes.h: task.record[i] = 0  st\.
+row dots
+  signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
+  loaders do not wait for empty pages  loaders.h: p.wait(block.empty[at.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
+  consumers do not wait for inputs  consumer.h: p.wait(slot.inputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
+  the parity of pages is always 0  block.h: n / kPages & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
+  a consumer does not release a page  pages.h: p_.arrive(block_.empty[  mbarrier\.arrive
 """  # noqa: E501
 
 

@@ -255,7 +255,7 @@ def checked(kind: str) -> list[str]:
 
 def varied(kind: str, **changes: Any) -> list[str]:
     """Run a step in a build that traces, or in one without copies or arithmetic, whose results are not compared."""
-    emulator = Emulator(changes=changes)
+    emulator = Emulator(kind=kind, changes=changes)
     step = random_step(kind, 5, tp=1)
     step.gpu.ablation = changes.get("ablation", Ablation.NONE)
     emulator.schedule.races = emulator.regions = step.gpu.ablation is Ablation.NONE
@@ -273,6 +273,7 @@ _FAULT_STEPS = {
     "tensor": (5, 6, 10),
     "experts dots": (20, 22),
     "experts tensor": (22, 21),
+    "row dots": (0, 1),
 }
 
 
