@@ -85,13 +85,9 @@ EXPERTS = {
 WIDE = {
     "heads_norm.h": {"LDG.E.128.STRONG.GPU": "q and k of this launch", "BAR.SYNC": "their squares over warps"},
 }
-# Llama has no norms of heads, which dot products and their results would need.
-ONE_ROW = DOTS | {
-    file: {opcode: what for opcode, what in DOTS[file].items() if "head" not in what}
-    for file in ("dots.h", "results.h")
-}
 TABLES = {
-    "one-row-dots": ONE_ROW,
+    # Llama does not normalise heads.
+    "one-row-dots": DOTS | {f: {k: v for k, v in DOTS[f].items() if "head" not in v} for f in ("dots.h", "results.h")},
     **{"tensor": TENSOR, "dots": DOTS},
     **{"experts-tensor": TENSOR | EXPERTS, "experts-dots": DOTS | EXPERTS},
     **{"wide-tensor": TENSOR | WIDE, "wide-dots": DOTS | WIDE},

@@ -94,15 +94,6 @@ class Step:
         return None if error < 0.03 else f"{self.name}: the logits differ by {error:.2g}"
 
 
-def _units(kind: str) -> str:
-    """Return the kind without experts or wide heads."""
-    return kind.split()[-1]
-
-
-def _options(kind: str, chosen: dict[str, Any]) -> Options:
-    return Options(matmul=_units(kind), **chosen)
-
-
 def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     """Return a step of a random small model: a decode row with a long context and, for most seeds, a prompt."""
     rng = np.random.default_rng(seed)
@@ -110,7 +101,7 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
         return step_of(f"{kind} {seed}", *ROWS[kind], rng)
     shape = {"vocab": 139, "hidden": 104, "ffn": 136, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 64}
     config = ModelConfig(**shape | {"max_context": _CONTEXT} | dict(rng.choice(np.array(_SHAPES))))
-    units, mores = _units(kind), _MORES.get(kind.split()[0], _MORE)
+    units, mores = kind.split()[-1], _MORES.get(kind.split()[0], _MORE)
     more = mores[seed % len(mores)]
     config = replace(config, **more | {"family": more.get("family", config.family)})
     chosen = dict(rng.choice(np.array(_OPTIONS[units])))
@@ -130,9 +121,8 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     if kind == "dots" and config.family == "qwen3" and not chosen.get("norm"):
         # Each worker runs several small tiles, one after another, and each of them normalises a head.
         chosen["norm"], tokens, machine = "own", 40, replace(machine, tile_rows=32, tile_cols=64)
-    program = compiled(
-        config, machine, tokens, min(3, tokens), ranks, _options(kind, chosen), max_seqs=3, max_context=_CONTEXT
-    )
+    options = Options(matmul=units, **chosen)
+    program = compiled(config, machine, tokens, min(3, tokens), ranks, options, max_seqs=3, max_context=_CONTEXT)
     return step_of(f"{kind} {seed}: {config}, {chosen}, tp {ranks}, {tokens} tokens", config, program, rng)
 
 
@@ -190,7 +180,7 @@ def rows_alone(kind: str, seeds: Iterable[int]) -> list[str]:
     (config, program), emulator, wrong = ROWS[kind], Emulator(), list[str]()
     for seed in seeds:
         limits = {"max_seqs": 3, "max_context": _CONTEXT}
-        several = compiled(config, MACHINE, 2 + 3 * seed, 2, options=_options(kind, {}), **limits)
+        several = compiled(config, MACHINE, 2 + 3 * seed, 2, options=Options(matmul="dots"), **limits)
         step = step_of(f"{kind} {seed}", config, several, np.random.default_rng(seed))
         alone = build_step(program.dims, step.chunks[:1])
         bits = [np.asarray(step.gpu.launch(several, step.table).logits[0]).tobytes()]
@@ -226,7 +216,7 @@ def answered(kind: str) -> list[str]:
     emulator.schedule.limit, emulator.schedule.races = 10**12, 0
     machine = replace(MACHINES["h100"], workers=8, kv_page=KV_BLOCK)
     limits = {"max_seqs": 1, "max_context": _CONTEXT}
-    program = compiled(checkpoint.config, machine, len(_PROMPT), 1, options=_options(kind, {}), **limits)
+    program = compiled(checkpoint.config, machine, len(_PROMPT), 1, options=Options(matmul=kind), **limits)
     d = program.dims
     chunk = Chunk(0, 0, _PROMPT, range(d.bucket.pages_per_seq), [SampleRow(len(_PROMPT) - 1)])
     gpu, reference = (

@@ -13,7 +13,7 @@ constexpr size_t kStackBytes = size_t{1} << 19;
 constexpr int kMostBlocks = 256;
 constexpr uint64_t kIdleNs = 1'000'000;           // step of virtual time, which passes while all threads wait
 constexpr uint64_t kEndless = 1'000'000'000'000;  // a watchdog with a longer time limit counts as off
-constexpr int kIdleSteps = 2000;                   // after so many steps, only a watchdog can end the launch
+constexpr int kIdleSteps = 2000;                  // after so many steps, only a watchdog can end the launch
 
 }  // namespace
 
