@@ -240,13 +240,14 @@ def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
         if key is not None:
             raise MegakernelError("--ssl-keyfile needs --ssl-certfile")
         return None
+    key = key or certificate
+    needed = "a certificate in PEM and its private key, also in PEM and without a passphrase, are needed"
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(regular(Path(certificate)), regular(Path(key)), "")
     except OSError as e:
-        raise MegakernelError(
-            f"cannot use {certificate} and {key or 'its own key'} for HTTPS: {e.strerror or e}"
-        ) from e
-    return key or certificate, certificate
+        why = f"{needed} ({e.strerror})" if isinstance(e, ssl.SSLError) else e.strerror
+        raise MegakernelError(f"cannot use the certificate {certificate} and the key {key} for HTTPS: {why}") from e
+    return key, certificate
 
 
 def _local_names(sock: socket.socket, host: str) -> frozenset[str] | None:
