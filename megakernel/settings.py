@@ -79,6 +79,7 @@ _TABLE = """
 --request-timeout | seconds | (none) | seconds that a whole answer, or the first token of a stream, may take
 --stall-timeout | seconds | 120 | seconds that requests may wait without a finished step before /health returns 503
 --shutdown-timeout | seconds | 30 | seconds to finish running requests after SIGTERM
+--disable-log-requests --no-enable-log-requests | switch | off | no line in the log for each request at --log-level info
 --replicas | count | (one server without Ray) | servers behind one address, started by Ray, each a process with its own
     engine
 --ray-address | HOST:PORT | (a new cluster that ends with the server) | HOST:PORT of a Ray cluster, or auto to find one;

@@ -33,7 +33,8 @@ _GROUPS = {
     " max_model_len max_num_seqs max_num_batched_tokens",
     "address": "host port uds root_path api_server_count",
     "security": "api_key open_metrics allowed_hosts cors_origin ssl_certfile ssl_keyfile",
-    "limits": "max_queued_requests max_body_bytes max_grammar_bytes request_timeout stall_timeout shutdown_timeout",
+    "limits": "max_queued_requests max_body_bytes max_grammar_bytes request_timeout stall_timeout shutdown_timeout"
+    " disable_log_requests",
     "replicas": "replicas ray_address routing",
 }
 _SETTINGS = " ".join(_GROUPS.values()).split()
@@ -43,7 +44,7 @@ _NOT_FOR_REPLICAS = ("uds", "ssl_certfile", "ssl_keyfile", "root_path")
 # Flags that vLLM has and this server lacks, each under the advice that is shown to a user who gives it.
 _OF_VLLM = {
     "it is always so here: leave it out": "enable-auto-tool-choice enable-prefix-caching enable-chunked-prefill"
-    " async-scheduling enforce-eager disable-log-requests disable-log-stats disable-uvicorn-access-log",
+    " async-scheduling enforce-eager disable-log-stats disable-uvicorn-access-log",
     "no code of a model is ever run: leave it out": "trust-remote-code",
     "the KV cache is as large as --max-num-seqs and --max-model-len need": "gpu-memory-utilization"
     " kv-cache-memory-bytes num-gpu-blocks-override block-size swap-space cpu-offload-gb",
@@ -192,6 +193,7 @@ def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls:
         limits=Limits(given["max_body_bytes"], given["request_timeout"], given["stall_timeout"]),
         drain_seconds=given["shutdown_timeout"],
         log_level=logging.getLogger().level,
+        log_requests=not given["disable_log_requests"],
         listener=sock.fileno(),
         parent=-1,
         tool_parser=given["tool_call_parser"],

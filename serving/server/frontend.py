@@ -23,6 +23,7 @@ import uvicorn
 from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import ChatTemplate
 from megakernel.serving.server.client import Overloaded
+from megakernel.serving.server.http import log as request_log
 from megakernel.serving.server.limits import AccessRules, Limits
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.protocol import HttpProtocol
@@ -50,6 +51,7 @@ class Start(msgspec.Struct, frozen=True):
     limits: Limits
     drain_seconds: float
     log_level: int
+    log_requests: bool  # whether the log has a line for each request, if its level is at most INFO
     listener: int  # file descriptor of the listening socket that all frontends share
     parent: int  # file descriptor of a socket whose other end closes when the parent ends
     tool_parser: str | None = None  # name of the model's tool call format; None: the chat template decides
@@ -175,6 +177,7 @@ class FrontendServer(uvicorn.Server):
 def main(start: Start) -> int:
     """Serve until SIGTERM or until the parent ends. Returns the exit status."""
     logging.basicConfig(level=start.log_level, format="megakernel: %(levelname)s: %(message)s")
+    request_log.disabled = not start.log_requests
     allow_connections()
     parent = socket.socket(fileno=start.parent)
     codec = Codec.of(start.description.name, start.description.source, start.tool_parser)
