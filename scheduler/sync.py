@@ -268,7 +268,7 @@ def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
 
 
 def _attention_waits(graph: _Graph) -> dict[int, set[int]]:
-    """For each group of tasks that reads attention's outputs, return the counters in the output grid it waits for."""
+    """For each group of tasks that reads attention's outputs, return the row blocks whose counters the group awaits."""
     out: dict[int, set[int]] = defaultdict(set)
     for g, targets in graph.from_items.items():
         for consumer in {c for to in targets for c in to.groups}:

@@ -84,8 +84,9 @@ MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 // Where a page lies in the ring.
 struct Page {
   int slot;
-  // The parity of the mbarrier phase that this page uses; it alternates each time the page's slot in the ring
-  // is reused. Before a loader fills the page, it waits for the previous phase of the barrier `empty`.
+  // An mbarrier (hardware barrier) counts how often it has completed, and a wait names the parity of that
+  // count. It alternates each time the page's slot is reused. Before a loader fills the page, it waits for
+  // the previous completion of `empty`, when all have released the slot's last page.
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }

@@ -243,7 +243,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     partial = _once(keys, inside, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
     dims = int(head_dim * partial)
     if partial != 1 and not ("partial_rotary_factor" in family.defaults and 0 < dims < head_dim):
-        raise MegakernelError(f"{source}: partial_rotary_factor = {partial} is not supported")
+        raise MegakernelError(f"{source}: partial_rotary_factor = {partial} does not fit this family")
     rope = Rope(theta, kind, dims=0 if partial == 1 else dims)
     if kind is RopeKind.DEFAULT:
         return rope

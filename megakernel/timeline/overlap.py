@@ -30,9 +30,8 @@ def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Sp
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Return the fraction of loading time that is hidden: the worker waits, or computes an earlier instruction.
-
-    Only the part of a load before its own instruction's COMPUTE counts here. `loads_under_compute` counts the rest too.
+    """Return the fraction of loading time that is hidden, because meanwhile the worker waits or computes an earlier
+    instruction. The part of a load after the beginning of its own instruction's COMPUTE is not counted as hidden.
     """
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)

@@ -310,9 +310,8 @@ class Grammars:
         if (found := self._kept(key := wanted.source())) is not None:
             return found
         if self._tokenizer is None or not self._eos_ids:
-            raise MegakernelError(
-                "structured outputs need a tokenizer and an end-of-sequence token; this model lacks one"
-            )
+            lacks = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
+            raise MegakernelError(f"this model has no {lacks}, which structured outputs need")
         try:
             source, left, size = self._checked(*key)
         except MegakernelError:

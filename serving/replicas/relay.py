@@ -54,7 +54,7 @@ async def relay(
                     if isinstance(part, Head):
                         head = part
                         if sent and (head.status, head.kind) != (sent.status, sent.kind):
-                            raise _Lost(f"another replica has a different answer, with status {head.status}")
+                            raise _Lost(f"the replica that took over answers otherwise, with status {head.status}")
                         continue
                     rest += part
                     if not head.streams:

@@ -320,7 +320,8 @@ class ByteSums {
   // Adds the products of the four weights in each lane with the four activations in `word`. j numbers the
   // calls for one object: 0, 1, 2 and so on.
   MK_INLINE void add(int j, U32 weights, uint32_t word) { add(j, weights, word, kFit, 1); }
-  // Like `add`, but for the high bytes of a unit's kWideWords wide words. Must be called before `add`.
+  // Like `add`, but for the high bytes of a unit's kWideWords wide words. All of these calls come before the
+  // first `add`, because the last one shifts their sum.
   MK_INLINE void add_high(int j, U32 weights, uint32_t word) {
     add(j, weights, word, kFit < kWideWords ? kFit : kWideWords, 1 << kHighShift);
 #if !defined(__AVX2__) || MK_LANES != 8
