@@ -522,7 +522,7 @@ def _scores(step: int) -> Json:
         parts = []
         for start in range(0, length, step):
             chunk = Chunk(0, start, ids[start : start + step], pages, samples)
-            parts.append(backend.launch(program, build_step(program.dims, [chunk])).logits.copy())
+            parts.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:])
         return np.concatenate(parts)[-SCORED:]
 
     ours, again = logits(), logits()

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from httptools import HttpParserError, HttpResponseParser
 
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.report import Outcome
@@ -26,7 +25,7 @@ _SHOWN = 200  # maximum characters of a server's message
 _CONNECT_S = 30.0
 _READ = 1 << 16
 CPU = 'megakernel:cpu_seconds_total{process="'
-ERRORS = (OSError, EOFError, ValueError, HttpParserError, RecursionError, msgspec.DecodeError)
+ERRORS = (OSError, EOFError, ValueError, RecursionError, msgspec.DecodeError)
 
 
 class RefusedError(MegakernelError):
@@ -226,12 +225,14 @@ class _Connection:
     """One HTTP/1.1 connection. `reusable` becomes True when the end of an answer has arrived."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        import httptools  # only here, because a machine that computes without a server may lack it
+
+        self._http, self._reader, self._writer = httptools, reader, writer
         self.reusable = False
 
     async def ask(self, data: bytes) -> int:
         """Send `data` and return the status of the answer."""
-        self._parser = HttpResponseParser(self)  # calls the methods on_*
+        self._parser = self._http.HttpResponseParser(self)  # calls the methods on_*
         self._received, self._pieces = 0, list[bytes]()
         self._begun = self._sized = self._ended = self.reusable = False
         self._writer.write(data)
@@ -255,7 +256,10 @@ class _Connection:
         if self._received > _MOST_BYTES:
             raise ValueError(f"an answer has more than {_MOST_BYTES} bytes")
         if data:
-            self._parser.feed_data(data)
+            try:
+                self._parser.feed_data(data)
+            except self._http.HttpParserError as e:
+                raise ValueError(str(e)) from e
         elif self._sized or not self._begun:
             raise EOFError("the connection closed before the end of the answer")
         else:

@@ -114,14 +114,14 @@ def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Run
     tokens = list(range(40))
     good = runner.program(40, 40)
     table = runner.table(good, [Piece(0, 0, tokens)])
-    expected = runner.backend.launch(good, table).logits.copy()
+    expected = runner.backend.launch(good, table).logits[:]
     row = int(np.flatnonzero(good.body.records[:, record.SIGNAL_WORD])[0])
     bad = edit(good, "body", row, record.SIGNAL_WORD)
     with pytest.raises(MegakernelError, match=r"rank 0 worker \d+ waits in .* for counter"):
         runner.backend.launch(bad, table)
-    np.testing.assert_array_equal(runner.backend.launch(good, table).logits.copy(), expected)
+    np.testing.assert_array_equal(runner.backend.launch(good, table).logits[:], expected)
     runner.backend.start(good, table).abort()
-    np.testing.assert_array_equal(runner.backend.launch(good, table).logits.copy(), expected)
+    np.testing.assert_array_equal(runner.backend.launch(good, table).logits[:], expected)
 
 
 def test_a_stalled_instruction_delays_what_depends_on_it(runner: Runner) -> None:
@@ -155,7 +155,7 @@ def test_large_shapes_are_as_close_to_float32_as_torch(model: str) -> None:
         ids = np.random.default_rng(0).integers(0, llm.config.vocab, 64).tolist()
         samples = [SampleRow(i, store=False) for i in range(64)]
         table = build_step(program.dims, [Chunk(0, 0, ids, list(range(program.dims.bucket.pages_per_seq)), samples)])
-        ours = torch.tensor(backend.launch(program, table).logits.copy(), device="cuda")
+        ours = torch.tensor(backend.launch(program, table).logits[:], device="cuda")
         with torch.inference_mode():
             where = torch.tensor(ids, device="cuda"), torch.arange(64, device="cuda")
             truth = TorchLlama(backend, llm.config, 64, torch.float32)(*where).double().log_softmax(-1)
