@@ -10,7 +10,7 @@ import urllib.request
 
 URL = "http://127.0.0.1:8437"
 command = ["megakernel", "serve", "--replicas", "2", "--port", "8437", "--model", "smollm2-135m"]
-server = subprocess.Popen(command)
+server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 try:
     body = json.dumps({"model": "smollm2-135m", "prompt": "One, two,", "max_tokens": 4}).encode()
     request = urllib.request.Request(f"{URL}/v1/completions", body, {"Content-Type": "application/json"})
@@ -23,6 +23,9 @@ try:
             break
         time.sleep(1)
     print(answer.decode() or sys.exit("the replicas do not answer"))
+    # Replicas answer a moment before the command is ready, and Ray may lose a signal that arrives in between.
+    assert server.stdout is not None
+    print(next(line for line in server.stdout if "--ray-address" in line))
 finally:
     server.send_signal(signal.SIGINT)
     server.wait(60)
