@@ -12,7 +12,7 @@ from typing import Any
 from .. import machine
 from ..errors import MegakernelError
 from ..settings import SETTINGS
-from . import output
+from . import on_interrupt, output
 from .options import fetch
 
 # Settings of the cluster and of its address, which a single replica does not get.
@@ -46,8 +46,14 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     settings.setdefault("allowed_hosts", ["*"] if names is None else sorted(names))
     if address is None:
         fetch(given["model"])  # download the model once, not once per replica
+    asked = threading.Event()  # a signal to end has arrived
+
+    def interrupt(*_: object) -> None:
+        asked.set()
+        raise KeyboardInterrupt  # Ray may swallow it
+
     try:
-        with output.busy(f"starting {given['replicas']} replicas"):
+        with on_interrupt(interrupt), output.busy(f"starting {given['replicas']} replicas"):
             nodes = cluster.join(address, machine.cpu_count())
             on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
             share = place(nodes, given["replicas"], given["tensor_parallel_size"], given["threads"], on_gpus=on_gpus)
@@ -66,16 +72,15 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
             cluster.deploy(plan, host, port)
         facts = {"url": where, "replicas": plan.replicas, "threads": share.threads, "gpus": share.gpus}
         _ready(facts | {"routing": given["routing"], "ray_address": cluster.address()}, given["model"], as_json)
-        return _until_signal(cluster.undeploy) if address is None else 0
+        return _until_signal(asked, cluster.undeploy) if address is None else 0
     finally:
         cluster.leave()
 
 
-def _until_signal(undeploy: Any) -> int:
+def _until_signal(asked: threading.Event, undeploy: Any) -> int:
     """Wait for SIGTERM or Ctrl-C, then call `undeploy`, which finishes the running requests. A second signal ends the
-    process at once. Return the exit status."""
-    asked = threading.Event()
-    got = signal.SIGTERM
+    process at once. If `asked` is set, Ctrl-C came before. Return the exit status."""
+    got = signal.SIGINT
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal got

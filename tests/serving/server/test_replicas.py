@@ -35,9 +35,10 @@ from commands import command, fails
 from model_helpers import byte_model
 from serve_process import SMALL, at
 
-from megakernel.cli import parser
+from megakernel.cli import main, parser
 from megakernel.errors import MegakernelError
 from megakernel.serving import replicas
+from megakernel.serving.replicas import cluster, placement
 from megakernel.serving.replicas.placement import ClusterNode, ReplicaShare, place, prepare
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Head
@@ -161,6 +162,22 @@ def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> 
     asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
     assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
     assert "listen on the same port: give another --port" in fails(capsys, *asked, "--port", "0")
+
+
+def test_an_interrupt_that_ray_swallows_ends_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deploy(*_: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    undeploy = Mock()
+    fakes = {"join": lambda *_: [ClusterNode(4, 0)], "deploy": deploy, "address": str, "undeploy": undeploy}
+    for name, fake in (fakes | {"leave": Mock()}).items():
+        monkeypatch.setattr(cluster, name, fake)
+    monkeypatch.setattr(placement, "prepare", Mock())
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["serve", "--replicas", "1", "--model", "random:smollm2-135m", "--port", "0"]) == 130
+    undeploy.assert_called_once()
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("healthy", [True, False])
