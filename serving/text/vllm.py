@@ -79,6 +79,10 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+# Names that results had earlier, with the names that replaced them.
+_FORMER = {"choices": "outputs", "prompt_top_logprobs": "prompt_logprobs"}
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """A prompt and its choices, `outputs`. The properties are shortcuts to the first choice. prompt_logprobs[i], if
@@ -122,6 +126,9 @@ class RequestOutput:
             return None
         each = zip(self.prompt_logprobs, self.prompt_token_ids, strict=True)
         return [None if scores is None else scores[token].logprob for scores, token in each]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a result has no {name}" + (f": use {_FORMER[name]}" if name in _FORMER else ""))
 
 
 # Two lists for a prompt's tokens from the second on: the log-probabilities of the tokens, and those of the most likely

@@ -121,6 +121,8 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
         out.prompt_logprobs[1:], out.prompt_token_ids[1:], out.prompt_token_logprobs[1:], strict=True
     ):
         assert scored is not None and scored[token].logprob == value
+    with pytest.raises(AttributeError, match="no choices: use outputs"):
+        _ = out.choices
     [plain] = llm.generate("hello", SamplingParams(max_tokens=1))
     assert plain.outputs[0].logprobs is plain.prompt_logprobs is None
     assert repr(plain).startswith("RequestOutput(request_id='")
@@ -169,6 +171,7 @@ def test_arguments_in_vllms_names(model: str) -> None:
         ({"load_format": "dummy"}, "load_format='dummy'"),
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"tp": 2, "tensor_parallel_size": 4}, "tensor_parallel_size is given twice"),
+        ({"max_seqs": 4}, "max_seqs is now called max_num_seqs"),
     ):
         with pytest.raises(MegakernelError, match=message):
             LLM(model, **wrong)  # type: ignore[arg-type]
