@@ -153,8 +153,8 @@ class Grammar(Constraint):
 
 class Calls(Constraint):
     """Permits any text. But each match of `trigger` begins a call, and a call must match a grammar. Outside of calls
-    there is no mask and no forced token. If the grammar library gives up within a call, or on the grammar, the call is
-    unlimited."""
+    there is no mask and no forced token. If the grammar library gives up within a call, or on the grammar, no grammar
+    limits the call."""
 
     def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:
         self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary

@@ -82,9 +82,7 @@ EXPERTS = {
     "combine.h": {"LDG.E.128.STRONG.GPU": "results of experts", "STG.E.128": "their sum"},
     "loaders.h": DOTS["loaders.h"],
 }
-WIDE = {
-    "heads_norm.h": {"LDG.E.128.STRONG.GPU": "q and k of this launch", "BAR.SYNC": "their squares over warps"},
-}
+WIDE = {"heads_norm.h": {"LDG.E.128.STRONG.GPU": "q and k of this launch", "BAR.SYNC": "their squares over warps"}}
 TABLES = {
     # Llama does not normalise heads.
     "one-row-dots": DOTS | {f: {k: v for k, v in DOTS[f].items() if "head" not in v} for f in ("dots.h", "results.h")},

@@ -97,8 +97,7 @@ def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("shape", "make", "tp"),
-    [*((shape, by_scheduler, 8) for shape in SHAPES), ("grouped", by_hand, 4)],
+    ("shape", "make", "tp"), [*((shape, by_scheduler, 8) for shape in SHAPES), ("grouped", by_hand, 4)]
 )
 def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig, Dims], Program], tp: int) -> None:
     hf, checkpoint = make_llama(1, **SHAPES[shape])

@@ -37,11 +37,7 @@ def variants(chosen: Options, tp: int, rows: int) -> list[Options]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "machine", "tp", "rows"),
-    [
-        ("llama-3.2-1b", "h100", 1, 1),
-        ("llama-3.2-1b", "h200", 2, 16),
-        ("llama-3.1-8b", "h200", 1, 256),
-    ],
+    [("llama-3.2-1b", "h100", 1, 1), ("llama-3.2-1b", "h200", 2, 16), ("llama-3.1-8b", "h200", 1, 256)],
 )
 def test_the_default_is_close_to_the_fastest_variant(model: str, machine: str, tp: int, rows: int) -> None:
     choose, known = fastest(model, machines.load(machine), tp, rows), Predictions()

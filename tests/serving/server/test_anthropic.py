@@ -186,10 +186,7 @@ def test_tools(live: Live, choice: dict[str, Any]) -> None:
     assert plain["content"] == [{"type": "text", "text": "xy"}]
 
 
-BODIES = {
-    MessagesRequest: {"max_tokens": 9, "messages": [ASK]},
-    ResponsesRequest: {"input": "hi"},
-}
+BODIES = {MessagesRequest: {"max_tokens": 9, "messages": [ASK]}, ResponsesRequest: {"input": "hi"}}
 # Answers with pieces of calls and text that come together. The first is cut off, the others in and behind a call.
 DIVIDED = [
     [("a", "call", '{"zone":'), (' "UTC"}', "b", "call", "{}")],

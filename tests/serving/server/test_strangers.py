@@ -37,8 +37,7 @@ MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 
 
 @pytest.mark.parametrize(
-    ("path", "filler"),
-    [(CHAT, WAITING), (RESPONSES, WAITING), (MESSAGES, b'event: ping\ndata: {"type":"ping"}\n\n')],
+    ("path", "filler"), [(CHAT, WAITING), (RESPONSES, WAITING), (MESSAGES, b'event: ping\ndata: {"type":"ping"}\n\n')]
 )
 def test_a_stream_begins_before_its_first_token(
     null: Live, monkeypatch: pytest.MonkeyPatch, path: str, filler: bytes
