@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil, exp, log
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct, field
 
@@ -199,7 +199,7 @@ class Hardware(_Section, frozen=True):
     paths: dict[str, Cycles] | None = None  # of the machine code: known/_gpu.toml says what a path has
     core: Core | None = None  # the measured rates of a CPU core, if there are any
     curves: tuple[Curve, ...] = field(name="curve", default=())
-    source: list[dict[str, Any]] = field(default_factory=list)  # where the figures are from
+    source: dict[str, list[str]] = field(default_factory=dict)  # where figures are from: the figures of each source
 
     @property
     def clock_hz(self) -> float:
