@@ -1,112 +1,48 @@
-"""Speculative decoding ends choices as decoding one token per step does, and the engine stops speculating while that
-does not save time. test_independence.py tests that all tokens and scores stay the same."""
+"""The engine stops speculating while that does not save time, and gives pages of rejected tokens back. The tests of
+test_independence.py and test_engine.py check that all tokens, scores and ends stay the same."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from api_support import serving
-from engine_support import EOS, EvenTimes, Guesses, Known, fake_engine, output_ids, speculation, transcribe
+from api_support import serving, until
+from engine_support import EvenTimes, Guesses, Known, fake_engine, speculation
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.speculation import Draft, Lookup, Speculation, StepTimes
-from megakernel.serving.text.codec import Token, single_tokens
-
-# -- the end of a choice
 
 
-def guessing(reply: list[int], depth: int = 8, **limits: Any) -> tuple[Engine, Guesses]:
-    """Return an engine that answers `reply` to a prompt of one token, and its `Guesses`, whose proposals are right."""
-    guesses = Guesses()
-    engine, _ = fake_engine(lambda place: [*reply, 0][min(place, len(reply))], speculate=(depth, guesses), **limits)
-    return engine, guesses
-
-
-@pytest.mark.parametrize(
-    "given, reply, made, reason",
-    [
-        ({"max_tokens": 6}, range(1, 20), range(1, 7), "length"),
-        ({"max_tokens": 2}, range(1, 20), range(1, 3), "length"),
-        ({"max_tokens": 15}, [1, 2, 3, 4, EOS, 6, 7], [1, 2, 3, 4, EOS], "stop"),
-        ({"max_tokens": 15, "stop_token_ids": [4]}, range(1, 20), range(1, 5), "stop"),
-        ({"max_tokens": 15, "stop_token_ids": [4], "ignore_eos": True}, [EOS, 4, 1], [EOS, 4], "stop"),
-        ({"max_tokens": None}, range(1, 50), range(1, 32), "length"),
-    ],
-)
-def test_nothing_comes_after_the_end(
-    given: dict[str, Any], reply: Sequence[int], made: Sequence[int], reason: str
-) -> None:
-    engine, guesses = guessing(list(reply), max_context=32)
-    request = engine.add([1], SamplingParams(**given))
-    guesses.tell(request.choices[0], [1, *reply])
-    tokens = [token for step in engine.run() for token in single_tokens(step.tokens)]
-    assert [t.token_id for t in tokens] == list(made) == output_ids(request.choices[0])
-    assert [t.finish_reason for t in tokens] == [None] * (len(tokens) - 1) + [reason]
-    assert engine.stats.pages_used == 0 and (len(made) < 3 or engine.stats.counts.tokens_per_step > 1.5)
-
-
-def test_a_stop_string_inside_an_accepted_run_ends_text_and_choice() -> None:
-    reply = list(range(1, 30))
-    engine, guesses = guessing(reply)
-    request = engine.add([1], SamplingParams(stop="DE", max_tokens=20))
-    guesses.tell(request.choices[0], [1, *reply])
-    transcript = transcribe(engine, request)
-    assert (transcript.text, transcript.token_ids, transcript.finish_reason) == ("ABC", [1, 2, 3, 4, 5], "stop")
-    assert engine.idle and engine.stats.pages_used == 0 and request.choices[0].outputs > 5
-
-
-def test_readers_see_no_token_after_a_stop_string(model: str) -> None:
+def test_readers_see_the_same_text_and_the_server_counts_what_it_verified(model: str) -> None:
+    """Readers of the Python API see no token after a stop string."""
     how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_num_seqs": 4, "threads": 1}
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "logprobs": 2}
     with LLM(model, **how) as llm:
-        whole = llm.generate("hello hello", params)[0]
-        assert whole.text is not None
-        stop = next(c for c in whole.text[20:] if c.isascii() and c not in whole.text[:20])
-        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, stop=stop)
-        expected = llm.generate("hello hello", params)[0]
-    texts = [whole.prompt_token_ids + whole.token_ids]
-    with LLM(model, **how, speculate=7) as llm:
-        llm.engine._speculation = speculation(7, lambda _: Known(texts))
-        seen: list[Token] = []
-        shown: list[str] = []
-
-        def note(token: Token, text: str) -> None:
-            seen.append(token)
-            shown.append(text)
-
-        found = llm.generate("hello hello", params, on_token=note)[0]
-        assert found.outputs == expected.outputs and found.text == expected.text == "".join(shown)
-        assert [token.token_id for token in seen] == expected.token_ids
-        assert llm.engine.stats.counts.tokens_per_step > 3
-
-
-def test_the_server_streams_the_same_text_and_counts_what_it_verified(model: str) -> None:
-    how: dict[str, Any] = {"backend": "cpu", "max_context": 256, "max_num_seqs": 4, "threads": 1}
-    body = {"model": "m", "prompt": "abcabcabcabc", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
-    with LLM(model, **how) as llm:
-        known = llm.generate("abcabcabcabc", SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))[0]
-    texts = [known.prompt_token_ids + known.token_ids]
-    answers = []
-    for depth in (0, 6):
-        with LLM(model, **how, speculate=depth) as llm:
-            if depth:
-                llm.engine._speculation = speculation(depth, lambda _: Known(texts, lambda place: place % 3 == 0))
-            with serving(llm, names=["m"]) as live:
-                whole = live.post("/v1/completions", body | {"logprobs": 2})["choices"]
-                pieces = [event["choices"][0]["text"] for event in live.events("/v1/completions", body)]
-                metrics = live.request("GET", "/metrics")[2].decode().splitlines()
-            answers.append((whole, "".join(pieces)))
-    assert answers[0] == answers[1]
-    values = {line.split("{")[0]: float(line.split()[-1]) for line in metrics if "{" in line}
-    counts = llm.engine.stats.counts
-    assert values["vllm:spec_decode_num_draft_tokens_total"] == counts.proposed > 0
-    assert values["vllm:spec_decode_num_accepted_tokens_total"] == counts.accepted > 0
-    assert values["megakernel:tokens_per_step"] == counts.tokens_per_step > 1
+        whole = llm.generate("hello hello", SamplingParams(**given))[0]
+        text = whole.text or ""
+        stop = next(c for c in text[20:] if c.isascii() and c not in text[:20])
+        ended = llm.generate("hello hello", SamplingParams(**given, stop=stop))[0]
+    seen: list[tuple[int, str]] = []
+    with LLM(model, **how, speculate=7) as llm, serving(llm, names=["m"]) as live:
+        known = [whole.prompt_token_ids + whole.token_ids]
+        llm.engine._speculation = speculation(7, lambda _: Known(known, lambda place: place % 7 == 0))
+        body = {"model": "m", "prompt": "hello hello", **given}
+        choice = live.post("/v1/completions", body)["choices"][0]
+        pieces = [event["choices"][0]["text"] for event in live.events("/v1/completions", body)]
+        until(live.at_rest)
+        counts = llm.engine.stats.counts
+        assert live.metric("vllm:spec_decode_num_draft_tokens_total") == counts.proposed > 0
+        assert live.metric("vllm:spec_decode_num_accepted_tokens_total") == counts.accepted > 0
+        assert live.metric("megakernel:tokens_per_step") == counts.tokens_per_step > 2
+        params = SamplingParams(**given, stop=stop)
+        found = llm.generate("hello hello", params, on_token=lambda token, text: seen.append((token.token_id, text)))[0]
+    assert choice["text"] == "".join(pieces) == text
+    assert choice["logprobs"]["token_logprobs"] == whole.outputs[0].token_logprobs
+    assert found.outputs == ended.outputs and [token for token, _ in seen] == ended.token_ids
+    assert found.text == ended.text == "".join(text for _, text in seen)
 
 
 # -- KV pages and the step budget

@@ -53,6 +53,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         prompt_logprobs=rng.choice([None, None, None, None, 0, 1]),
         logit_bias={rng.randrange(64): rng.uniform(-5, 5) for _ in range(rng.choice([0, 0, 0, 1, 4]))},
         repetition_penalty=rng.choice([1.0, 1.0, 1.5]),
+        **{name: rng.choice([0.0, 0.25, 0.5]) for name in ("min_p", "presence_penalty", "frequency_penalty")},
+        top_p=rng.choice([0.5, 1.0]),
     )
 
 
