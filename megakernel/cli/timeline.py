@@ -11,6 +11,7 @@ from ..errors import MegakernelError
 from ..machine import MACHINES, Machine
 from ..program import Program, load_program
 from ..trace import Trace
+from ..units import seconds
 from . import output
 from .options import AddVerb, add_flags, add_model_run, open_llm, prompt_ids
 from .this_machine import host_machine, measured_ceilings
@@ -72,16 +73,7 @@ def write_files(
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..timeline import (
-        compare,
-        compare_launches,
-        machine_name,
-        render,
-        render_comparison,
-        render_launches,
-        resolve,
-        summarise,
-    )
+    from ..timeline import compare, machine_name, render, render_comparison, resolve, summarise
 
     machine = None
     if args.program is None:
@@ -94,10 +86,9 @@ def run(args: argparse.Namespace) -> int:
         program, traces = load_program(args.program), [Trace.load(args.trace)]
         if machine_name(program, traces[0]) not in MACHINES:
             machine = host_machine(program)
-    resolved = [resolve(program, trace, machine) for trace in traces]
-    summaries = [summarise(each) for each in resolved]
-    launches = compare_launches(summaries)
-    step, summary = resolved[launches.median], summaries[launches.median]
+    launches = sorted((resolve(program, trace, machine) for trace in traces), key=lambda launch: launch.step_s)
+    step, times = launches[len(launches) // 2], [launch.step_s for launch in launches]
+    summary = summarise(step)
     shown, comparison = [(step, summary)], None
     if args.compare:
         *own, second = args.compare
@@ -112,13 +103,12 @@ def run(args: argparse.Namespace) -> int:
             shown.append((compared, summarise(compared)))
     write_files(args, *shown, comparison=comparison)
     if args.json:
-        more = {"comparison": comparison, "recorded": launches if args.program is None else None}
-        output.emit(asdict(summary) | {name: asdict(what) for name, what in more.items() if what})
+        recorded = {"recorded": times} if args.program is None else {}
+        output.emit(asdict(summary) | recorded | ({"comparison": asdict(comparison)} if comparison else {}))
     else:
         render(summary, step, output.stdout)
         if len(traces) > 1:
-            output.stdout.print()
-            render_launches(launches, output.stdout)
+            output.stdout.print(f"\nthe median of {len(times)} launches of {seconds(times[0])} to {seconds(times[-1])}")
         if comparison:
             output.stdout.print()
             render_comparison(comparison, output.stdout)

@@ -1,4 +1,4 @@
-"""Compares two traces: predicted and measured, or before and after a change. Also compares launches of one program.
+"""Compares two traces: predicted and measured, or before and after a change.
 
 An instruction in one trace matches an instruction in the other if phase name, operands, layer, rank and launch are
 equal. Worker and time may differ. So two programs can be compared even if they assign work to workers differently.
@@ -18,7 +18,6 @@ from ..program import Program
 from ..trace import IntervalKind
 from .resolve import Resolved
 from .spans import Floats, Ints
-from .summary import Summary
 
 
 @dataclass(frozen=True)
@@ -113,37 +112,3 @@ def _executed(resolved: Resolved, places: Ints) -> tuple[Ints, Floats]:
 
 def _ratio(first: float, second: float) -> float | None:
     return second / first if first else None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A bar of the waterfall chart in several launches, in seconds. It is longest in launch `most_in`."""
-
-    name: str
-    median_s: float
-    least_s: float
-    most_s: float
-    most_in: int
-
-
-@dataclass(frozen=True)
-class Launches:
-    """A comparison of launches of one program. `median` is the index of the launch with the median time. The bar that
-    differs most comes first in `differences`."""
-
-    step_s: list[float]
-    median: int
-    differences: list[Difference]
-
-
-def compare_launches(summaries: Sequence[Summary]) -> Launches:
-    """Compare launches of one program. Each summary describes the trace of one launch."""
-    steps = [s.step_s for s in summaries]
-    median = sorted(range(len(steps)), key=lambda n: steps[n])[len(steps) // 2]
-    parts = [{bar.name: bar.seconds for bar in s.waterfall.bars} for s in summaries]
-    found = []
-    for name in dict.fromkeys(name for part in parts for name in part):
-        each = [part.get(name, 0.0) for part in parts]
-        most = max(range(len(each)), key=lambda n: each[n])
-        found.append(Difference(name, each[median], min(each), each[most], most))
-    return Launches(steps, median, sorted(found, key=lambda d: d.least_s - d.most_s))

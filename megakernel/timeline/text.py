@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..isa import OperationFamily
 from ..units import scaled, seconds
-from .compare import Comparison, Launches
+from .compare import Comparison
 from .resolve import WAIT, WORK, Resolved
 from .spans import Spans
 from .summary import Summary
@@ -58,19 +58,6 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
     console.print(table)
     if c.only_first or c.only_second:
         console.print(Text(f"{c.only_first:,} instructions only in the first, {c.only_second:,} only in the second"))
-
-
-def render_launches(launches: Launches, console: Console) -> None:
-    """Print the launches' times, and those waterfall bars that differ by at least 1 % of the median time."""
-    steps = launches.step_s
-    most, typical = max(range(len(steps)), key=lambda n: steps[n]), steps[launches.median]
-    title = f"{len(steps)} launches; number {launches.median + 1}, the median, is shown"
-    table = _table(title, "", "median", "least", "most", "in launch")
-    table.add_row("step", seconds(typical), seconds(min(steps)), seconds(steps[most]), f"{most + 1}")
-    for d in launches.differences:
-        if d.most_s - d.least_s >= 0.01 * typical:
-            table.add_row(Text(d.name), *map(seconds, (d.median_s, d.least_s, d.most_s)), f"{d.most_in + 1}")
-    console.print(table)
 
 
 def _times(ratio: float | None) -> str:

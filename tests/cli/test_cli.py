@@ -265,7 +265,7 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     made = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--save", str(stem), *outputs)
     assert {"busy", "overlap", "exposed_communication", "critical_path", "dropped", "waterfall"} <= made.keys()
     launches = made.pop("recorded")
-    assert len(launches["step_s"]) == 5 and launches["step_s"][launches["median"]] == made["step_s"]
+    assert len(launches) == 5 and launches[2] == made["step_s"] and launches == sorted(launches)
     assert page.stat().st_size > 0 and perfetto.stat().st_size > 0
     saved = [str(stem) + ".program", str(stem) + ".trace"]
     assert run_json(capsys, "timeline", *saved) == made
@@ -273,10 +273,8 @@ def test_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
     assert status == 0 and "per step" in out and err.splitlines() == [f"wrote {page}", f"wrote {perfetto}"]
     prefill = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--phase", "prefill")
     assert prefill["intervals"] > 0
-    two = run_json(capsys, "timeline", "--model", model, "--prompt-tokens", "20", "--launches", "2")["recorded"]
-    assert len(two["step_s"]) == 2 and {d["name"] for d in two["differences"]} > {"dispatch and gaps"}
     fits = ["timeline", "--model", model, "--max-model-len", "26", "--prompt-tokens", "20", "--launches"]
-    assert len(run_json(capsys, *fits, "5")["recorded"]["step_s"]) == 5
+    assert len(run_json(capsys, *fits, "5")["recorded"]) == 5
     assert "need a context of 27, not 26" in fails(capsys, *fits, "6")
     assert run_json(capsys, *fits, "6", "--phase", "prefill")["intervals"] > 0
     assert "also needs a trace file" in fails(capsys, "timeline", saved[0])

@@ -24,10 +24,8 @@ from megakernel.isa.record import counter_word as word
 from megakernel.program import Program
 from megakernel.timeline import (
     compare,
-    compare_launches,
     page,
     render,
-    render_launches,
     resolve,
     summarise,
     write_perfetto,
@@ -488,17 +486,3 @@ def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
     _, tracks = perfetto(step(ran, p), tmp_path)
     names = [d.process.process_name for d in tracks.values() if d.HasField("process")]
     assert names == sorted(names) and names[-1] == "rank 10" and "rank 02" in names
-
-
-def test_launches_are_compared_by_the_waterfall() -> None:
-    """Of three launches, the first is the median and the second is the longest. In the second, two workers wait 40
-    ticks longer each, for different causes."""
-    late = [(b + 40 * (b > 20), e + 40 * (e > 20), *rest) for b, e, *rest in CHAIN]
-    found = compare_launches([summarise(each) for each in (step(), step(late), stretched(1, keep=14))])
-    assert found.step_s == [100, 140, 99] and found.median == 0
-    waits = {d.name: (d.most_s - d.median_s, d.most_in) for d in found.differences[:2]}
-    assert waits == {name: (pytest.approx(20), 1) for name in ("waits for attn_norm", "waits for qkv_rope")}
-    console = Console(width=120, record=True, file=io.StringIO())
-    render_launches(found, console)
-    text = console.export_text()
-    assert "number 1, the median" in text and "waits for attn_norm" in text and "140 s" in text
