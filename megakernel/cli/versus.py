@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _LLAMA = """
---llama-bench | PATH | (use the package llama-cpp-python) | llama.cpp's program llama-bench, or the folder of a build
+--llama-bench | PATH | (the program on PATH) | llama.cpp's program llama-bench, or the folder of a build
 """
 
 

@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib import util
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from tiny_llama import ROPES, error, hf_logits, make_llama
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.serving.bench import latency, peers
-from megakernel.serving.bench.peers import llama_cpp, torch_llama
+from megakernel.serving.bench.peers import torch_llama
 from megakernel.serving.bench.peers.contest import Contest, Settings, Task, Timed, Trial
+from megakernel.serving.bench.peers.llama_bench import LlamaBench
 from megakernel.serving.bench.peers.process import Process
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -163,8 +163,8 @@ def test_latency_against_llama_bench(
     assert (decode["-p"], decode["-n"], decode["-d"], decode["-fa"], decode["-ngl"]) == ("0", "4", "600", "0", "0")
     assert (prefill["-p"], prefill["-n"], prefill["-ub"], "-d" in prefill) == ("600", "0", "128", False)
     assert not Path(decode["-m"]).exists(), "the file that was written for them is gone"
-    short = ["--prompt-tokens", "8", "--runs", "1"]
-    status, out, _ = run(capsys, *flags, *short, "--llama-bench", str(native / "llama-bench"))
+    monkeypatch.setenv("PATH", str(native), prepend=os.pathsep)
+    status, out, _ = run(capsys, *flags, "--prompt-tokens", "8", "--runs", "1")
     assert status == 0 and "tokens/s of llama.cpp" in out and "flash attention off" in out
     assert "build 1 (abc), llama" in out
 
@@ -261,14 +261,14 @@ def test_missing_peers_are_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = util.find_spec
-    monkeypatch.setattr(peers, "find_spec", lambda name: None if name in ("torch", "llama_cpp") else find(name))
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "torch" else find(name))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     (tmp_path / "llama-bench").write_text("not to be run")
     (tmp_path / "llama-batched-bench").write_text("")
     for flags, message in (
         ("--vs torch", "pip install torch transformers"),
-        ("--vs llama.cpp", "pip install llama-cpp-python, or name a native build with --llama-bench PATH"),
+        ("--vs llama.cpp", "llama.cpp is not installed: name a build of it with --llama-bench PATH"),
         ("--vs torch,llama.cpp", "torch is not installed"),
-        ("--vs llama.cpp --vs torch", "llama.cpp is not installed"),
         ("--vs vllm", "cannot compare with 'vllm': choose from llama.cpp, torch"),
         ("--vs torch --llama-bench x", "add --vs llama.cpp"),
         ("--llama-bench x", "add --vs llama.cpp"),
@@ -302,12 +302,15 @@ def test_settings_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def task(prompt: int, threads: int = 4, gpu: bool = False) -> Task:
         return Task("m", "m.gguf", "bf16", "bf16", threads, gpu, Trial(1, prompt, 8))
 
-    first, changes = llama_cpp.settings(task(600), "prefill")
+    def llama(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
+        return LlamaBench(Path("llama-bench"), task).settings(phase)
+
+    first, changes = llama(task(600), "prefill")
     assert first == {"threads": 4, "flash_attention": True, "ubatch": 512}
     assert changes == [{"flash_attention": False}, {"ubatch": 128}, {"ubatch": 2048}, {"threads": 2}]
-    assert {"ubatch": 2048} not in llama_cpp.settings(task(512), "prefill")[1]
-    assert llama_cpp.settings(task(600), "decode")[1] == [{"flash_attention": False}, {"threads": 2}]
-    assert llama_cpp.settings(task(600, threads=1), "decode")[1] == [{"flash_attention": False}]
+    assert {"ubatch": 2048} not in llama(task(512), "prefill")[1]
+    assert llama(task(600), "decode")[1] == [{"flash_attention": False}, {"threads": 2}]
+    assert llama(task(600, threads=1), "decode")[1] == [{"flash_attention": False}]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert torch_llama.settings(task(8), "decode")[1] == [{"dtype": "f32"}, {"threads": 2}]
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/c++")
@@ -334,68 +337,3 @@ def test_torch_runs_eagerly(model: str) -> None:
     settings = {"threads": 1, "dtype": Dtype.F32.name.lower(), "compiled": False}
     assert all(seconds(phase, settings) > 0 for phase in ("prefill", "decode", "batch"))
     assert seconds("decode", settings | {"dtype": "bf16"}) > 0 and "torch" in about["program"]
-
-
-# -- the Python package of llama.cpp
-
-
-class FakeLlama(SimpleNamespace):
-    """Stands for the package `llama_cpp`, with a vocabulary of 100 tokens. `decoded` has the tokens of each call."""
-
-    def __init__(self) -> None:
-        self.decoded: list[list[tuple[int, int, int, bool]]] = []
-        self.contexts: list[Any] = []
-        self.freed = 0
-        quiet = ["log_set", "backend_init", "model_get_vocab", "memory_clear"]
-        quiet += ["get_memory", "synchronize", "batch_free"]
-        super().__init__(__version__="1.2", GGML_TYPE_Q8_0=8, **{f"llama_{name}": lambda *_: None for name in quiet})
-        self.llama_log_callback = lambda call: call
-        self.llama_model_default_params = self.llama_context_default_params = SimpleNamespace
-        self.llama_model_load_from_file = lambda path, params: "model" if path == b"m.gguf" else None
-        self.llama_vocab_n_tokens = lambda vocab: 100
-
-    def llama_init_from_model(self, model: str, params: Any) -> Any:
-        self.contexts.append(params)
-        return params
-
-    def llama_free(self, context: Any) -> None:
-        self.freed += 1
-
-    def llama_batch_init(self, size: int, embeddings: int, sequences: int) -> Any:
-        return SimpleNamespace(
-            **{name: [0] * size for name in ("token", "pos", "n_seq_id", "logits")}, seq_id=[[0] for _ in range(size)]
-        )
-
-    def llama_decode(self, context: Any, batch: Any) -> int:
-        n = batch.n_tokens
-        sequences = [one[0] for one in batch.seq_id[:n]]
-        self.decoded.append(list(zip(batch.token, sequences, batch.pos[:n], batch.logits, strict=False)))
-        return int(context.flash_attn_type)  # with flash attention, the fake returns a status that is an error
-
-
-def test_the_loop_through_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeLlama()
-    monkeypatch.setitem(sys.modules, "llama_cpp", fake)  # type: ignore[arg-type]
-    seconds, about = llama_cpp.load(Task("m", "m.gguf", "bf16", "bf16", 2, False, Trial(3, 1000, 2)))
-    assert about["program"] == "llama-cpp-python 1.2"
-    settings = {"threads": 2, "flash_attention": False, "ubatch": 512}
-    assert seconds("batch", settings) > 0
-    [context] = fake.contexts
-    assert (context.n_seq_max, context.n_ctx, context.n_threads) == (3, 3 * 1024, 2)
-    # One run warms up and one is measured. Each decodes 3,000 prompt tokens in batches of 2,048, then twice one token
-    # for each of the three sequences.
-    assert [len(tokens) for tokens in fake.decoded] == [2048, 952, 3, 3] * 2
-    prompts = fake.decoded[0] + fake.decoded[1]
-    assert [one[1:3] for one in prompts] == [(s, i) for s in range(3) for i in range(1000)]
-    assert [one[1:3] for one in prompts if one[3]] == [(s, 999) for s in range(3)]
-    assert [one[1:] for one in fake.decoded[3]] == [(s, 1001, True) for s in range(3)]
-    assert all(0 <= one[0] < 100 for tokens in fake.decoded for one in tokens)
-    assert seconds("decode", settings) > 0 and len(fake.decoded) == 12, "the same context is warm"
-    with pytest.raises(RuntimeError, match="llama_decode failed with status 1"):
-        seconds("decode", settings | {"flash_attention": True})
-    assert (len(fake.contexts), fake.freed) == (2, 1)
-    seconds, about = llama_cpp.load(Task("m", "m.gguf", "bf16", "bf16", 2, False, Trial(1, 8, 2), quantised_kv=True))
-    assert seconds("decode", settings) > 0 and about["kv_cache"] == "q8_0"
-    assert not hasattr(context, "type_k") and (fake.contexts[-1].type_k, fake.contexts[-1].type_v) == (8, 8)
-    with pytest.raises(RuntimeError, match=r"cannot read x\.gguf"):
-        llama_cpp.load(Task("m", "x.gguf", "bf16", "bf16", 2, False, Trial(1, 1, 1)))

@@ -12,17 +12,10 @@ from tempfile import TemporaryDirectory
 
 from megakernel.errors import MegakernelError
 from megakernel.model import gguf_path, open_checkpoint
-from megakernel.serving.bench.peers import llama_cpp, torch_llama
+from megakernel.serving.bench.peers import llama_bench, torch_llama
 from megakernel.serving.bench.peers.contest import Contest, Peer, Task, Timed, Trial
-from megakernel.serving.bench.peers.llama_bench import LlamaBench, tool
 from megakernel.serving.bench.peers.process import Process
 from megakernel.serving.text.llm import LLM
-
-# A peer's name, the packages that it needs, and how to install them.
-_PACKAGES = {
-    llama_cpp.NAME: (("llama_cpp",), "pip install llama-cpp-python, or name a native build with --llama-bench PATH"),
-    torch_llama.NAME: (("torch", "transformers"), "pip install torch transformers"),
-}
 
 
 @dataclass(frozen=True)
@@ -34,27 +27,25 @@ class InstalledPeer:
     gguf: bool
 
 
-def find(names: Sequence[str], llama_bench: Path | None, *, batched: bool) -> list[InstalledPeer]:
-    """Return the peers (other inference programs) with these names. `llama_bench` is the program or folder of a
-    llama.cpp build. `batched` selects its benchmark for many sequences. Raises MegakernelError if a peer is not
-    installed."""
+def find(names: Sequence[str], build: Path | None, *, batched: bool) -> list[InstalledPeer]:
+    """Return the peers (other inference programs) with these names. `build` is the program `llama-bench` or the folder
+    of a llama.cpp build; without it, the program on PATH is used. `batched` selects its benchmark for many sequences.
+    Raises MegakernelError if a peer is not installed."""
+    if build is not None and llama_bench.NAME not in names:
+        raise MegakernelError(f"--llama-bench names a build of llama.cpp, so add --vs {llama_bench.NAME}")
+    found = []
     for name in names:
-        if name not in _PACKAGES:
-            raise MegakernelError(f"cannot compare with {name!r}: choose from {', '.join(_PACKAGES)}")
-    if llama_bench is not None and llama_cpp.NAME not in names:
-        raise MegakernelError(f"--llama-bench selects llama.cpp's own benchmark, so add --vs {llama_cpp.NAME}")
-    return [_find(name, llama_bench, batched) for name in names]
-
-
-def _find(name: str, llama_bench: Path | None, batched: bool) -> InstalledPeer:
-    if name == llama_cpp.NAME and llama_bench is not None:
-        return InstalledPeer(name, partial(LlamaBench, tool(llama_bench.expanduser(), batched)), gguf=True)
-    packages, remedy = _PACKAGES[name]
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise MegakernelError(f"{name} is not installed ({', '.join(missing)} is missing): {remedy}")
-    module = llama_cpp if name == llama_cpp.NAME else torch_llama
-    return InstalledPeer(name, partial(Process, name, module.__name__), gguf=module is llama_cpp)
+        if name == llama_bench.NAME:
+            program = llama_bench.tool(build and build.expanduser(), batched)
+            found.append(InstalledPeer(name, partial(llama_bench.LlamaBench, program), gguf=True))
+        elif name == torch_llama.NAME:
+            if missing := [package for package in ("torch", "transformers") if find_spec(package) is None]:
+                lacks = ", ".join(missing)
+                raise MegakernelError(f"{name} is not installed ({lacks} is missing): pip install torch transformers")
+            found.append(InstalledPeer(name, partial(Process, name, torch_llama.__name__), gguf=False))
+        else:
+            raise MegakernelError(f"cannot compare with {name!r}: choose from {llama_bench.NAME}, {torch_llama.NAME}")
+    return found
 
 
 @contextmanager

@@ -4,55 +4,69 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.bench.peers import llama_cpp
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
+NAME = "llama.cpp"
 _BATCHED = "llama-batched-bench"
 _SAID = 120  # maximum characters of an output that an error quotes
+_UBATCHES = (128, 2048)  # values of n_ubatch (tokens computed at once) that the search tries besides the default
+_PADDING = 256  # llama.cpp rounds the length of each sequence up to a multiple of this
 
 
-def tool(given: Path, batched: bool) -> Path:
-    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`. Raises
-    MegakernelError if the folder has no such program."""
+def tool(given: Path | None, batched: bool) -> Path:
+    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`. Without
+    `given`, the program `llama-bench` is looked for on PATH. Raises MegakernelError if there is no such program."""
+    if given is None:
+        if (found := shutil.which("llama-bench")) is None:
+            raise MegakernelError(f"{NAME} is not installed: name a build of it with --llama-bench PATH")
+        given = Path(found)
     folder = given if given.is_dir() else given.parent
     path = folder / _BATCHED if batched else folder / "llama-bench" if given.is_dir() else given
     if not path.is_file() or not os.access(path, os.X_OK):
-        raise MegakernelError(
-            f"{path} is not a program: build llama.cpp's target {path.name}, or leave --llama-bench out to use the"
-            " package llama-cpp-python"
-        )
+        raise MegakernelError(f"{path} is not a program: build llama.cpp's target {path.name}")
     return path
 
 
 class LlamaBench:
     """The peer llama.cpp. Every run is a new process of its benchmark program, which warms up before it measures."""
 
-    name = llama_cpp.NAME
+    name = NAME
 
     def __init__(self, path: Path, task: Task) -> None:
-        self.about: dict[str, Any] = {
-            "program": path.name,
-            "weights": task.weights,
-            "kv_cache": llama_cpp.kv_type(task),
-        }
+        # K and V have the same type as ours if ours are quantised, otherwise llama.cpp's default.
+        self._kv_type = "q8_0" if task.quantised_kv else "f16"
+        self.about: dict[str, Any] = {"program": path.name, "weights": task.weights, "kv_cache": self._kv_type}
         self._path, self._task = path, task
 
     def settings(self, phase: Timed) -> tuple[Settings, list[Settings]]:
-        return llama_cpp.settings(self._task, phase)
+        task = self._task
+        first = {"threads": task.threads, "flash_attention": True, "ubatch": 512}
+        # With a quantised V, llama.cpp works only with flash attention, so there is no variant without it.
+        changes: list[Settings] = [] if task.quantised_kv else [{"flash_attention": False}]
+        if phase != "decode":
+            tokens = task.work.tokens("prefill")
+            changes += [{"ubatch": size} for size in _UBATCHES if size < 512 or tokens > 512]
+        if task.threads > 1 and not task.gpu:
+            # Try one thread per core: the two hardware threads of a core may slow each other down.
+            changes.append({"threads": task.threads // 2})
+        return first, changes
 
     def seconds(self, phase: Timed, settings: Settings) -> float:
         work = self._task.work
         command = [str(self._path), "-m", str(self._task.gguf), "-ngl", "99" if self._task.gpu else "0"]
         command += ["-t", str(settings["threads"]), "-fa", str(int(settings["flash_attention"]))]
-        command += ["-ctk", llama_cpp.kv_type(self._task), "-ctv", llama_cpp.kv_type(self._task)]
+        command += ["-ctk", self._kv_type, "-ctv", self._kv_type]
         command += ["-b", str(max(settings["ubatch"], 2048)), "-ub", str(settings["ubatch"])]
         if self._path.name == _BATCHED:
-            command += ["-tb", str(settings["threads"]), "-c", str(llama_cpp.context(work)), "--output-format", "jsonl"]
+            length = -(-(work.prompt_tokens + work.decode_steps) // _PADDING) * _PADDING
+            command += ["-tb", str(settings["threads"]), "-c", str(work.sequences * length)]
+            command += ["--output-format", "jsonl"]
             command += ["-npp", str(work.prompt_tokens), "-ntg", str(work.decode_steps)]
             # The tool warms up with a few tokens only, so let it measure twice and use the second result.
             command += ["-npl", f"{work.sequences},{work.sequences}"]

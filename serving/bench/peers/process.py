@@ -2,7 +2,7 @@
 
 The peer's threads, memory and crashes then do not affect our process. The peer's process reads lines of JSON, first the
 task and then one line per run, and answers each line with a line of JSON. The library is wrapped by a module with the
-functions `settings` and `load` (see `llama_cpp`)."""
+functions `settings` and `load` (see `torch_llama`)."""
 
 from __future__ import annotations
 
