@@ -42,6 +42,38 @@ def attend(twins: HostTwins, slot: int, groups: int) -> Records:
     return record(phase(twins, "attention"), slot, 1, groups, signals=[counter_word(0, indexed=True)])
 
 
+def test_embed_and_rope() -> None:
+    twins = make(dims := BF16_DIMS.changed(max_context=131072, head_dim=80, max_seqs=1, embed_scale=1.5))
+    table, rows = StepTable(dims), np.arange(dims.bucket.tokens)
+    table.token_ids[:], table.positions[:] = rows * 4, rows * 2741
+    table.token_ids[21] = -1
+    twins.reference.write_history(0, int(table.positions[21]), np.array([77], np.int32))
+    for name, atol in (("embed", 0), ("rope", 3e-7)):
+        twins.compare(record(phase(twins, name), 3, 41), LAYER, table, rtol=0, atol=atol)
+
+
+NORMS, REDUCES = ("attn_norm", "mlp_norm", "post_mlp_norm", "final_norm"), ("o_reduce", "down_reduce")
+# In a model with norms over all heads, rows that no norm follows are only rounded.
+WHOLE = {"hidden": 72, "head_dim": 24, "heads": 6, "kv_heads": 2, "post_norms": 1, "whole_norms": 1}
+ROWS = [(NORMS, {"hidden": 576, "post_norms": 1}), (REDUCES, {}), (REDUCES, {"post_norms": 1})]
+ROWS += [(("attn_input", "qk_norm_rope"), WHOLE)]
+
+
+@pytest.mark.parametrize("case", [0, 1, 2])
+@pytest.mark.parametrize(("names", "sizes"), ROWS)
+def test_rows(names: Sequence[str], sizes: dict[str, int], case: int) -> None:
+    """Rows on one rank, on three that each own some row blocks, and on three that all keep the whole residual."""
+    more = {"tp": 3, "row_block": 16, "replicated_residual": case - 1} if case else {}
+    twins = make(dims := BF16_DIMS.changed(**sizes, **more))
+    table, last = make_table(dims, {0: (30, 12), 1: (100, 36)}), dims.split.tp - 1
+    table.logit_rows[:] = [7, -1, 39, 0, -1]
+    for rank in range(last if names is REDUCES else 0, last + bool(case or names is not REDUCES)):
+        twins.buffer(rank, B.X)[47:] = twins.buffer(rank, B.QKV)[47:] = np.nan  # no instruction reads this row
+        for name in names:
+            rows = (0, 5) if name == "final_norm" else (16 * last, 11, *(16, 40) * (names is REDUCES))
+            twins.compare(record(phase(twins, name), *rows), LAYER, table, rank)
+
+
 # (head_dim, query heads, KV heads): heads that fill pages or do not, share a KV head or not, or have two parts (256).
 HEADS = [(64, 9, 3), (64, 4, 4), (128, 8, 2), (80, 8, 1), (24, 6, 2), (256, 4, 1), (256, 6, 2)]
 # Sizes of a model without sinks of attention, and of one with sinks: gpt-oss, which has experts too.
@@ -120,10 +152,21 @@ def test_rows_alone_have_the_same_bits() -> None:
         np.testing.assert_array_equal(alone[row, 192:], together[row, 192:])
 
 
+@pytest.mark.parametrize(("replicated_o", "replicated_residual"), [(0, 0), (1, 0), (1, 1)])
+def test_attention_of_ranks(replicated_o: int, replicated_residual: int) -> None:
+    """Both ranks have the middle KV head: rank 0 with two of its three query heads, rank 1 with one."""
+    sizes = {"replicated_o": replicated_o, "replicated_residual": replicated_residual, "row_block": 16}
+    twins, table = attention_twins(BF16_DIMS.changed(head_dim=64, heads=9, kv_heads=3, tp=2, **sizes))
+    for rank in range(2):
+        set_items(table.rank(rank), [Item(0, 16, 4, 0, 2), Item(0, 20, 1, 0, 2), Item(0, 28, 4, 0, 2)])
+        twins.compare(attend(twins, 0, 2), LAYER, table, rank, rtol=2**-7, atol=6e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["distinct", "ties"])
 @pytest.mark.parametrize("vocab", [7, 203, 12345])
-def test_sample(vocab: int, step: float) -> None:
-    compare_samples(make, BF16_DIMS, vocab, step)
+def test_sample(vocab: int, step: float, ranks: int) -> None:
+    compare_samples(make, BF16_DIMS.changed(tp=ranks), vocab, step)
 
 
 def test_hostile_logits() -> None:

@@ -25,6 +25,15 @@ MODELS = {
     "wide": SMALL.changed(hidden=1096, ffn=2056, heads=9, kv_heads=3, head_dim=128, layers=1),
 }
 ON_ONE_RANK = ("qkv_rope", "o_proj", "gate_up_silu", "down_proj", "lm_head")
+ON_RANKS = ("qkv_rope", "o_partial", "gate_up_silu", "down_partial", "lm_head")
+FAMILIES = {"glm4": SMALL.changed(post_norms=1), "gemma": SMALL}
+# Partial sums are stored at the rank that owns the rows, or at all that keep the residual; logits at rank 0.
+RANKS = {f"replicated {n}": SMALL.changed(tp=2, tokens=64, replicated_residual=n) for n in (0, 1)}
+OTHERS = FAMILIES | RANKS | {"both warpgroups": SMALL.changed(tokens=100, row_block=128)}
+MATMULS = [(model, name) for model in [*MODELS, "both warpgroups"] for name in ON_ONE_RANK]
+MATMULS += [(model, name) for model in RANKS for name in ON_RANKS]
+MATMULS += [("glm4", "o_proj"), ("glm4", "down_proj"), ("gemma", "gate_up_silu")]
+ON_UNITS = [(*each, units) for each in MATMULS for units in (Units.TENSOR, Units.DOTS)]
 
 
 def make(dims: Dims, *, biased: bool = True, norm: str = "own", family: str = "llama") -> HostTwins:
@@ -50,12 +59,17 @@ def _run_all(twins: HostTwins, name: str, rank: int, row: int, rows: int, unit: 
             twins.compare(words, twins.dims.model.layers - 1, table, rank, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_dots(model: str, name: str) -> None:
-    twins = make(MODELS[model].changed(units=int(Units.DOTS)), biased=model != "head80")
-    for row, rows in ((3, 1), (0, 5)):
-        _run_all(twins, name, 0, row, rows, 8)
+@pytest.mark.parametrize(("model", "name", "units"), [each for each in ON_UNITS if each[::2] != ("wide", Units.TENSOR)])
+def test_matmul(model: str, name: str, units: Units) -> None:
+    dots, family = units is Units.DOTS, model if model in FAMILIES else "llama"
+    biased = family == "llama" and (model, dots) != ("head80", True)
+    twins = make((MODELS | OTHERS)[model].changed(units=int(units)), biased=biased, family=family)
+    twins.buffer(0, B.H)[2:4] = [[0x4900], [0xC900]]  # gates far from zero, of both signs
+    # On tensor cores, a tile must end with the buffer or have a multiple of 32 rows, the height of a TMA box.
+    tiles = [(3, 1), (32, 5)] if dots else [(32, twins.dims.bucket.tokens - 32), (0, 32)]
+    for rank in range(twins.dims.split.tp):
+        for row, rows in [(0, 5)] if name == "lm_head" else tiles:
+            _run_all(twins, name, rank, row, rows, 8 if dots else 64)
 
 
 def test_bits_of_a_dot_product_depend_on_its_row_alone() -> None:
@@ -122,9 +136,11 @@ def test_heads_that_are_not_normalised_are_refused(units: Units, head_dim: int, 
 
 @pytest.mark.parametrize(("units", "head_dim"), HEADS)
 def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_dim: int) -> None:
+    """They are close to those of the reference, also in a row of very small inputs and in one of very large ones."""
     twins = _normed_heads(units, head_dim)
     phase, table = twins.forward.by_name["qkv_rope"], _table(twins.dims)
     total, written = phase.width(twins.dims.split), (B.Q, B.K_CACHE, B.V_CACHE)
+    twins.buffer(0, B.H)[3:5] = [[0x2F80], [0x4700]]
     whole = twins.run(record(phase, 0, 32, 0, total), 0, table)
     keys = [key for key in whole if key[1] in written and key[2] == 0]
     assert all((whole[key] != twins.buffer(*key)).any() for key in keys)
@@ -134,3 +150,4 @@ def test_bits_of_normalised_heads_depend_on_their_row_alone(units: Units, head_d
             for key in keys:
                 twins.buffer(*key)[:] = part[key]
     assert [key for key in keys if whole[key].tobytes() != twins.buffer(*key).tobytes()] == []
+    twins.compare(record(phase, 0, 32, 0, total), 0, table, rtol=1e-5)

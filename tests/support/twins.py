@@ -252,7 +252,9 @@ def compare_samples(make: Callable[[Dims, int], Twins], dims: Dims, vocab: int, 
             logits[:] = np.round(3 * logits / step) * step if step else 3 * logits
         table = sampling_table(twins, seed)
         table.target[5], table.sample_slot[6], table.logit_rows[7], table.sample_slot[7] = vocab - 1, -1, -1, -1
-        twins.compare(record(twins.forward.by_name["sample"], 0, n), 1, table, atol=1e-4)
+        for rank in range(dims.split.tp):  # each writes the tokens to all histories, and rank 0 alone to the outputs
+            rows = record(twins.forward.by_name["sample"], 0, n // (rank + 1))
+            twins.compare(rows, 1, table, rank, atol=1e-4)
 
 
 def check_hostile_logits(make: Callable[[Dims, int], Twins], dims: Dims) -> None:
