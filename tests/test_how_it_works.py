@@ -8,6 +8,10 @@ from types import ModuleType
 
 import pytest
 from commands import run, run_json
+from gpu_programs import plan
+
+from megakernel.cli.simulate import decode_step
+from megakernel.isa.record import phase_number
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-a-megakernel-works.md"
@@ -28,6 +32,18 @@ def test_the_drawings_are_what_the_script_draws(drawings: ModuleType) -> None:
         path = ROOT / "docs" / f"how-{name}.svg"
         assert path.read_text(encoding="utf-8") == str(draw()), f"{path.name}: run benchmarks/pictures/how_it_works.py"
         assert f"({path.name})" in text
+
+
+def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(drawings: ModuleType) -> None:
+    """docs/how-ring.svg shows the shared-memory pages of each kind of warp in the order in which they are planned."""
+    program = drawings.decode(3)
+    table = decode_step(program.dims, 1, 128)
+    records = program.body.stream(drawings.WORKER)
+    matmuls = [r for r in records if program.forward.by_number[int(phase_number(r))].is_matmul]
+    assert len(matmuls) == 4
+    for record in matmuls:
+        planned = plan(program.forward, program.dims, table, record)
+        assert drawings.page_order(program, record) == "".join("WX"[fill] for fill, *_ in planned)
 
 
 def test_the_page_shows_what_is_printed(

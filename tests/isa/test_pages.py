@@ -1,8 +1,6 @@
 """Tests of shared-memory pages: how many each instruction takes, whether they fit into the ring, and how programs use
 them."""
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +12,7 @@ from sizes import least_dims
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
-from megakernel.isa import CONTROL, Dtype, Operation, Phase, Units
+from megakernel.isa import CONTROL, Dtype, Operation, Units
 from megakernel.isa.record import phase_number
 from megakernel.model import families, load_config
 from megakernel.model.config import ModelConfig
@@ -34,75 +32,48 @@ def compiled(tokens: int, config: ModelConfig = LLAMA_1B, logit_rows: int = 1, t
     return compiled_for(two, H200, tokens, logit_rows, tp, Options(**options), max_context=1024)
 
 
-def matmuls(tp: int = 1, norm: str = "own") -> list[Phase]:
-    dims = least_dims(LLAMA_1B, Dtype.BF16).changed(tp=tp)
-    return [phase for phase in passes.apply(families.forward(LLAMA_1B), dims.split, norm) if phase.is_matmul]
-
-
-def tensor_stages(matrices: int, cols: int, inner: int, per_page: int) -> Iterator[list[str]]:
-    """Yield the pages of a matmul tile on tensor cores. Each chunk of columns has a list for each k step (64 elements
-    of the inner length), then a list for each output page."""
-    wide = 256 // matrices
-    for first in range(0, cols, wide):
-        chunk = min(wide, cols - first)
-        for _ in range(0, inner, 64):
-            yield ["inputs", *["weights" for _ in range(matrices) for _ in range(0, chunk, 128)]]
-        yield from (["output"] for _ in range(0, chunk, per_page or chunk) if per_page)
-
-
-def dot_laps(matrices: int, rows: int, cols: int, inner: int) -> Iterator[list[str]]:
-    """Yield the pages of a matmul tile that is computed as dot products with a ring of 13 pages. Each list has the
-    pages of one lap, that is, one filling of the ring. `rows` is 0 if the inputs take no pages."""
-    inputs = ["inputs" for _ in range(0, rows * len(range(0, inner, 1024)), 8)]
-    weights = [
-        "weights"
-        for _ in range(0, cols, 16 // matrices)
-        for _ in range(0, inner, 1024)
-        for _ in ("even rows or gate", "odd rows or up")
-    ]
-    room = 13 - len(inputs)
-    room -= room % 2
-    for first in range(0, len(weights), room):
-        yield weights[first : first + room] + inputs
-
-
-@pytest.mark.parametrize("dots", [False, True])
+# By phase of Llama 3.2 1B: the rows and columns of a tile, and its pages of weights, of inputs and of outputs, and how
+# many it holds at once. The first tiles are for tensor cores, and the others for dot products.
 @pytest.mark.parametrize(
-    "phase", [*matmuls(), *matmuls(2), *matmuls(norm="inside")], ids=lambda p: f"{p.name}{'+norm' * bool(p.norm)}"
+    ("name", "tile", "taken"),
+    [
+        ("qkv_rope", (128, 256), (64, 32, 0, 6)),
+        ("o_proj", (40, 384), (96, 64, 12, 6)),
+        ("gate_up_silu", (128, 256), (128, 64, 4, 6)),
+        ("qkv_rope", (1, 96), (24, 2, 0, 13)),
+        ("o_proj", (3, 24), (8, 1, 0, 9)),
+        ("gate_up_silu", (1, 96), (48, 4, 0, 13)),
+        ("down_proj", (3, 24), (32, 12, 0, 13)),
+        ("gate_up_silu+norm", (1, 96), (48, 0, 0, 12)),
+        ("qkv_rope+norm", (3, 24), (8, 0, 0, 8)),
+    ],
 )
-def test_counts_are_those_of_the_walk(phase: Phase, dots: bool) -> None:
-    units, rng = Units.DOTS if dots else Units.TENSOR, np.random.default_rng(int(dots))
-    for _ in range(30):
-        inner, cols = int(rng.integers(1, 9000)), 8 * int(rng.integers(1, 120))
-        rows = int(rng.integers(1, (pages.dot_rows(inner) if dots else 128) + 1))
-        d = least_dims(LLAMA_1B, Dtype.BF16).changed(ring_pages=13, units=int(units), hidden=inner, ffn=inner)
-        d = d.changed(head_dim=inner, heads=1, kv_heads=1)
-        taken, matrices = matmul_pages(phase, np.array([rows]), np.array([cols]), d), phase.matrices(d.split)
-        if dots:
-            laps = list(dot_laps(matrices, 0 if phase.norm else rows, cols, inner))
-            held = max(map(len, laps))
-        else:
-            laps = list(tensor_stages(matrices, cols, inner, pages.output_columns(phase, d)))
-            steps = [len(s) for s in laps if s != ["output"]]
-            held = max(sum(steps[i : i + 2]) for i in range(len(steps)))
-        count = Counter(page for lap in laps for page in lap)
-        assert (taken.weights[0], taken.inputs[0], taken.output[0]) == tuple(
-            count[kind] for kind in ("weights", "inputs", "output")
-        )
-        assert taken.held[0] == held <= launch.PAGES
+def test_pages_of_tiles(name: str, tile: tuple[int, int], taken: tuple[int, ...]) -> None:
+    units = Units.DOTS if tile[1] < 128 else Units.TENSOR
+    dims = least_dims(LLAMA_1B, Dtype.BF16).changed(ring_pages=launch.PAGES, units=int(units))
+    forward = passes.apply(families.forward(LLAMA_1B), dims.split, "inside" if "norm" in name else "own")
+    found = matmul_pages(forward.by_name[name.removesuffix("+norm")], *np.array(tile)[:, None], dims)
+    assert tuple(int(n[0]) for n in (found.weights, found.inputs, found.output, found.held)) == taken
 
 
-def test_attention_loads_a_head_once_for_each_pass_that_it_is_in() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(60):
-        group, heads, head_dim = int(rng.integers(1, 9)), int(rng.integers(1, 9)), int(rng.choice([64, 80, 128, 256]))
-        d = least_dims(LLAMA_1B, Dtype.BF16).changed(heads=group * heads, kv_heads=heads, head_dim=head_dim)
-        rows, blocks = int(rng.integers(1, 200)), int(rng.integers(0, 9))
-        parts = 2 if head_dim > 128 else 1
-        units = [head for head in range(heads) for _ in range(0, parts * -(-rows * group // 16))]
-        loads = sum(len(set(units[first : first + 8])) for first in range(0, len(units), 8))
-        one = (np.array([n], np.int32) for n in (rows, heads, blocks))
-        assert attention_pages(*one, d)[0] == (loads * blocks * (2 if head_dim <= 64 else 4 * parts) or 1)
+@pytest.mark.parametrize(
+    ("heads", "item", "taken"),
+    [
+        ((64, 4, 8), (1, 8, 3), 8 * 3 * 2),  # one pass loads K and V of all 8 heads
+        ((64, 4, 8), (32, 1, 3), 3 * 2),
+        ((64, 4, 8), (40, 1, 2), 2 * 2 * 2),  # two passes
+        ((128, 4, 8), (7, 3, 5), 3 * 5 * 4),
+        ((256, 4, 1), (32, 1, 3), 2 * 3 * 8),  # a head has two parts
+        ((80, 8, 1), (1, 1, 3), 3 * 4),
+        ((80, 8, 1), (1, 1, 0), 1),
+    ],
+)
+def test_pages_of_attention(heads: tuple[int, int, int], item: tuple[int, ...], taken: int) -> None:
+    """`heads` has their size, the query heads of each KV head, and the KV heads; `item` has rows, KV heads and blocks.
+    A head is loaded once for each pass that it is in."""
+    head_dim, group, kv_heads = heads
+    dims = least_dims(LLAMA_1B, Dtype.BF16).changed(heads=group * kv_heads, kv_heads=kv_heads, head_dim=head_dim)
+    assert attention_pages(*np.array(item)[:, None], dims) == taken
 
 
 @pytest.mark.parametrize(("tokens", "tp"), [(1, 1), (4, 1), (7, 1), (300, 1), (1, 8), (40, 8), (600, 4)])

@@ -1,5 +1,5 @@
 """Small GPU programs for tests, each with a step table and a reference backend whose KV cache has random contents.
-Other functions collect the results of a launch, compare them, and list the memory boxes that an instruction copies."""
+Another function lists the pages of an instruction."""
 
 import ctypes
 from dataclasses import replace
@@ -68,20 +68,11 @@ def make(
     return backend, program, table
 
 
-COLUMNS = ("page", "fill", "pieces", "buffer", "x", "y", "z", "place", "bytes", "item", "whole")
-CAPACITY = 4096
-
-
-def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-    """Return the memory boxes that an instruction, given by its record, loads and stores in layer 1. The result has one
-    array per name in COLUMNS, with one element per box, and one element for a page without boxes."""
-    rows = np.zeros((CAPACITY, len(COLUMNS)), np.int32)
+def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> list[list[int]]:
+    """Return the pages of an instruction, given by its record: for each page, its kind (0: weights, 1: inputs, 2: an
+    output), whether it has pieces of rows instead of tiles, and whether one copy fills all of it."""
+    pages = np.zeros((4096, 3), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
-    n = host_library().mk_host_plan(
-        *(ctypes.c_void_p(a.ctypes.data) for a in (words, forward.words(dims), table.words, record)),
-        1,
-        ctypes.c_void_p(rows.ctypes.data),
-        CAPACITY,
-    )
-    assert n < CAPACITY
-    return dict(zip(COLUMNS, rows[:n].T, strict=True))
+    arguments = (a.ctypes.data for a in (words, forward.words(dims), table.words, record, pages))
+    n = host_library().mk_host_plan(*map(ctypes.c_void_p, arguments), len(pages))
+    return pages[:n].tolist()

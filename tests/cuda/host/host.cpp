@@ -64,41 +64,21 @@ __attribute__((visibility("default"))) void mk_host_run(const mk::Params* params
   message[size - 1] = 0;
 }
 
-// Lists the copies that fill the pages of an instruction, given by its record. Each copy is a row of eleven
-// numbers: the page's number; the page's fields `fill`, `pieces` and `buffer` (struct PageUse in plan.h); the
-// coordinates x, y and z; the offset in the page and the size in bytes; and the page's fields `item` and
-// `whole`. A page without copies has one row with size 0. Returns the number of rows.
+// Lists the pages of an instruction, given by its record. Each page has three numbers: its fields `fill`,
+// `pieces` and `whole` (struct PageUse in plan.h). Returns the number of pages.
 __attribute__((visibility("default"))) int32_t mk_host_plan(const mk::Dims* dims, const mk::Phase* phases,
                                                             const int32_t* step_words, const int32_t* record,
-                                                            int32_t layer, int32_t* rows, int32_t capacity) {
+                                                            int32_t* pages, int32_t capacity) {
   mk::Task task{};
   memcpy(task.record, record, sizeof task.record);
-  task.where.layer = layer;
   task.phase = phases[mk::record_phase(record)];
-  const mk::StepView step = mk::step_view(step_words, *dims);
-  int32_t n = 0, page = 0;
-  mk::for_pages(mk::sizes_of(*dims), step, task, [&](const mk::PageUse& use) {
-    const auto add = [&](const mk::Box& box) {
-      if (n++ >= capacity) return;
-      const int32_t row[] = {page,
-                             static_cast<int32_t>(use.fill),
-                             use.pieces,
-                             static_cast<int32_t>(use.buffer),
-                             box.x,
-                             box.y,
-                             use.z,
-                             box.at,
-                             static_cast<int32_t>(box.bytes),
-                             use.item,
-                             use.whole};
-      memcpy(rows + 11 * (n - 1), row, sizeof row);
-    };
-    use.for_boxes(0, 1, add);
-    if (use.boxes == 0) add({});
-    ++page;
-    return n <= capacity;
+  int32_t n = 0;
+  mk::for_pages(mk::sizes_of(*dims), mk::step_view(step_words, *dims), task, [&](const mk::PageUse& use) {
+    const int32_t page[] = {static_cast<int32_t>(use.fill), use.pieces, use.whole};
+    memcpy(pages + 3 * n, page, sizeof page);
+    return ++n < capacity;
   });
-  return n < capacity ? n : capacity;
+  return n;
 }
 
 }  // extern "C"
