@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import settings, trace
+from . import settings, targets, trace
 from .isa import (
     BUFFERS,
     DIM_FIELDS,
@@ -44,7 +44,7 @@ from .isa import (
 )
 from .isa.operations import experts
 from .isa.phases import NO_BUFFER
-from .targets import cpu, launch, pages
+from .targets import launch, pages
 
 _C_TYPES = {"u8": "uint64_t", "u4": "uint32_t", "u2": "uint16_t", "u1": "uint8_t"}
 
@@ -57,7 +57,7 @@ _COMMON = (
     (dims, "shard_unit kv_unit kv_scale kv_block most_experts all_tokens"),
     (experts, "gate_slope gate_limit"),
     *((phases, "max_phases"), (record, "next indexed")),
-    (cpu, "most_head_dim"),
+    (targets, "most_head_dim"),
     (trace, "trace_prologue=prologue trace_epilogue=epilogue"),
 )
 _CUDA = (

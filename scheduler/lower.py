@@ -18,7 +18,7 @@ from megakernel.machine import Machine
 from megakernel.scheduler.cost import panel_blocks, seconds
 from megakernel.scheduler.regions import head_groups
 from megakernel.scheduler.tasks import PhaseTasks
-from megakernel.targets import target_of
+from megakernel.targets.pages import output_columns
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Cut a matmul: each row block is divided into column tiles of nearly equal width. Tiles start at multiples of the
     number of columns that the hardware computes at once, and of a head's width if heads must not be cut."""
     rows, cols = _blocks(phase, d, machine), phase.width(d.split)
-    blocks, unit = len(rows.numbers), max(machine.col_unit, target_of(d).output_columns(phase, d))
+    blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
     unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
     units = ceil_div(cols, unit)
     count = 0

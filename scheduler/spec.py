@@ -12,8 +12,8 @@ from megakernel.isa import KV_BLOCK, Bucket, Buffer, Dims, Dtype, Split, Units, 
 from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.scheduler.options import Options
-from megakernel.targets import TARGETS
-from megakernel.targets.pages import DOT_INPUT_PAGES
+from megakernel.targets import COL_UNIT, ROW_UNIT, UNITS
+from megakernel.targets.pages import DOT_INPUT_PAGES, dot_rows
 
 # How much attention work fits into the step table, the array with the inputs of one step. An attention item is a piece
 # of the work: some rows and KV heads of a sequence, and a range of its KV cache. One instruction computes the items of
@@ -22,8 +22,7 @@ from megakernel.targets.pages import DOT_INPUT_PAGES
 # at the same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
-# The maximum number of partial results on targets with `any_split`, where every attention slot may divide one row by KV
-# range.
+# The maximum number of partial results on GPUs, where every attention slot may divide one row by KV range.
 _MAX_SLOT_PARTIALS = 65536
 # The step table has room for _BIAS_PER_ROW logit biases per row, and for at most _MAX_BIAS in total. The OpenAI API
 # allows 300 per request.
@@ -74,14 +73,16 @@ class Spec:
         same units, because the units determine the bits of the results. So the engine decides it once, for its largest
         program. With few rows, dot products read weights faster, but all rows of a tile must fit in shared memory. So
         `auto` chooses dot products if one tile can hold all `tokens` rows."""
-        units = TARGETS[self.machine.target].units
+        units = UNITS[self.machine.target]
         if self.options.matmul != "auto" or len(units) == 1:
             return self.options.matmul
         return next((u for u in units if self.tokens <= self._tile_rows(u)), units[-1]).name.lower()
 
     @property
     def units(self) -> Units:
-        return TARGETS[self.machine.target].chosen(self.matmul)
+        """The units that compute matmuls. If a target has only one kind of units, `matmul` is ignored."""
+        units = UNITS[self.machine.target]
+        return units[0] if len(units) == 1 else Units[self.matmul.upper()]
 
     @cached_property
     def tiled(self) -> Machine:
@@ -93,19 +94,20 @@ class Spec:
                 f"cannot compile matmuls as dot products: the inputs of one token take more than {DOT_INPUT_PAGES} "
                 "pages of shared memory; use --matmul tensor"
             )
-        unit = TARGETS[self.machine.target].col_unit[self.units] or self.machine.col_unit
-        return replace(self.machine, tile_rows=rows, col_unit=unit)
+        return replace(self.machine, tile_rows=rows, col_unit=COL_UNIT.get(self.units, self.machine.col_unit))
 
     @property
     def most_dot_rows(self) -> int:
         """The largest number of rows of a matmul tile that is computed with dot products on CUDA cores."""
-        return max(1, min(self.machine.tile_rows, self._tile_rows(TARGETS[self.machine.target].units[0])))
+        return max(1, min(self.machine.tile_rows, self._tile_rows(UNITS[self.machine.target][0])))
 
     def _tile_rows(self, units: Units) -> int:
         """Return the largest number of rows that fits every matmul tile of a rank, whether the O projection is sharded
         or replicated."""
+        if units is not Units.DOTS:
+            return self.machine.tile_rows
         split = replace(self.split, replicated_o=1)
-        return TARGETS[self.machine.target].tile_rows(units, max(self.config.hidden, split.o_cols, split.rank_ffn))
+        return dot_rows(max(self.config.hidden, split.o_cols, split.rank_ffn))
 
     @cached_property
     def split(self) -> Split:
@@ -128,11 +130,11 @@ class Spec:
         With a divided residual, row blocks (groups of rows) are so short that each rank owns at least one, if there are
         enough rows. The length of a row block is rounded up to a multiple of the rows that the target stores at once,
         so that no store extends into the next block."""
-        machine, target = self.tiled, TARGETS[self.machine.target]
+        machine = self.tiled
         rows = self.tokens if self.split.replicated_residual else ceil_div(self.tokens, self.tp)
-        unit = target.row_unit[self.units]
+        unit = ROW_UNIT[self.units]
         slots = machine.workers * (_CLAIMS if self.options.claimed else 1)
-        split_rows, partials = (slots, _MAX_SLOT_PARTIALS) if target.any_split else (_SPLIT_ROWS, _MAX_PARTIALS)
+        split_rows, partials = (_SPLIT_ROWS, _MAX_PARTIALS) if self.units is Units.CORE else (slots, _MAX_SLOT_PARTIALS)
         kv_blocks = ceil_div(self.max_context, KV_BLOCK)
         bucket = Bucket(
             kv_block=KV_BLOCK,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil, exp, log
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct, field
 
@@ -146,7 +146,7 @@ class Tiles(_Section, frozen=True):
     cols: Count  # output columns of a matmul tile
     col_unit: Count  # column tiles start and end on multiples of this number of columns
     page: Count  # tokens per page of the KV cache
-    target: str  # the target that programs are compiled for
+    target: Literal["cpu", "hopper"]  # the target that programs are compiled for
     pages: Count = 0  # shared-memory pages in the ring buffer through which a worker loads; 0 for a CPU core
 
 

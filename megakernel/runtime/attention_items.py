@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable
-from ..targets import pages, target_of
+from ..isa import Dims, StepTable, Units
+from ..targets import pages
 
 Ints = NDArray[np.signedinteger]
 # The attention work of all ranks, divided into pieces called items. The key is a number of KV heads, because ranks with
@@ -115,7 +115,7 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """Return the attention items of one rank, as a dict of step-table columns, and the first item of each slot."""
-    query_rows = pages.pass_rows(dims) if target_of(dims).pages else QUERY_TILE
+    query_rows = QUERY_TILE if dims.worker.units == Units.CORE else pages.pass_rows(dims)
     for tile_rows in (query_rows, dims.bucket.row_block):
         tiles = _tile(dims, seq, start, count, tile_rows)
         for cut in _Cut:
@@ -198,7 +198,7 @@ class _Line:
     """
 
     def __init__(self, dims: Dims, tiles: _Tiles, cut: _Cut) -> None:
-        self.divided = divided = (_gpu_parts if target_of(dims).any_split else _core_parts)(dims, tiles)
+        self.divided = divided = (_core_parts if dims.worker.units == Units.CORE else _gpu_parts)(dims, tiles)
         self.parts = dims.split.rank_kv_heads // divided.wide
         self.first_part = np.cumsum(self.parts) - self.parts
         by_blocks = np.maximum(-(-tiles.blocks // divided.grain_blocks), 1)

@@ -11,10 +11,10 @@ from functools import partial
 
 from ..errors import MegakernelError
 from ..isa import Dims, Dtype
-from ..machine import Machine, cpu_count, host
+from ..machine import CPU, Machine, cpu_count, host
 from ..model.checkpoint import Checkpoint
 from ..model.config import ModelConfig
-from ..targets import CPU, HOPPER, Target
+from ..targets import HOPPER
 from .backend import Backend
 
 # A function with the arguments of `create` that returns a backend.
@@ -39,7 +39,7 @@ class Registered:
     machine: Callable[[int | None, int], Machine]
     lack: Callable[[ModelConfig, Dtype], str | None] = lambda config, dtype: None
     dtype: Dtype | None = None
-    target: Target = CPU
+    target: str = CPU
     stores: bool = True
     automatic: bool = False
     devices: bool = False
@@ -115,7 +115,7 @@ def registered(name: str) -> Registered:
 
 def backend_for(target: str) -> Registered:
     """Return the backend that runs programs compiled for `target`."""
-    return next(backend for backend in REGISTRY.values() if backend.automatic and backend.target.name == target)
+    return next(backend for backend in REGISTRY.values() if backend.automatic and backend.target == target)
 
 
 def choose_backend(

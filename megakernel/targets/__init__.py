@@ -4,14 +4,17 @@ The compiler, the simulator and the verifier import this package, as the backend
 
 from __future__ import annotations
 
-from ..isa import Dims
-from .cpu import CPU
-from .hopper import HOPPER
-from .target import Target
+from ..isa import Units
+from ..machine import CPU
+from .pages import BOX_ROWS, DOT_UNIT
 
-TARGETS: dict[str, Target] = {target.name: target for target in (CPU, HOPPER)}
-
-
-def target_of(dims: Dims) -> Target:
-    """Return the target for which a program with these sizes was compiled."""
-    return next(target for target in TARGETS.values() if dims.worker.units in target.units)
+HOPPER = "hopper"  # like CPU, a value of `target` in machine files
+# The kinds of hardware units that can compute matmuls on a target; the kind that suits few rows comes first.
+UNITS = {CPU: (Units.CORE,), HOPPER: (Units.DOTS, Units.TENSOR)}
+# Row blocks start at multiples of this number of token rows, because so many are stored together.
+ROW_UNIT = {Units.CORE: 1, Units.DOTS: 1, Units.TENSOR: BOX_ROWS}
+# Column tiles start at multiples of this number of columns; for other kinds of units, the machine file has the number.
+COL_UNIT = {Units.DOTS: DOT_UNIT}
+# The maximum size of an attention head. One pass of a matmul computes at most this many columns on a CPU. If a head is
+# normalised, or its K and V are quantised, all columns of the head must be computed in the same pass.
+MOST_HEAD_DIM = 496

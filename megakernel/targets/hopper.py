@@ -8,43 +8,35 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa import BUFFERS, Columns, Dims, Loads, Phase, Units, itemsize, loads
+from ..errors import MegakernelError
+from ..isa import BUFFERS, Columns, Dims, Loads, Phase, Units, itemsize, traffic
+from ..program import SEGMENTS, Program
 from ..program.part import Part, each
 from ..program.phases import Ints
 from . import pages
-from .target import Target
 
 
-class _Hopper(Target):
-    def tile_rows(self, units: Units, inner: int) -> int:
-        return pages.dot_rows(inner) if units is Units.DOTS else super().tile_rows(units, inner)
-
-    def norm_fits(self, rows: int, inner: int, dims: Dims) -> bool:
-        return pages.norm_fits(rows, inner, dims)
-
-    def output_columns(self, phase: Phase, dims: Dims) -> int:
-        return pages.output_columns(phase, dims)
-
-    def loads(self, phase: Phase, columns: Columns, dims: Dims) -> Loads:
-        found = loads(phase, columns, dims)
-        if not (dims.worker.ring_pages and phase.is_matmul and phase.norm is None):
-            return found
-        return replace(found, read=_through_the_ring(phase, columns, dims))
-
-    def violations(self, parts: Sequence[Part]) -> Iterator[str]:
-        dims = parts[0].program.dims.ranks
-        for part in parts if dims[0].worker.ring_pages else ():
-            yield from _pages(part, dims)
+def violations(parts: Sequence[Part]) -> Iterator[str]:
+    """Describe what a GPU cannot execute in a program that has passed all other checks: instructions that need more
+    shared-memory pages than an SM has, or whose tiles do not fit pages. Programs for CPUs have no pages."""
+    dims = parts[0].program.dims.ranks
+    for part in parts if dims[0].worker.ring_pages else ():
+        yield from _pages(part, dims)
 
 
-HOPPER = _Hopper(
-    "hopper",
-    units=(Units.DOTS, Units.TENSOR),
-    row_unit={Units.DOTS: 1, Units.TENSOR: pages.BOX_ROWS},
-    col_unit={Units.DOTS: pages.DOT_UNIT, Units.TENSOR: None},
-    pages=True,
-    any_split=True,
-)
+def check_pages(program: Program) -> None:
+    """Raise MegakernelError with the first of `violations`, if there is one."""
+    if (found := next(violations([Part(program, name) for name in SEGMENTS]), None)) is not None:
+        raise MegakernelError(f"the program is wrong: {found}: compile it again")
+
+
+def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
+    """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.traffic`). On a
+    GPU, matmuls load inputs again and again."""
+    found = traffic.loads(phase, columns, dims)
+    if not (dims.worker.ring_pages and phase.is_matmul and phase.norm is None):
+        return found
+    return replace(found, read=_through_the_ring(phase, columns, dims))
 
 
 def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.float64]:
@@ -61,7 +53,6 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
 
 
 def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    """Yield instructions that need more shared-memory pages than an SM has, or whose tiles do not fit pages."""
     have = dims[0].worker.ring_pages
     if pages.kv_pages(dims[0]) > have:
         what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"

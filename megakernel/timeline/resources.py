@@ -9,7 +9,7 @@ import numpy as np
 from ..isa import cost
 from ..isa.traffic import link_bytes_each
 from ..machine import Machine
-from ..targets import target_of
+from ..targets.hopper import loads
 from ..targets.issue import issued, own_paths
 from ..trace import IntervalKind
 from .resolve import Resolved, by_phase
@@ -116,7 +116,7 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
     for phase, dims, rows, columns in by_phase(resolved.program):
         if not phase.control:
             done = cost(phase, columns, dims)
-            loaded = target_of(dims).loads(phase, columns, dims).all
+            loaded = loads(phase, columns, dims).all
             work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
             # In tests, each rank of a program may run a model of its own, and send nothing to the others.
             if dims.split.tp == ranks:

@@ -17,7 +17,7 @@ from megakernel.program import Program, check
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work, run
 from megakernel.scheduler.simulate.work import make_work
-from megakernel.targets import target_of
+from megakernel.targets.hopper import check_pages
 from megakernel.targets.issue import own_paths
 from megakernel.trace import Trace, TraceHeader
 
@@ -70,7 +70,7 @@ def simulate(
     Raises MegakernelError if the program never ends, or if a counter gets more signals than the program declares.
     """
     check(program)
-    target_of(program.dims).check(program)
+    check_pages(program)
     costs = _own(program, costs or costs_of(machine))
     work = _prepared(program, machine, table, costs)
     most = _INTERVALS_PER_TASK * _launched(work) if trace else 0

@@ -41,7 +41,7 @@ from megakernel.program import SEGMENTS, Program
 from megakernel.program.program import TOTALS
 from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
-from megakernel.targets import target_of
+from megakernel.targets.hopper import loads
 from megakernel.targets.issue import matmul_issue, sample_steps
 from megakernel.targets.launch import PAGE_BYTES
 from megakernel.targets.pages import STAGES, attention_pages, computed_rows, matmul_pages, tile_work
@@ -210,7 +210,7 @@ def _plain(
     records, task, rank = mine
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
-    work, loaded = cost(phase, columns, dims), target_of(dims).loads(phase, columns, dims)
+    work, loaded = cost(phase, columns, dims), loads(phase, columns, dims)
     weights, read = loaded.weights, loaded.read
     if phase.is_matmul:
         weight_key = keys.weight(phase, columns["col"])

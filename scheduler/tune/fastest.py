@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dims, StepTable, ceil_div
-from megakernel.machine import Machine
+from megakernel.machine import CPU, Machine
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Spec, compile_program
@@ -22,7 +22,6 @@ from megakernel.scheduler.options import CHOICES, Options
 from megakernel.scheduler.search import Change, products, search
 from megakernel.scheduler.simulate.run import extrapolated_seconds
 from megakernel.scheduler.tasks import Stages
-from megakernel.targets import TARGETS
 
 # The simulated program computes logits of at most this many rows, because in an engine most rows need none.
 _LOGIT_ROWS = 64
@@ -100,7 +99,7 @@ class Fastest:
         return found.seconds
 
     def options(self, tokens: int) -> Options:
-        if self.spec.options.queue != "auto" or not TARGETS[self.spec.machine.target].pages:
+        if self.spec.options.queue != "auto" or self.spec.machine.target == CPU:
             return self.spec.options
         if tokens not in self._chosen:
             spec, known = replace(self.spec, tokens=tokens), Predictions()

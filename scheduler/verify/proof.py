@@ -73,7 +73,7 @@ from megakernel.program import Program
 from megakernel.program.checks import Checks
 from megakernel.scheduler.verify.data import check_data
 from megakernel.scheduler.verify.order import Events, Unrolled
-from megakernel.targets import target_of
+from megakernel.targets.hopper import violations
 
 _LAYERS = 3
 _MOST = 50  # the maximum number of violations that a report lists
@@ -106,7 +106,7 @@ def verify(program: Program) -> Report:
 def _stages(program: Program) -> Iterator[Iterable[str]]:
     """Yield the violations that each stage finds. Each stage relies on what the earlier stages have proved."""
     checks = Checks(program)
-    yield from checks.stages(lambda parts: target_of(program.dims).violations(parts))
+    yield from checks.stages(violations)
     events = [Events(part) for part in checks.parts]
     found = list(_totals(program, events))
     unrolled = Unrolled(program, events, min(program.dims.model.layers, _LAYERS))

@@ -29,7 +29,7 @@ from megakernel.model import ModelConfig
 from megakernel.program import Program
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.targets import target_of
+from megakernel.targets.hopper import loads
 from megakernel.targets.issue import issued
 from megakernel.timeline import page as page_of
 from megakernel.timeline import resolve, summarise
@@ -466,7 +466,7 @@ def test_resources(case: Case) -> None:
             for n, row in enumerate(rows.tolist()):
                 each = [work.matrix_flops[n], work.vector_flops[n], work.memory_bytes[n]]
                 to = sent[n].tolist() if sent is not None else []
-                declared[segment, row] = [*each, target_of(dims).loads(phase, columns, dims).all[n], *to]
+                declared[segment, row] = [*each, loads(phase, columns, dims).all[n], *to]
     for row in ran.values():
         words = program.numbered(segment_of(row))[0][row.number]
         phase = program.forward.by_number[phase_number(program, row)]

@@ -16,7 +16,7 @@ from ...isa.record import Records
 from ...machine import cpu_count
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program
-from ...targets.cpu import MOST_HEAD_DIM
+from ...targets import MOST_HEAD_DIM
 from ...trace import DTYPE, Trace, TraceHeader
 from ..backend import Output
 from ..buffers import check_program, check_table, write_history

@@ -12,7 +12,7 @@ from ...errors import MegakernelError
 from ...isa import Buffer, Dims, StepTable, record
 from ...library import structure
 from ...program import SEGMENTS, Program, Segment
-from ...targets import HOPPER
+from ...targets.hopper import check_pages
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, WARPS
 from . import stall
 from .driver import Event, Gpu
@@ -226,7 +226,7 @@ class Loaded:
 
     def __init__(self, heap: Heap, program: Program) -> None:
         _check_limits(program)
-        HOPPER.check(program)
+        check_pages(program)
         self.program = program
         self.launches = 0
         self._synchronises = True
