@@ -3,6 +3,7 @@ the size of steps, a preemption, the prefix cache or speculation."""
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,15 @@ def params() -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def one_by_one(request: pytest.FixtureRequest, windowed: str) -> tuple[dict[str, Any], list[RequestOutput]]:
-    """The arguments of an engine, and its results for REQUESTS, of which only one runs at a time."""
-    how = LIMITS | request.param
-    with LLM(windowed, **how, enable_prefix_caching=False) as llm:
-        return how, [llm.generate([prompt], p)[0] for (prompt, _), p in zip(REQUESTS, params(), strict=True)]
+def one_by_one(windowed: str) -> Callable[..., list[RequestOutput]]:
+    """A function from an engine's arguments to its results for REQUESTS, of which only one runs at a time."""
+
+    @cache
+    def results(**how: Any) -> list[RequestOutput]:
+        with LLM(windowed, **LIMITS, **how, enable_prefix_caching=False) as llm:
+            return [llm.generate([prompt], p)[0] for (prompt, _), p in zip(REQUESTS, params(), strict=True)]
+
+    return results
 
 
 def said(found: Sequence[RequestOutput]) -> list[Any]:
@@ -101,22 +106,21 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("one_by_one", "condition", "limits", "guesses"),
+    ("how", "condition", "limits", "guesses"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[3] in WRONG)) for case in CASES],
-    indirect=["one_by_one"],
 )
 def test_answers_depend_on_nothing_else(
-    one_by_one: tuple[dict[str, Any], list[RequestOutput]],
+    one_by_one: Callable[..., list[RequestOutput]],
     windowed: str,
+    how: dict[str, Any],
     condition: str,
     limits: dict[str, Any],
     guesses: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    how, results = one_by_one
+    results = one_by_one(**how)
     more = 24 * (condition == "crowded")
     texts: list[Sequence[int]] = [r.prompt_token_ids + c.token_ids for r in results for c in r.outputs]
-    with LLM(windowed, **how, **limits) as llm:
+    with LLM(windowed, **LIMITS, **how, **limits) as llm:
         if guesses:
             proposer = Lookup if guesses == "lookup" else lambda: Known(texts, WRONG[guesses])
             llm.engine._speculation = speculation(limits["speculate"], lambda _: proposer())
