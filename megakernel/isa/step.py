@@ -137,6 +137,11 @@ class StepTable:
         """Return a table with a copy of the words."""
         return StepTable(self.dims, self.words.copy())
 
+    @functools.cached_property
+    def address(self) -> int:
+        """The address of the words in memory."""
+        return self.words.ctypes.data
+
     @property
     def used(self) -> NDArray[np.int32]:
         """The words that a launch must copy: all except the masks that are not in use, which come last."""

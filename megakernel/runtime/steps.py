@@ -220,7 +220,13 @@ class Steps:
         table, lineup = kept.table, rows.lineup
         before = last.rows if last and last.table.dims is dims else None
         same = before and before.lineup is lineup and len(rows.tokens) == len(rows.start)
-        if last and before and same and (rows.start == before.start + 1).all() and not moves(dims, rows.start):
+        if (
+            last
+            and before
+            and same
+            and rows.start.tobytes() == (before.start + 1).tobytes()
+            and not moves(dims, rows.start)
+        ):
             new.dealt = last.dealt  # each sequence goes on by one token, in the same KV blocks
         if not new.dealt:
             new.dealt = deal_items(dims, lineup.slot, rows.start, lineup.count)

@@ -279,7 +279,7 @@ class Engine:
         constraints or proposed tokens need the running step's results, or if the host must read logits or hidden
         states, or write histories, between the two launches."""
         batch = self._batch
-        waits = self._speculation or batch.histories or np.count_nonzero(batch.slots.constrained)
+        waits = self._speculation or batch.histories or batch.slots.constraints
         return self.backend.queues and not (waits or turns.read or turns.pooled)
 
     def _build(self, part: PlannedRows) -> tuple[Program, StepTable]:
@@ -294,7 +294,7 @@ class Engine:
         if part is None:
             return
         batch = self._batch
-        constrained = np.count_nonzero(batch.slots.constrained)
+        constrained = batch.slots.constraints
         forced = follow(part, batch) if constrained else {}
         rows = min(self.programs.most_logit_rows, VERIFIED_ROWS)
         room = min(self.programs.most_tokens - len(part.tokens), rows - len(part.turns.chunk))

@@ -176,6 +176,7 @@ class Slots:
         self.top = np.full(n, -1)
         self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
+        self.constraints = 0  # how many running sequences have one
         self.first_token_at, self.last_token_at = np.zeros((2, n))
         self.pages = SequencePages(dims)
         self.sampling = Sampling(2 * n + 1)  # one row per slot, then one for use before min_tokens is reached
@@ -199,6 +200,7 @@ class Slots:
         self.top[slot] = POOLED if request.params.pooling else -1 if logprobs is None else logprobs
         self.holds[slot] = sequence.choice == 0 and bool(request.held)
         self.constrained[slot] = sequence.constraint is not None
+        self.constraints += sequence.constraint is not None
         self.first_token_at[slot] = sequence.first_token_at
         self.last_token_at[slot] = sequence.last_token_at
         self.sampling.set(slot, sequence.sample_row(early=False))
@@ -216,6 +218,7 @@ class Slots:
         sequence.first_token_at = float(self.first_token_at[slot])
         sequence.last_token_at = float(self.last_token_at[slot])
         sequence.slot, self.ticket[slot], self.sequence[slot], self.constrained[slot] = -1, -1, None, False
+        self.constraints -= sequence.constraint is not None
         self.order = self.order[self.order != slot]
         return self.pages_of(slot)
 
@@ -260,6 +263,11 @@ class Slots:
         """Return for each slot whether its sequence needs another KV page, also for tokens not sampled yet."""
         return self.pages.count[slots] * self.page < self.length[slots]
 
+    def steady(self, slots: Ints) -> int:
+        """Return for how many steps, of one token per sequence, all sequences in `slots` have KV pages, and none
+        reaches its maximum length."""
+        return int((np.minimum(self.pages.count[slots] * self.page, self.limit[slots] - 1) - self.length[slots]).min())
+
     def place(self, slots: Ints, position: Ints) -> Ints:
         """Return the index of the row of `sampling` that applies to each slot's token at `position`. Each slot has a
         separate row for the tokens before min_tokens is reached."""
@@ -282,8 +290,10 @@ class Slots:
         self.last_token_at[slots] = now
         if np.count_nonzero(first := known == self.prompt[slots]):
             self.first_token_at[slots[first]] = now
-        stop = np.logical_or.reduce(self.stop_ids[slots] == tokens[:, None], axis=1)
-        return first, np.where(stop, 1, 2 * (after >= self.limit[slots]))
+        finish = 2 * (after >= self.limit[slots])
+        if np.count_nonzero(stop := self.stop_ids[slots] == tokens[:, None]):
+            finish[stop.any(axis=1)] = 1
+        return first, finish
 
 
 class _Row(NamedTuple):

@@ -207,6 +207,8 @@ class Batch:
         # Tokens that the host must write to the device buffer HISTORY before the next step: slot, first position, ids.
         self.histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
+        # For the next `_steady` steps, the sequences of `_steady_order` need no pages, so nothing must be planned.
+        self._steady, self._steady_order = 0, self.slots.order
 
     @property
     def running(self) -> list[Sequence]:
@@ -247,6 +249,9 @@ class Batch:
         sequences that compute one token, and a list of (sequence, number of tokens) for the other sequences. All these
         sequences have a slot and the pages that they need."""
         slots, order = self.slots, self.slots.order
+        if self._steady and self._steady_order is order and not self.waiting:
+            self._steady -= 1
+            return order, []
         full = slots.full_pages(order)
         for at in (full > slots.known_pages[order]).nonzero()[0]:
             self._publish(slots.sequence[order[at]], int(full[at]))
@@ -256,7 +261,10 @@ class Batch:
                 self._pool.give(slots.drop(int(order[at]), int(passed[at])))
         self._grow()
         self._admit()
-        return self._deal()
+        ones, prompts = self._deal()
+        steady = len(ones) and ones is slots.order and not (slots.constraints or self._windows)
+        self._steady, self._steady_order = slots.steady(ones) if steady else 0, ones
+        return ones, prompts
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, whether it runs or waits. Does nothing if it has ended already."""
@@ -278,6 +286,7 @@ class Batch:
         many of `tokens`, from the first on, as the free pages allow. If the sequence has penalties, the launch reads
         its tokens from the device buffer HISTORY, so the host will write the granted tokens there."""
         slots, slot = self.slots, sequence.slot
+        self._steady = 0
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
         if tokens and (more := self._pool.take(max(0, min(wanted, self._pool.free)))):
@@ -379,7 +388,7 @@ class Batch:
         spare = self._pool.free - int((~roomy).sum())
         while self.waiting and self._slots:
             sequence = self.waiting.first()
-            if sequence.sampling or (sequence.constraint and np.count_nonzero(slots.constrained) >= MOST_MASKS):
+            if sequence.sampling or (sequence.constraint and slots.constraints >= MOST_MASKS):
                 return
             shared = self._prefix(sequence)
             own = self.pages_for(len(sequence.saved)) - len(shared)
@@ -430,7 +439,7 @@ class Batch:
         slots, order = self.slots, self.slots.order
         tokens, rows = self._step_tokens, max(self._max_seqs, SCORED_ROWS)
         pending = slots.pending(order)
-        if np.count_nonzero(slots.constrained) and not self.alone:
+        if slots.constraints and not self.alone:
             skipping = self.mask_time.skipping(slots)
             pending[skipping if np.delete(pending, skipping).any() else []] = 0
         decoding = (pending == 1).nonzero()[0][: min(tokens, rows)]

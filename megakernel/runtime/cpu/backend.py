@@ -94,7 +94,7 @@ class CpuBackend(CpuRanks):
         check_table(program, table, self.pages)
         self._running = launch = _Launch(self, program, handle, table, trace)
         try:
-            if self._lib.mk_launch_start(self._engine, handle, table.words.ctypes.data, trace):
+            if self._lib.mk_launch_start(self._engine, handle, table.address, trace):
                 raise native.error()
         except BaseException:
             launch.abort()
