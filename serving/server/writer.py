@@ -386,6 +386,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._writer, self._timed, self._parts = writer, timed, 0
+        self._waits = False  # whether all that has been written is sent, so that events are whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -399,10 +400,12 @@ class EventStream(Response):
         last, chunks = b"", self._writer.chunks()
         beside = asyncio.ensure_future(self._fill_silence(scope, send))
         try:
+            self._waits = True
             part: bytes | None = await self._timed(anext(chunks))
             while part is not None:
-                self._parts += 1
+                self._waits, self._parts = False, self._parts + 1
                 await send({"type": "http.response.body", "body": part, "more_body": True})
+                self._waits = True
                 part = await anext(chunks, None)
         except Exception as e:
             error = as_api_error(e)
@@ -422,7 +425,7 @@ class EventStream(Response):
             while silent < (PROBE_SECONDS if HALF_CLOSED in scope else SILENCE):
                 await asyncio.sleep(min(PROBE_SECONDS, SILENCE))
                 silent += PROBE_SECONDS
-            if self._parts == before:
+            if self._parts == before and self._waits:
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from threading import Event
 from time import sleep
@@ -29,7 +30,7 @@ from megakernel.serving.server.client import Answers
 from megakernel.serving.server.frontend import listen, listen_on_path
 from megakernel.serving.server.routes.chat import ChatRequest, _ChatWriter
 from megakernel.serving.server.routes.completions import CompletionRequest, _CompletionWriter
-from megakernel.serving.server.writer import WAITING, Asked, Writer
+from megakernel.serving.server.writer import WAITING, Asked, EventStream, Writer
 from megakernel.serving.text.codec import Codec, Token, Transcript
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -122,6 +123,24 @@ def test_long_answers_leave_other_clients_their_turn(
     assert 0 < work["most"] <= 2.5 * client.MOST_WORK
     text = json.dumps(tokenizer.decode([65]), ensure_ascii=False).encode()
     assert said.count(text) > n * tokens or top == 0
+
+
+def test_no_comment_comes_into_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may stop reading amid a large event for longer than the silence after which comments are sent."""
+    monkeypatch.setattr(writer, "SILENCE", 0.01)
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.1)
+        sent.append(message["body"])
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for part in (b"data: 1", b"2", b"3\n\n"):
+            yield part
+
+    stream = EventStream(Mock(chunks=chunks, last=b"", filler=WAITING), lambda work: work)
+    asyncio.run(stream._send({}, send))
+    assert b"data: 123\n\n" in b"".join(sent)
 
 
 @pytest.mark.parametrize(
