@@ -26,13 +26,14 @@ def scores(tokens: Iterable[Token]) -> list[Score]:
     return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
 
 
-Pieces = dict[str, list[bytes]]  # lists with names, as pieces of JSON without brackets
+Pieces = dict[str, bytearray]  # lists with names, as JSON without brackets
 
 
 def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
     """Append the values in `lists`, as JSON, to the lists with the same names in `pieces`."""
     for name, values in lists.items():
-        pieces.setdefault(name, []).extend([_encode(values)[1:-1]] if values else [])
+        text = pieces.setdefault(name, bytearray())
+        text += b"," * bool(text and values) + _encode(values)[1:-1]
 
 
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
@@ -67,7 +68,7 @@ async def prompt_logprobs(
     """Return the list `prompt`: for each position of the prompt, the log-probabilities of the prompt's token and of the
     `count` most likely tokens. `rank` is 1 for the most likely token, and None for a token that is not among these.
     `tops` has no entry for the first position, because the first token has no log-probability."""
-    found: Pieces = {"prompt": [b"null"]}
+    found: Pieces = {"prompt": bytearray(b"null")}
     async for part in in_turns(zip(prompt[1:], tops, strict=True), 1 + count):
         append(found, {"prompt": [_position(tokenizer, top, count, token) for token, top in part]})
     return found

@@ -285,7 +285,8 @@ class Service:
         if self._seeds and params.seed is None and replay is None:
             params = replace(params, seed=self._seeds.getrandbits(64))
         self.codec.check(params)
-        transcripts = [one for prompt in prompts for one in self.codec.transcripts(prompt, params, special=special)]
+        make = partial(self.codec.transcripts, params=params, special=special, keeps=False)
+        transcripts = [one for prompt in prompts for one in make(prompt)]
         seed = replay.seed if replay else None
         answers = self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
         ANSWERS.get([]).append(answers)

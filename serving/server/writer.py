@@ -22,7 +22,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,6 @@ from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
 from megakernel.serving.server.scores import Pieces, append, prompt_logprobs
-from megakernel.serving.text.codec import Token
 from megakernel.serving.text.tool_calls import Piece, Reader
 
 log = logging.getLogger(__name__)
@@ -148,14 +147,12 @@ class Item:
 
 
 class Said:
-    """What one choice has said so far, as items. `reader` divides its text into pieces; None: all text is content.
-    `tokens` are those that the whole answer shows one by one."""
+    """What one choice has said so far, as items. `reader` divides its text into pieces; None: all text is content."""
 
     def __init__(self, delta: Delta, reader: Reader | None) -> None:
         self.index, self.prompt, self.reader = delta.index, delta.prompt, reader
         self.items: list[Item] = []
         self.calls = 0  # number of items that are calls
-        self.tokens: list[Token] = []
         self.scores: Pieces = {}  # the log-probabilities that the whole answer shows
         self.last = delta  # says why the choice has ended
 
@@ -214,16 +211,16 @@ class Writer(ABC):
     reasons = True  # whether the answer shows reasoning
 
     def __init__(self, asked: Asked, *, keeps: bool, scored: int | None = None) -> None:
-        """`keeps` says whether the whole answer shows single tokens. If `scored` is not None, it shows the prompts'
+        """`keeps` says whether the answer shows single tokens. If `scored` is not None, it shows the prompts'
         log-probabilities, with so many top tokens at each position."""
         self.asked, self.answers, self._keeps, self._scored = asked, asked.answers, keeps, scored
         self._prompts: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities
-        self._lists_left: list[list[bytes]] = []  # lists that are still to be put into the JSON, in pieces
+        self._lists_left: list[bytearray] = []  # lists that are still to be put into the JSON
         self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": asked.model}
         self._said: dict[int, Said] = {}  # by the number of the choice
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
-    async def whole(self) -> list[bytes]:
+    async def whole(self) -> list[bytes | bytearray]:
         """Return the whole answer in pieces of JSON. It is made of the same text as a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
@@ -232,10 +229,8 @@ class Writer(ABC):
                 for piece in said.read(delta):
                     if piece.text and (self.reasons or piece.kind != "reasoning"):
                         said.put(piece)
-                if self._keeps:
-                    said.tokens += delta.tokens
-                    if lists := self._lists(delta):
-                        append(said.scores, lists)
+                if lists := self._lists(delta):
+                    append(said.scores, lists)
         return self._filled(self._whole([self._said[index] for index in sorted(self._said)]))
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -265,17 +260,15 @@ class Writer(ABC):
             prompt, (_, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
             self._prompts[index] = await prompt_logprobs(self.asked.tokenizer, prompt, tops, count)
 
-    def _written(self, pieces: Pieces) -> dict[str, Any]:
-        """Return marks in place of lists, which may be long. `_filled` replaces the marks."""
+    def _written(self, pieces: Pieces) -> dict[str, list[str]]:
+        """Return lists of one mark in place of lists that may be long. `_filled` replaces the marks."""
         self._lists_left += pieces.values()
-        return {name: f"{_MARK}{at}" for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
+        return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
 
-    def _filled(self, data: bytes) -> list[bytes]:
+    def _filled(self, data: bytes) -> list[bytes | bytearray]:
         """Replace the marks in `data` (JSON or events) by the lists, and return the result in pieces."""
-        pieces = _LIST.split(data) if self._lists_left else [data]
-        for at in range(len(pieces) - 2, 0, -2):
-            parts = self._lists_left[int(pieces[at])]
-            pieces[at : at + 1] = [b"[", *[piece for part in parts for piece in (b",", part)][1:], b"]"]
+        pieces: list[bytes | bytearray] = [*_LIST.split(data)] if self._lists_left else [data]
+        pieces[1::2] = [self._lists_left[int(number)] for number in pieces[1::2]]
         self._lists_left.clear()
         return pieces
 
@@ -429,23 +422,23 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 
 
-def in_groups(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Join pieces to groups of about _LARGE bytes. If all pieces are empty, there is no group."""
-    group, size = list[bytes](), 0
+def in_groups(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """Join and cut pieces to groups of _LARGE bytes; the last one may have fewer. Without bytes there is no group."""
+    group = bytearray()
     for piece in pieces:
-        group.append(piece)
-        size += len(piece)
-        if size >= _LARGE:
-            yield b"".join(group)
-            group, size = [], 0
-    if size:
-        yield b"".join(group)
+        for at in range(0, len(piece), _LARGE):
+            group += memoryview(piece)[at : at + _LARGE]
+            if len(group) >= _LARGE:
+                yield bytes(group[:_LARGE])
+                del group[:_LARGE]
+    if group:
+        yield bytes(group)
 
 
 class WholeAnswer(Response):
     """A response of JSON in pieces. They are sent in groups, between which others have their turn."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
         super().__init__(media_type="application/json")
         self.headers["content-length"] = str(sum(map(len, pieces)))
         self._pieces = pieces

@@ -44,14 +44,14 @@ def single_tokens(tokens: Tokens) -> Iterator[Token]:
 
 class Transcript:
     """Collects the tokens of one choice (completion) and their text. `decoder` converts ids to text; without it `text`
-    is None.
+    is None. `keeps` says whether log-probabilities are collected too.
 
     `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
     transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
     `Engine.stop`. Tokens that arrive later are dropped. `stop_reason` is the stop string or the id of `stop_token_ids`
     that ended the choice, and None for other ends."""
 
-    def __init__(self, params: SamplingParams, decoder: TextStream | None) -> None:
+    def __init__(self, params: SamplingParams, decoder: TextStream | None, keeps: bool = True) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
@@ -59,7 +59,7 @@ class Transcript:
         self.stop_reason: str | int | None = None
         self._min_tokens, self._matchers = params.min_tokens, [_Matcher(stop) for stop in params.stop_strings]
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
-        self._decoder = decoder
+        self._decoder, self._keeps = decoder, keeps
         self._text = ""
         self._shown = 0  # number of characters of the text that `add` has returned so far
 
@@ -73,8 +73,9 @@ class Transcript:
         if self.finish_reason is not None:
             return ""
         self.token_ids.append(token.token_id)
-        self.logprobs.append(token.logprob)
-        self.top_logprobs.append(token.top_logprobs)
+        if self._keeps:
+            self.logprobs.append(token.logprob)
+            self.top_logprobs.append(token.top_logprobs)
         self.finish_reason = token.finish_reason
         unseen = False  # whether this token adds nothing to the text
         if token.finish_reason == "stop":
@@ -243,15 +244,17 @@ class Codec:
         if params.stop_strings and self.tokenizer is None:
             raise MegakernelError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
-    def transcripts(self, prompt: Iterable[int], params: SamplingParams, *, special: bool = False) -> list[Transcript]:
+    def transcripts(
+        self, prompt: Iterable[int], params: SamplingParams, *, special: bool = False, keeps: bool = True
+    ) -> list[Transcript]:
         """Return a new transcript for each choice (completion). `special` keeps special tokens, whatever `params`
-        say."""
+        say, and `keeps` the log-probabilities."""
         if (tokenizer := self.tokenizer) is None:
-            return [Transcript(params, None) for _ in range(params.n)]
+            return [Transcript(params, None, keeps) for _ in range(params.n)]
         skip = params.skip_special_tokens and not special
         shown = (token for token in prompt if tokenizer.token_bytes(token, skip_special=skip))
         begun = list(islice(shown, 1))  # looked for once, because a prompt may have many tokens without text
-        return [Transcript(params, tokenizer.stream(skip_special=skip, after=begun)) for _ in range(params.n)]
+        return [Transcript(params, tokenizer.stream(skip_special=skip, after=begun), keeps) for _ in range(params.n)]
 
 
 def _for_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

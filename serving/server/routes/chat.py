@@ -288,7 +288,7 @@ class _ChatWriter(Writer):
                 "logprobs": self._written(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
-                "token_ids": [token.token_id for token in said.tokens] if self.asked.shows_ids else None,
+                "token_ids": self.answers.transcripts[said.index].token_ids if self.asked.shows_ids else None,
             }
             for said in choices
         ]

@@ -130,8 +130,8 @@ class _CompletionWriter(Writer):
     def _whole(self, choices: list[Said]) -> bytes:
         shown = []
         for said in choices:
-            last = replace(said.last, text=said.text("content"), tokens=said.tokens)
-            choice = self._choice_of(last, said.scores)
+            last, ids = replace(said.last, text=said.text("content")), self.answers.transcripts[said.index].token_ids
+            choice = self._choice_of(last, ids, said.scores)
             shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
         return self._json(shown, self._used())
 
@@ -146,7 +146,7 @@ class _CompletionWriter(Writer):
                 if delta.prompt not in self._echoed:
                     self._echoed[delta.prompt] = await self._prompt_lists(delta.prompt)
                 echoed = self._echoed[delta.prompt].items()
-                self._choice(delta).scores = {name: [*pieces] for name, pieces in echoed}
+                self._choice(delta).scores = {name: bytearray(text) for name, text in echoed}
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         if self._body.logprobs is None:
@@ -162,7 +162,7 @@ class _CompletionWriter(Writer):
         said = self._choice(delta)
         append(said.scores, self._lists(delta))
         new, said.scores = said.scores, {}
-        return event(self._json([self._choice_of(delta, new)]))
+        return event(self._json([self._choice_of(delta, [token.token_id for token in delta.tokens], new)]))
 
     def _usage_chunk(self) -> bytes:
         return self._json([], self._used())
@@ -176,11 +176,11 @@ class _CompletionWriter(Writer):
     def _used(self) -> dict[str, Any]:
         return self._usage(0 if self._body.max_tokens == 0 else None)
 
-    def _choice_of(self, delta: Delta, logprobs: Pieces) -> dict[str, Any]:
+    def _choice_of(self, delta: Delta, ids: list[int], logprobs: Pieces) -> dict[str, Any]:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
-        text, generated, reason, stop = delta.text, delta.tokens, delta.finish_reason, delta.stop_reason
+        text, reason, stop = delta.text, delta.finish_reason, delta.stop_reason
         if self._body.max_tokens == 0:
-            text, generated, reason, stop = "", [], "length", None
+            text, ids, reason, stop = "", [], "length", None
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         if first and self._body.echo:
@@ -191,7 +191,7 @@ class _CompletionWriter(Writer):
             logprobs=self._written(logprobs) or None,
             finish_reason=reason,
             stop_reason=stop,
-            token_ids=[token.token_id for token in generated] if self.asked.shows_ids else None,
+            token_ids=ids if self.asked.shows_ids else None,
             prompt_token_ids=self.asked.prompts[delta.prompt].tolist() if first and self.asked.shows_ids else None,
         )
 
