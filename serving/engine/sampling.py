@@ -232,9 +232,9 @@ def _error(name: str, value: object, must: str) -> MegakernelError:
     return MegakernelError(f"sampling parameter {name}={value!r} {must}")
 
 
-class Score(msgspec.Struct, array_like=True, frozen=True):
+class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Log-probabilities of a prompt's tokens, from the second on, each with those of the most likely ids in `tops`.
-    They are sent together with the first token of `choice`."""
+    They are sent with the first token of `choice`. Of a long prompt, the first parts are sent before."""
 
     choice: int
     logprobs: list[float]
@@ -251,7 +251,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
     finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
     top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
-    # Log-probabilities of prompts, if requested, sent with the first generated token.
+    # Log-probabilities of prompts, or of their last parts, if requested; sent with the first generated token.
     scores: list[Score]
     # Choice -> number of its prompt's tokens found in the prefix cache, if not 0; sent with the first token.
     cached: dict[int, int]

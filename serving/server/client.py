@@ -15,7 +15,7 @@ import zmq
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import SamplingParams, TokenIds, Tokens
+from megakernel.serving.engine.sampling import SamplingParams, Score, TokenIds, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.text.codec import Token, Transcript, single_tokens
@@ -103,6 +103,7 @@ class Answers:
         self._most = max(1, MOST_WORK // work)  # maximum number of tokens of one `take`
         self._tokens: dict[int, list[Token]] = {}
         self._held: dict[int, list[Token]] = {}
+        self._parts: dict[int, tuple[list[float], list[dict[int, float]]]] = {}  # of `scores` that are incomplete
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -145,6 +146,15 @@ class Answers:
             self._wake()
         else:
             tokens.append(token)
+
+    def put_scores(self, part: Score, *, last: bool) -> None:
+        """Keep a part of a prompt's log-probabilities."""
+        number = (part.choice - self.first) // self.n
+        logprobs, tops = self._parts.setdefault(number, ([], []))
+        logprobs += part.logprobs
+        tops += part.tops
+        if last:
+            self.scores[number] = self._parts.pop(number)
 
     def accept(self, unenforced: tuple[str, ...]) -> None:
         self.unenforced = unenforced
@@ -335,7 +345,7 @@ class EngineClient:
         self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Handle the messages that have arrived, at most _AT_ONCE at a time."""
+        """Handle the messages that have arrived, at most _AT_ONCE at a time, and of long prompts' scores one."""
         if self._requests.closed:
             return
         for _ in range(_AT_ONCE):
@@ -346,6 +356,10 @@ class EngineClient:
             match message:
                 case Tokens():
                     self._deliver(message)
+                case Score():
+                    if answers := self._choices.get(message.choice):
+                        answers.put_scores(message, last=False)
+                    break
                 case messages.Refused(first, why, later):
                     if answers := self._choices.get(first):
                         self._drop(answers)
@@ -366,7 +380,7 @@ class EngineClient:
         choices = self._choices
         for score in tokens.scores:
             if answers := choices.get(score.choice):
-                answers.scores[(score.choice - answers.first) // answers.n] = score.logprobs, score.tops
+                answers.put_scores(score, last=True)
         for number, cached in tokens.cached.items():
             if answers := choices.get(number):
                 answers.cached += cached

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from time import monotonic, perf_counter
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from megakernel.model.limited import HelperLost
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request
-from megakernel.serving.engine.sampling import Tokens
+from megakernel.serving.engine.sampling import Score, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
 from megakernel.serving.server.client import Overloaded
@@ -38,6 +39,7 @@ T = TypeVar("T")
 CONTROL = b"server"  # name of the server itself among the senders of messages; only it may send Gone and Close
 _BESIDE = b"beside"  # name of the threads that do slow work beside the engine; only they may send Done
 _GRAMMARS, _TIMELINE = "grammars", "timeline"  # the kinds of slow work
+_SCORES = 2048  # Maximum log-probabilities of a prompt in a message, so that a frontend decodes each in a few ms.
 _Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the number of the job's first choice there
 
 
@@ -358,8 +360,8 @@ class EngineLoop:
         self.row.put(progress_at=monotonic())
         self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it
         for reader in np.unique(step.reader).tolist():
-            tokens = _some(step.tokens, step.reader == reader)
-            self._socket.send_multipart([self._readers[reader], messages.encode(tokens)])
+            for message in _in_parts(_some(step.tokens, step.reader == reader)):
+                self._socket.send_multipart([self._readers[reader], messages.encode(message)])
         for sequence in step.sequence[step.tokens.finish > 0]:
             self._ended(self._job_of[sequence.request], 1)
         for sequence in step.failed:
@@ -385,6 +387,17 @@ class EngineLoop:
         stats = dict(vars(self.engine.stats))
         self.row.put(**vars(stats.pop("counts")), **(stats | {"open": self._open, "waiting": self._waiting()}))
         self.row.count_cpu()
+
+
+def _in_parts(tokens: Tokens) -> Iterator[Score | Tokens]:
+    """Yield messages with the prompts' log-probabilities, each of at most _SCORES tokens, and then the tokens."""
+    last = []
+    for score in tokens.scores:
+        cuts = (slice(at, at + _SCORES) for at in range(0, max(1, len(score.tops)), _SCORES))
+        *early, end = (Score(score.choice, score.logprobs[cut], score.tops[cut]) for cut in cuts)
+        yield from early
+        last.append(end)
+    yield msgspec.structs.replace(tokens, scores=last)
 
 
 def _some(tokens: Tokens, mine: NDArray[np.bool_]) -> Tokens:

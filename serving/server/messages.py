@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from megakernel.serving.engine.sampling import SamplingParams, Tokens
+from megakernel.serving.engine.sampling import SamplingParams, Score, Tokens
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True):
@@ -106,7 +106,7 @@ class Seen(_Record):
     content: bytes | None
 
 
-ToFrontend = Tokens | Refused | Accepted | Dead | Seen
+ToFrontend = Tokens | Score | Refused | Accepted | Dead | Seen
 
 
 class Description(msgspec.Struct, frozen=True):

@@ -14,7 +14,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.server import fields, requests
+from megakernel.serving.server import fields, loop, requests
+from megakernel.serving.server.client import Answers
 from megakernel.serving.server.routes import anthropic, chat, completions, embeddings, fields_page, responses
 from megakernel.serving.text.vllm import plain
 
@@ -209,7 +210,16 @@ def test_a_prompt_is_cut_at_its_beginning(live: Live) -> None:
     assert live.post(RESPONSES, asked)["usage"]["input_tokens"] == 3
 
 
-def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> None:
+def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent in parts, so that no part takes a frontend long to read."""
+    put, sizes = Answers.put_scores, set[int]()
+
+    def noted(self: Answers, part: Any, *, last: bool) -> None:
+        sizes.add(len(part.tops))
+        put(self, part, last=last)
+
+    monkeypatch.setattr(loop, "_SCORES", 1)
+    monkeypatch.setattr(Answers, "put_scores", noted)
     asked = {"prompt": [[65, 66, 67], [68, 69]], "max_tokens": 1, "prompt_logprobs": 2, "n": 2, "seed": 1}
     choices = live.post(COMPLETIONS, asked)["choices"]
     until(live.at_rest)
@@ -225,7 +235,7 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM) -> Non
             assert all(v["decoded_token"] for v in got.values())
     scored = live.post(CHAT, {**HELLO, "max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
     assert scored[0] is None and [len(one) for one in scored[1:]] == [1] * (len("<user>hello</><assistant>") - 1)
-    assert scored[1][str(ids_of("u")[0])]["decoded_token"] == "u"
+    assert scored[1][str(ids_of("u")[0])]["decoded_token"] == "u" and sizes == {1}
 
 
 def prompt_of(live: Live, **body: Any) -> str:
