@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +15,7 @@ from .resolve import WAIT, WORK, Resolved
 from .resources import RESOURCES, curves
 from .spans import Floats, Ints
 
-if TYPE_CHECKING:
-    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
-
-_SEQUENCE = 1
+Packet = dict[str, Any]  # the fields of a TracePacket
 # Slices of a Perfetto track must nest, so kinds of intervals that may overlap inside a worker have different tracks.
 _TRACKS: tuple[tuple[str, tuple[IntervalKind, ...]], ...] = (
     ("compute", (IntervalKind.COMPUTE,)),
@@ -37,32 +34,40 @@ def write_perfetto(path: Path, resolved: Resolved) -> None:
     Times are nanoseconds since the first interval. An arrow leads from an instruction that ended a wait to the work
     after the wait. Each rank has a track for each resource, with its rate in FLOP/s or B/s.
     """
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
     from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
     with whole_file(path, f"Perfetto trace {path}") as part, part.open("wb") as f:
         builder = StreamingTraceProtoBuilder(f)
         for packet in _packets(resolved):
-            builder.write_packet(packet)
+            builder.write_packet(TracePacket(trusted_packet_sequence_id=1, **packet))
 
 
-def _packets(resolved: Resolved) -> Iterator[TracePacket]:
-    workers = resolved.program.workers
+def _packets(resolved: Resolved) -> Iterator[Packet]:
+    workers, ranks, clock_error_s = (
+        resolved.program.workers,
+        resolved.program.ranks,
+        resolved.trace.header.clock_error_s,
+    )
+    clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
     starts, ends = _flows(resolved)
     amounts = curves(resolved, _BINS)
     used = amounts.any(axis=(0, 2))
     uuids = itertools.count(1)
-    for rank in range(resolved.program.ranks):
+    for rank in range(ranks):
         process = next(uuids)
-        yield _process(process, rank, resolved.program.ranks, resolved.trace.header.clock_error_s)
+        # Perfetto sorts processes by name, so all numbers of ranks have the same number of digits.
+        name = f"rank {rank:0{len(str(ranks - 1))}}{clocks}"
+        yield _track(process, process={"pid": rank + 1, "process_name": name})
         for resource in np.flatnonzero(used).tolist():
             yield from _counter(resolved, next(uuids), process, resource, amounts[rank, resource])
         for worker in range(workers):
             parent = next(uuids)
-            yield _track(parent, process, f"rank {rank} worker {worker}", len(RESOURCES) + worker)
+            yield _child(parent, process, f"rank {rank} worker {worker}", len(RESOURCES) + worker)
             for order, (name, chosen) in enumerate(_tracks(resolved, rank * workers + worker)):
                 for nth, rows in enumerate(_rows(resolved, chosen)):
                     uuid = next(uuids)
-                    yield _track(uuid, parent, f"{name} {nth + 1}" if nth else name, 16 * order + nth)
+                    yield _child(uuid, parent, f"{name} {nth + 1}" if nth else name, 16 * order + nth)
                     for i in rows:
                         yield from _slice(resolved, i, uuid, starts.get(i, []), ends.get(i, []))
 
@@ -121,72 +126,42 @@ def _label(resolved: Resolved, i: int) -> str:
     return f"waits for {resolved.phase(by).name if by >= 0 else 'a signal of no phase'}"
 
 
-def _packet() -> TracePacket:
-    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
-
-    packet = TracePacket()
-    packet.trusted_packet_sequence_id = _SEQUENCE
-    return packet
+def _track(uuid: int, **fields: Any) -> Packet:
+    return {"track_descriptor": {"uuid": uuid, "child_ordering": "EXPLICIT", **fields}}
 
 
-def _process(uuid: int, rank: int, ranks: int, clock_error_s: float) -> TracePacket:
-    packet = _packet()
-    clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
-    packet.track_descriptor.uuid = uuid
-    packet.track_descriptor.process.pid = rank + 1
-    # Perfetto sorts processes by name, so all numbers of ranks have the same number of digits.
-    packet.track_descriptor.process.process_name = f"rank {rank:0{len(str(ranks - 1))}}{clocks}"
-    packet.track_descriptor.child_ordering = type(packet.track_descriptor).EXPLICIT
-    return packet
+def _child(uuid: int, parent: int, name: str, order: int, **fields: Any) -> Packet:
+    return _track(uuid, parent_uuid=parent, name=name, sibling_order_rank=order, **fields)
 
 
-def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[TracePacket]:
+def _event(kind: str, track: int, ns: float, **fields: Any) -> Packet:
+    return {"timestamp": round(ns), "track_event": {"type": f"TYPE_{kind}", "track_uuid": track, **fields}}
+
+
+def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[Packet]:
     """Yield a track of a resource's rate. `amount` has the FLOPs or bytes in each of equal parts of the trace."""
     name, unit = RESOURCES[resource]
-    track = _track(uuid, parent, name, resource)
-    track.track_descriptor.counter.unit_name = unit
-    yield track
+    yield _child(uuid, parent, name, resource, counter={"unit_name": unit})
     width_s = resolved.period * resolved.tick_s / len(amount)
     rates = np.append(amount / width_s, 0.0)
     for at in np.flatnonzero(np.diff(rates, prepend=np.nan) != 0).tolist():
-        packet = _event("COUNTER", uuid, at * width_s * 1e9)
-        packet.track_event.double_counter_value = float(rates[at])
-        yield packet
+        yield _event("COUNTER", uuid, at * width_s * 1e9, double_counter_value=float(rates[at]))
 
 
-def _event(kind: str, track: int, ns: float) -> TracePacket:
-    packet = _packet()
-    packet.timestamp = round(ns)
-    event = packet.track_event
-    event.type, event.track_uuid = getattr(event, f"TYPE_{kind}"), track
-    return packet
-
-
-def _track(uuid: int, parent: int, name: str, order: int) -> TracePacket:
-    packet = _packet()
-    track = packet.track_descriptor
-    track.uuid, track.parent_uuid, track.name = uuid, parent, name
-    track.child_ordering, track.sibling_order_rank = type(track).EXPLICIT, order
-    return packet
-
-
-def _slice(resolved: Resolved, i: int, track: int, starts: list[int], ends: list[int]) -> Iterator[TracePacket]:
-    ns = resolved.tick_s * 1e9
-    packet = _event("SLICE_BEGIN", track, int(resolved.begin[i]) * ns)
-    event = packet.track_event
-    event.name = _label(resolved, i)
-    event.categories.append(resolved.phase(i).family.name.lower())
-    event.flow_ids.extend(starts)
-    event.terminating_flow_ids.extend(ends)
-    layer = resolved.layer(i)
-    notes = resolved.operands(i) | {"launch": int(resolved.rows["launch"][i])}
-    if layer is not None:
-        notes["layer"] = layer
-    for name, value in notes.items():
-        note = event.debug_annotations.add()
-        note.name, note.int_value = name, value
-    if resolved.rows["kind"][i] not in WORK:
-        note = event.debug_annotations.add()
-        note.name, note.string_value = "phase", resolved.phase(i).name
-    yield packet
+def _slice(resolved: Resolved, i: int, track: int, starts: list[int], ends: list[int]) -> Iterator[Packet]:
+    ns, phase, layer = resolved.tick_s * 1e9, resolved.phase(i), resolved.layer(i)
+    numbers = resolved.operands(i) | {"launch": int(resolved.rows["launch"][i])}
+    numbers |= {} if layer is None else {"layer": layer}
+    notes = [{"name": name, "int_value": value} for name, value in numbers.items()]
+    notes += [] if resolved.rows["kind"][i] in WORK else [{"name": "phase", "string_value": phase.name}]
+    yield _event(
+        "SLICE_BEGIN",
+        track,
+        int(resolved.begin[i]) * ns,
+        name=_label(resolved, i),
+        categories=[phase.family.name.lower()],
+        flow_ids=starts,
+        terminating_flow_ids=ends,
+        debug_annotations=notes,
+    )
     yield _event("SLICE_END", track, int(resolved.end[i]) * ns)
