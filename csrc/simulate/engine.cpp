@@ -24,11 +24,10 @@ namespace {
 class Engine {
  public:
   // `intervals` receives up to `most` entries of a trace; if it is null, no trace is written.
-  Engine(const Program& program, const Costs& costs, const Stall& stall, int32_t further_layers,
-         double most_s, Interval* intervals, int64_t most)
+  Engine(const Program& program, const Costs& costs, int32_t further_layers, double most_s,
+         Interval* intervals, int64_t most)
       : p_(program),
         c_(costs),
-        stall_(stall),
         most_s_(most_s),
         intervals_(intervals),
         most_(most),
@@ -128,10 +127,7 @@ class Engine {
     const bool claims = simulate::claims(p_, w);
     if (w.fetched - w.stored >= (claims ? c_.claim_in_flight : c_.in_flight)) return false;
     double from = w.set_up_free;
-    if (claims && w.fetched > w.stored) {
-      const Run& latest = w.run(w.fetched - 1);
-      from = std::max(from, asked_for(c_, latest, stalled(p_, stall_, latest)));
-    }
+    if (claims && w.fetched > w.stored) from = std::max(from, asked_for(c_, w.run(w.fetched - 1)));
     if (!reached(w, from)) return false;
     Run& run = take(p_, w, claims_);
     const bool claimed = claims && run.record != w.record - 1;
@@ -351,7 +347,6 @@ class Engine {
         run.end = std::max(run.end, last + c_.latency_s + task.tail_s);
       }
       if (task.end_s > 0) run.end += task.end_s + devices_[w.rank].queue_s(now_);
-      run.end += stalled(p_, stall_, run);
       return true;
     }
     if (!reached(w, run.end)) return false;
@@ -433,7 +428,6 @@ class Engine {
 
   const Program& p_;
   const Costs& c_;
-  const Stall stall_;
   const double most_s_;
   Interval* const intervals_;
   const int64_t most_;
@@ -458,10 +452,10 @@ class Engine {
 // simulated to its end. The program's indices are within bounds, because Python has checked the program from
 // which they come. Returns 0 on success, and -1 if memory runs out.
 MK_API int32_t mk_simulate(const mk::simulate::Program* program, const mk::simulate::Costs* costs,
-                           const mk::simulate::Stall* stall, int32_t further_layers, double most_s,
-                           mk::Interval* intervals, int64_t most, mk::simulate::Result* result) {
+                           int32_t further_layers, double most_s, mk::Interval* intervals, int64_t most,
+                           mk::simulate::Result* result) {
   try {
-    *result = mk::simulate::Engine(*program, *costs, *stall, further_layers, most_s, intervals, most).run();
+    *result = mk::simulate::Engine(*program, *costs, further_layers, most_s, intervals, most).run();
     return 0;
   } catch (const std::bad_alloc&) {
     return -1;

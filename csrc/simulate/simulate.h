@@ -92,11 +92,6 @@ struct Costs {
   int32_t roles;            // 0: the trace shows each worker as a single thread
 };
 
-struct Stall {
-  int32_t segment, number, layer;
-  double seconds;
-};
-
 struct Result {
   double step_s;  // infinity if the step takes longer than the caller wants to know
   double memory_bytes, cache_bytes, link_bytes;  // totals over all ranks, including write-backs

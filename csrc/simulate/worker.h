@@ -153,21 +153,14 @@ inline double room(const Costs& c, Worker& w, int64_t n, double& leaving) {
   return bytes;
 }
 
-// Returns by how many seconds a task is delayed.
-inline double stalled(const Program& p, const Stall& stall, const Run& run) {
-  const bool here = run.segment == stall.segment && p.records[run.record].number == stall.number &&
-                    (run.segment != kBody || run.layer == stall.layer);
-  return here ? stall.seconds : 0.0;
-}
-
 // Returns when the worker may claim another task from a queue: once `run`, its latest task, has requested all
 // its loads. By then, that task's waits are satisfied, and the ring buffer has room for all remaining loads.
-// Returns kNever if the time is not known yet. `stalled`: seconds by which the task is delayed.
-inline double asked_for(const Costs& c, const Run& run, double stalled) {
+// Returns kNever if the time is not known yet.
+inline double asked_for(const Costs& c, const Run& run) {
   const double kept = simulate::kept(c, *run.task);
   if (kept >= 1.0) return run.body_begin;
   if (run.begin == kNever || run.last_begin == kNever) return kNever;
-  return std::max(run.begin + stalled + (1.0 - kept) * run.task->compute_s,
+  return std::max(run.begin + (1.0 - kept) * run.task->compute_s,
                   run.last_begin + c.latency_s + run.task->tail_s);
 }
 

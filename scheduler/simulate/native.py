@@ -41,17 +41,11 @@ class Work:
 
 
 def run(
-    work: Work,
-    costs: TaskCosts,
-    stall: tuple[int, int, int, float],
-    most: int,
-    most_s: float = inf,
-    further_layers: int = 0,
+    work: Work, costs: TaskCosts, most: int, most_s: float = inf, further_layers: int = 0
 ) -> tuple[ctypes.Structure, Intervals]:
-    """Simulate one step of `work`. `stall` delays one instruction: (segment, number of the instruction, layer,
-    seconds). The result's `step_s` includes `further_layers` more layers, each of which takes as long as the second
-    one. `step_s` is infinity if a step takes `most_s` seconds or more. Returns the result (the struct Result) and up to
-    `most` intervals of the trace, in the order in which they ended."""
+    """Simulate one step of `work`. The result's `step_s` includes `further_layers` more layers, each of which takes as
+    long as the second one, and is infinity if a step takes `most_s` seconds or more. Returns the result (the struct
+    Result) and up to `most` intervals of the trace, in the order in which they ended."""
     arrays = ("records", "tasks", "waits", "signals", "stores", "key_bytes")
     program = _structure("Program")(
         offsets=tuple(array.ctypes.data for array in work.offsets),
@@ -64,7 +58,7 @@ def run(
     intervals = np.empty(most, dtype=DTYPE)
     result = _structure("Result")()
     to = intervals.ctypes.data if most else None
-    structs = map(ctypes.byref, (program, native, _structure("Stall")(*stall)))
+    structs = map(ctypes.byref, (program, native))
     status = load().mk_simulate(*structs, further_layers, most_s, to, most, ctypes.byref(result))
     if status:
         raise MegakernelError("out of memory while simulating a program: simulate it on a machine with more memory")

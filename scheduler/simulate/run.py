@@ -24,18 +24,7 @@ from megakernel.trace import Trace, TraceHeader
 _TICK_S = 1e-9
 _INTERVALS_PER_TASK = 8  # fetch, two waits for pages, two loads, wait for counters, compute, store
 _MOST_IN_FLIGHT = 7
-_NO_STALL = (-1, -1, -1, 0.0)  # (segment, number, layer, seconds) that match no instruction
 _SIMULATED_LAYERS = 3  # in `extrapolated_seconds`; csrc/simulate/pace.h says why the second layer is measured
-
-
-@dataclass(frozen=True)
-class Stall:
-    """Delays one instruction by `seconds`. `segment` is an index of SEGMENTS, and `number` is its number in a trace."""
-
-    segment: int
-    number: int
-    layer: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -56,13 +45,7 @@ class Simulation:
 
 
 def simulate(
-    program: Program,
-    machine: Machine,
-    table: StepTable,
-    *,
-    costs: TaskCosts | None = None,
-    trace: bool = False,
-    stall: Stall | None = None,
+    program: Program, machine: Machine, table: StepTable, *, costs: TaskCosts | None = None, trace: bool = False
 ) -> Simulation:
     """Simulate one step of `program` on `machine`. `table` has the step's inputs. `costs` defaults to those of the
     machine. With `trace`, the begin and end of all work is recorded, which takes about 200 bytes per instruction.
@@ -74,8 +57,7 @@ def simulate(
     costs = _own(program, costs or costs_of(machine))
     work = _prepared(program, machine, table, costs)
     most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
-    at = (stall.segment, stall.number, stall.layer, stall.seconds) if stall else _NO_STALL
-    result, intervals = run(work, costs, at, most)
+    result, intervals = run(work, costs, most)
     _check(program, work, costs, result)
     kept = None
     if trace:
@@ -105,7 +87,7 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
     work = _prepared(program, machine, table, costs)
     layers = min(program.dims.model.layers, _SIMULATED_LAYERS)
     few = replace(work, sizes=work.sizes | {"layers": layers})
-    result, _ = run(few, costs, _NO_STALL, 0, most_s, program.dims.model.layers - layers)
+    result, _ = run(few, costs, 0, most_s, program.dims.model.layers - layers)
     if result.step_s < inf:
         _check(program, work, costs, result)
     return float(result.step_s)

@@ -100,7 +100,7 @@ def hand_work(
 
 def hand_run(work: Work, **changes: float) -> tuple[ctypes.Structure, Intervals]:
     """Simulate `work` with the costs of FREE, except for those in `changes`."""
-    return run(work, replace(FREE, **changes), (-1, -1, -1, 0.0), 10_000)  # type: ignore[arg-type]
+    return run(work, replace(FREE, **changes), 10_000)  # type: ignore[arg-type]
 
 
 def by_node(intervals: Intervals) -> dict[Node, Intervals]:

@@ -1,7 +1,9 @@
 """Makes small programs and traces for tests of the timeline. Traces are listed by hand or simulated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import handmade
 import numpy as np
@@ -9,11 +11,14 @@ from mutate import with_phases
 from simulated import step_of
 
 from megakernel import machine
-from megakernel.isa import Dims, Dtype
+from megakernel.isa import Dims, Dtype, StepTable
+from megakernel.isa import record as rec
 from megakernel.isa.record import Records
 from megakernel.program import Program
-from megakernel.scheduler.simulate import Stall, simulate
+from megakernel.scheduler.simulate import run as simulating
+from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
+from megakernel.scheduler.simulate.native import Work
 from megakernel.trace import DTYPE, IntervalKind, Role, Trace, TraceHeader
 
 
@@ -57,10 +62,25 @@ def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4
     return handmade.handmade(d, workers, tile=-(-d.model.hidden // tiles))
 
 
-def _simulated(p: Program, target: machine.Machine, costs: TaskCosts, stall: Stall | None = None) -> Trace:
+@contextmanager
+def delayed(segment: int, number: int, seconds: float) -> Iterator[None]:
+    """Let one instruction, the record `number` of a segment, take longer in simulations; in the body, in each layer."""
+    make_work = simulating.make_work
+
+    def make(program: Program, table: StepTable, costs: TaskCosts) -> Work:
+        work = make_work(program, table, costs)
+        record = work.records[work.offsets[segment][0] + number]
+        work.tasks["compute_s"][record["end_task"] - 1] += seconds
+        return work
+
+    with mock.patch.object(simulating, "make_work", make):
+        yield
+
+
+def _simulated(p: Program, target: machine.Machine, costs: TaskCosts) -> Trace:
     """Return a simulated trace of a step that uses all token rows of `p`, without intervals of instruction fetches."""
     target = replace(target, workers=p.workers)
-    done = simulate(p, target, step_of(p), costs=costs, trace=True, stall=stall)
+    done = simulate(p, target, step_of(p), costs=costs, trace=True)
     assert done.trace is not None
     return replace(done.trace, intervals=done.trace.intervals[done.trace.intervals["kind"] != IntervalKind.FETCH])
 
@@ -68,21 +88,21 @@ def _simulated(p: Program, target: machine.Machine, costs: TaskCosts, stall: Sta
 SIGNAL_NS = 300
 
 
-def run(p: Program, stall: tuple[int, int] | None = None) -> Trace:
-    """Return a simulated trace of CPU workers, whose tiles take tens of microseconds. `stall` is the (body record,
-    layer) of an instruction that takes 5 ms longer than it otherwise would."""
+def run(p: Program) -> Trace:
+    """Return a simulated trace of CPU workers, whose tiles take tens of microseconds."""
     host = machine.host(p.workers)
     rates = {"matmul_flops": ((1.0, 1e10),), "attention_flops": ((1.0, 1e9),), "vector_flops": 1e8}
     rates |= {"memory_bytes_per_s": 1e12, "cache_bytes_per_s": 1e12}
     costs = replace(costs_of(host), **rates, dispatch_s=200e-9, signal_s=SIGNAL_NS * 1e-9, launch_s=0.0)
-    return _simulated(p, host, costs, Stall(1, *stall, 5e-3) if stall else None)
+    return _simulated(p, host, costs)
 
 
-def stalled() -> tuple[Program, Trace, tuple[int, int]]:
-    """Return a program of three layers, a trace in which one instruction stalls for 5 ms, and the (body record, layer)
-    of that instruction."""
-    p, where = llama(layers=3), (2, 1)
-    return p, run(p, stall=where), where
+def stalled() -> tuple[Program, Trace]:
+    """Return a program of three layers, and a trace in which one instruction of the LM head stalls for 5 ms."""
+    p = llama(layers=3)
+    heads = rec.phase_number(p.epilogue.records) == p.forward.by_name["lm_head"].number
+    with delayed(2, int(np.flatnonzero(heads)[1]), 5e-3):
+        return p, run(p)
 
 
 def renumbered(p: Program, t: Trace) -> tuple[Program, Trace]:

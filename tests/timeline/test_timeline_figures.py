@@ -167,7 +167,7 @@ def by_hand() -> tuple[Program, Trace]:
 KINDS = {
     "made by hand": by_hand,
     "simulated": lambda: (p := synthetic.llama(layers=3), synthetic.run(p)),
-    "stalled": lambda: synthetic.stalled()[:2],
+    "stalled": synthetic.stalled,
     "ranks with roles": lambda: synthetic.node(2, 3),
     "two launches": twice,
     "attention queued": lambda: queued("attention", 2),
