@@ -19,6 +19,15 @@ def quiet_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
+def llm(request: pytest.FixtureRequest, quiet_model: str) -> Iterator[LLM]:
+    """The model `bytes`, with the arguments LIMITS of the test file."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "threads": 1} | request.module.LIMITS
+    with LLM(quiet_model, **limits) as made:
+        made.model = "bytes"
+        yield made
+
+
+@pytest.fixture(scope="module")
 def live(llm: LLM) -> Iterator[Live]:
     """Yield a server for the `llm` fixture of the test file."""
     with serving(llm) as server:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import AsyncMock, Mock, PropertyMock
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from api_support import Live, alternating, user
 
-from megakernel import LLM
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.routes.anthropic import CountRequest, MessagesRequest, _MessageWriter
@@ -25,13 +23,7 @@ ASK = {"role": "user", "content": "hello"}
 TIME = {"name": "time", "input_schema": {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}}}
 TIME["input_schema"] |= {"required": ["zone"], "additionalProperties": False}  # type: ignore[operator]
 ANY = {"tools": [TIME], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 200}
-
-
-@pytest.fixture(scope="module")
-def llm(quiet_model: str) -> Iterator[LLM]:
-    with LLM(quiet_model, max_context=CONTEXT, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
-        made.model = "bytes"
-        yield made
+LIMITS = {"max_context": CONTEXT}
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:

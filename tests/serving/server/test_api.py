@@ -30,13 +30,7 @@ CONTEXT = 512
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 LONG = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def llm(quiet_model: str) -> Iterator[LLM]:
-    with LLM(quiet_model, max_context=CONTEXT, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
-        made.model = "bytes"
-        yield made
+LIMITS = {"max_context": CONTEXT}
 
 
 @pytest.fixture
@@ -117,14 +111,6 @@ def test_answers_are_those_of_the_engine_alone(live: Live, llm: LLM) -> None:
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 40, "total_tokens": 45} and cached == 0
 
 
-@pytest.mark.parametrize("prompt, tokens", [("ab", 2), (["ab", "c"], 3), ([97, 98], 2), ([[97], [98, 99]], 3)])
-def test_forms_of_a_prompt(live: Live, prompt: Any, tokens: int) -> None:
-    answer = live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    assert len(answer["choices"]) == (len(prompt) if several else 1)
-    assert answer["usage"]["prompt_tokens"] == tokens
-
-
 def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
     """lm_eval sends batches of token ids with echo, logprobs=1 and max_tokens=1. Every token but the first gets a
     log-probability, also the generated token at the end."""
@@ -170,17 +156,12 @@ def test_conversations_go_through_the_template(live: Live) -> None:
     assert json.loads(live.request("GET", "/tokenizer_info")[2]) == {"bos_token": None, "eos_token": None}
 
 
-def test_a_character_is_never_cut(live: Live) -> None:
-    body = {"prompt": "x", "max_tokens": 4, **alternating("é")}
-    texts = [event["choices"][0]["text"] for event in live.events(COMPLETIONS, body)]
-    assert "".join(texts) == "éé"
-    assert live.post(COMPLETIONS, {**body, "max_tokens": 3})["choices"][0]["text"] == "é\ufffd"
-
-
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
-    most = 101 if stream else 100  # `observe` finds the requests of this test by this number
+def test_a_stop_string_ends_one_choice(slow: Live, stream: bool, kept: bool) -> None:
+    most = 100 + stream + 2 * kept  # `observe` finds the requests of this test by this number
     body = {"prompt": ["x", "y"], "max_tokens": most, "stop": ["bab", "never"], **alternating("ab")}
+    body["include_stop_str_in_output"] = kept
     requests: set[Request] = set()
 
     def observe(step: Step, seconds: float) -> None:
@@ -197,7 +178,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool) -> None:
         ends = answer["choices"]
         texts, reasons = ([choice[key] for choice in ends] for key in ("text", "finish_reason"))
         assert answer["usage"]["completion_tokens"] == 8
-    assert (texts, reasons) == (["a", "a"], ["stop", "stop"])
+    assert (texts, reasons) == (["abab" if kept else "a"] * 2, ["stop", "stop"])
     assert [choice["stop_reason"] for choice in ends] == ["bab", "bab"]
     slow.host.loop.on_step.pop()
     until(slow.at_rest)

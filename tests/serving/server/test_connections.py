@@ -16,13 +16,7 @@ from megakernel.serving.server.limits import AccessRules, local_names
 
 COMPLETIONS = "/v1/completions"
 BODY = json.dumps({"prompt": "x", "max_tokens": 2, "ignore_eos": True}).encode()
-
-
-@pytest.fixture(scope="module")
-def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, backend="null", max_context=2048, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
-        made.model = "bytes"
-        yield made
+LIMITS = {"max_context": 2048, "backend": "null"}
 
 
 def post(body: bytes = BODY, *headers: str, path: str = COMPLETIONS, version: str = "1.1") -> bytes:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,9 @@ SHAPE: dict[str, Any] = {
 PROMPTS = [np.random.default_rng(3).integers(0, 97, length).tolist() for length in (1, 7, 90)]
 
 
-def hidden_states(hf: Any, prompt: list[int]) -> NDArray[np.float64]:
-    """Return the hidden states after the final norm, [tokens, hidden]."""
+def expected(hf: Any, prompt: list[int], pooling: str) -> NDArray[np.float64]:
     with torch.no_grad():
         states: NDArray[np.float64] = hf.model(torch.tensor([prompt])).last_hidden_state[0].double().numpy()
-    return states
-
-
-def expected(hf: Any, prompt: list[int], pooling: str) -> NDArray[np.float64]:
-    states = hidden_states(hf, prompt)
     return states[-1] if pooling == "last" else states.mean(axis=0)
 
 
@@ -55,16 +48,8 @@ def test_hidden_states_are_those_of_transformers(
 ) -> None:
     hf, checkpoint = make_llama(seed=1, vocab=97, **SHAPE)
     params = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
-    with LLM(
-        checkpoint,
-        tp,
-        backend=backend,
-        dtype=dtype,
-        max_context=128,
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        threads=1,
-    ) as llm:
+    how: dict[str, Any] = {"max_context": 128, "max_num_batched_tokens": 16, "max_num_seqs": 4, "threads": 1}
+    with LLM(checkpoint, tp, backend=backend, dtype=dtype, **how) as llm:
         got: dict[int, NDArray[np.float32]] = {}
         requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
         llm.engine.add([1, 2, 3], SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=1))
@@ -82,11 +67,7 @@ def test_hidden_states_are_those_of_transformers(
 # -- the route
 
 
-@pytest.fixture(scope="module")
-def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, max_context=256, max_num_seqs=4, max_num_batched_tokens=32, threads=1) as made:
-        made.model = "bytes"
-        yield made
+LIMITS = {"max_context": 256}
 
 
 def unit(vector: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -94,9 +75,9 @@ def unit(vector: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_every_form_of_a_request(live: Live, model: str, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_of_a_request(live: Live, quiet_model: str, pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.service, "description", replace(live.service.description, pooling=pooling))
-    hf = LlamaForCausalLM.from_pretrained(model)
+    hf = LlamaForCausalLM.from_pretrained(quiet_model)
     texts = ["hello", "x", "a longer text, which takes several steps: " + "y" * 60]
     ids = [ids_of(text) for text in texts]
     wanted = [unit(expected(hf, one, pooling)) for one in ids]

@@ -176,20 +176,6 @@ def test_tools_that_only_other_servers_run_are_left_out(live: Live) -> None:
 # -- supported fields
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_text_may_end_after_the_stop_string(live: Live, stream: bool) -> None:
-    body = {"prompt": "x", "max_tokens": 9, "stop": ["never", "ba"], "include_stop_str_in_output": True}
-    for kept, expected in ((True, "aba"), (False, "a")):
-        asked = {**body, **alternating("ab"), "include_stop_str_in_output": kept}
-        if stream:
-            events = live.events(COMPLETIONS, asked)
-            text, reason = "".join(e["choices"][0]["text"] for e in events), events[-1]["choices"][0]["finish_reason"]
-        else:
-            [choice] = live.post(COMPLETIONS, asked)["choices"]
-            text, reason = choice["text"], choice["finish_reason"]
-        assert (text, reason) == (expected, "stop")
-
-
 def test_a_stop_token_may_have_text(live: Live) -> None:
     [_, end] = ids_of("ab")
     body = {"prompt": "x", "max_tokens": 9, "stop_token_ids": [end], **alternating("ab")}

@@ -209,8 +209,9 @@ def test_a_long_text_is_encoded_in_part(model: str, monkeypatch: pytest.MonkeyPa
     assert size < 200_000
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-@pytest.mark.parametrize("kind", ["template", "grammar"])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("template", signal.SIGKILL), ("template", signal.SIGSTOP), ("grammar", signal.SIGTERM)]
+)
 def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
     """A request whose helper process was killed or stopped is answered by a new process, and with a 503 if the new one
     is killed too."""

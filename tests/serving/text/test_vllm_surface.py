@@ -3,7 +3,6 @@
 import asyncio
 import io
 import math
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -16,56 +15,31 @@ from megakernel.serving.text import llm as progress_module
 
 LIMITS: dict[str, Any] = {"max_context": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "threads": 1}
 
-BASIC = """
-from vllm import LLM, SamplingParams
-
-prompts = ["The tallest mountain is", "Rivers flow into", "Two plus two equals"]
-sampling_params = SamplingParams(temperature=0.7, top_p=0.9, seed=3)
-
-
-def main():
-    llm = LLM(model=MODEL, max_model_len=128)
-    outputs = llm.generate(prompts, sampling_params)
-    for output in outputs:
-        print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
-
-
-if __name__ == "__main__":
-    main()
-"""
-
-CHAT = """
+EXAMPLE = """
 from vllm import LLM, SamplingParams
 
 llm = LLM(model=MODEL, tensor_parallel_size=1, max_model_len=256, dtype="half", trust_remote_code=True)
-params = SamplingParams(max_tokens=12, temperature=0.8)
+params = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=3)
 conversation = [
     {"role": "system", "content": "You write poems."},
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hello! What shall it be about?"},
     {"role": "user", "content": [{"type": "text", "text": "The sea."}]},
 ]
-for output in llm.chat(conversation, params, use_tqdm=False):
-    print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
-for output in llm.chat(messages=[conversation] * 3, sampling_params=params, use_tqdm=True):
+outputs = llm.generate(["The tallest mountain is", "Rivers flow into", "Two plus two equals"], params)
+outputs += llm.chat(conversation, params, use_tqdm=False)
+outputs += llm.chat(messages=[conversation] * 3, sampling_params=params, use_tqdm=True)
+for output in outputs:
     print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
 """
 
 
-@pytest.mark.parametrize(("example", "lines"), [(BASIC, 3), (CHAT, 4)], ids=["basic", "chat"])
-def test_an_example_runs_with_another_import(example: str, lines: int, model: str) -> None:
+def test_an_example_runs_with_another_import(model: str) -> None:
     printed = io.StringIO()
     with redirect_stdout(printed):
-        exec(example.replace("from vllm import", "from megakernel import"), {"MODEL": model, "__name__": "__main__"})
-    assert [line.startswith("Prompt: ") and "Output: '" in line for line in printed.getvalue().splitlines()] == [
-        True
-    ] * lines
-
-
-@pytest.fixture(scope="module")
-def llm(model: str) -> Iterator[LLM]:
-    with LLM(model, **LIMITS) as made:
-        yield made
+        exec(EXAMPLE.replace("from vllm import", "from megakernel import"), {"MODEL": model})
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == 7 and all(line.startswith("Prompt: ") and "Output: '" in line for line in lines)
 
 
 def test_a_prompt_has_any_of_vllms_forms(llm: LLM) -> None:
@@ -193,7 +167,7 @@ def test_a_bar_shows_on_a_terminal_only(llm: LLM, monkeypatch: pytest.MonkeyPatc
 # -- AsyncLLM
 
 
-def test_requests_of_an_event_loop(model: str, llm: LLM) -> None:
+def test_requests_of_an_event_loop(quiet_model: str, llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=9, n=n, logprobs=1, prompt_logprobs=0) for n in (1, 2)]
     expected = [llm.generate("hello", p)[0] for p in params]
 
@@ -206,7 +180,7 @@ def test_requests_of_an_event_loop(model: str, llm: LLM) -> None:
             break
 
     async def main() -> None:
-        with AsyncLLM(model, **LIMITS) as engine:
+        with AsyncLLM(quiet_model, **LIMITS) as engine:
             runs = await asyncio.gather(*(read(engine, p) for p in params), leave(engine))
             for outputs, alone in zip(runs[:2], expected, strict=True):
                 assert outputs is not None
@@ -216,6 +190,10 @@ def test_requests_of_an_event_loop(model: str, llm: LLM) -> None:
                 assert (last.request_id, last.prompt) == ("mine", "hello")
                 lengths = [len(one.outputs[0].token_ids) for one in outputs]
                 assert lengths == sorted(lengths) and lengths[-1] == 9
+            text = expected[0].text or ""
+            stops = SamplingParams(temperature=0.0, max_tokens=200, stop=text[2:4])
+            ended = [output async for output in engine.generate("hello", stops)][-1].outputs[0]
+            assert (ended.text, ended.stop_reason) == (text[:2], text[2:4])
             for prompt, p, message in (
                 (["a", "b"], None, "takes one prompt, not 2"),
                 ([], None, "takes one prompt, not 0"),
@@ -229,15 +207,3 @@ def test_requests_of_an_event_loop(model: str, llm: LLM) -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
-
-
-def test_a_stop_string_ends_a_request_of_an_event_loop(model: str, llm: LLM) -> None:
-    text = llm.generate("x", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].text or ""
-
-    async def main() -> Any:
-        with AsyncLLM(model, **LIMITS) as engine:
-            params = SamplingParams(temperature=0.0, max_tokens=200, stop=text[2:4])
-            return [output async for output in engine.generate("x", params)][-1]
-
-    last = asyncio.run(main())
-    assert (last.outputs[0].text, last.outputs[0].stop_reason) == (text[:2], text[2:4])
