@@ -1,19 +1,14 @@
-"""Recomputes every figure on the timeline's page from the saved trace, interval by interval. The tests share no code
-with megakernel.timeline: they read the bytes of the trace and the text of the page themselves. From the package they
-use only programs and the costs that instructions declare."""
+"""Tests the timeline's figures: each of them for a trace made by hand, and what must hold in every trace: its parts add
+up to the whole, and the work of its instructions is what they declare."""
 
-import json
-import re
-import struct
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import handmade
+import numpy as np
 import pytest
 import synthetic
 from compiled import compiled as small_compiled
@@ -22,8 +17,9 @@ from runner import Piece, Runner
 from simulated import step_of
 
 from megakernel import machine as machines
-from megakernel.isa import MAX_PHASES, Operation, cost
+from megakernel.isa import Operation, cost
 from megakernel.isa.record import counter_word as word
+from megakernel.isa.record import phase_number
 from megakernel.isa.traffic import link_bytes_each
 from megakernel.model import ModelConfig
 from megakernel.program import Program
@@ -31,17 +27,66 @@ from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.targets.hopper import loads
 from megakernel.targets.issue import issued
-from megakernel.timeline import page as page_of
 from megakernel.timeline import resolve, summarise
-from megakernel.trace import Trace
+from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 
-_, PAGE_WAIT, COUNTER_WAIT, LOAD, COMPUTE, STORE = range(6)
-LOADER, CONSUMER, INPUT_LOADER = 2, 3, 5
-PROLOGUE, EPILOGUE = 0xFFFE, 0xFFFF
+PAGE_WAIT, COUNTER_WAIT = IntervalKind.PAGE_WAIT, IntervalKind.COUNTER_WAIT
+LOAD, COMPUTE = IntervalKind.LOAD, IntervalKind.COMPUTE
+LOADER, CONSUMER, INPUT_LOADER = Role.LOADER, Role.CONSUMER, Role.INPUT_LOADER
+
+
+def test_figures_of_a_trace_made_by_hand() -> None:
+    """Of two workers, the first computes a norm and, after a load, another one. The loaders and the consumers of the
+    second wait, until the first norm has ended, and then compute two tiles. A tick is a second."""
+    tile, rows = (0, 32, 0, 32), (0, 32)
+    first = [synthetic.record("attn_norm", rows, [], [word(0)]), synthetic.record("mlp_norm", rows)]
+    second = [synthetic.record("qkv_rope", tile, [word(0)], []), synthetic.record("o_proj", tile, [word(1)], [])]
+    program = synthetic.program(synthetic.dims(1), [[], []], [first, second], [[], []], counters=2)
+    intervals = [
+        (0, 60, 0, 0, CONSUMER, COMPUTE),
+        (80, 95, 1, 0, LOADER, LOAD),
+        (95, 100, 1, 0, CONSUMER, COMPUTE),
+        (0, 30, 2, 1, LOADER, PAGE_WAIT),
+        (5, 48, 3, 1, INPUT_LOADER, COUNTER_WAIT),
+        (10, 50, 2, 1, CONSUMER, COUNTER_WAIT),
+        (30, 70, 3, 1, LOADER, LOAD),
+        (50, 58, 2, 1, CONSUMER, COMPUTE),
+        (58, 100, 3, 1, CONSUMER, COMPUTE),
+    ]
+    made = [(b, e, number, 1, worker, 0, 0, role, kind, 0) for b, e, number, worker, role, kind in intervals]
+    s = summarise(resolve(program, synthetic.trace(program, made, tick_s=1.0)))
+    assert (s.step_s, s.launches, s.ranks, s.intervals) == (100, 1, 1, 9)
+    near = pytest.approx
+    assert [(w.busy, w.wait, w.idle) for w in s.per_worker] == [near((0.8, 0, 0.2)), near((0.5, 0.5, 0))]
+    assert (s.busy, s.imbalance, s.computing) == near((0.65, 0.8 / 0.65 - 1, (65 + 50) / 200))
+    found = {i.name: (i.count, i.total_s, i.mean_s, i.median_s, i.share) for i in s.instructions}
+    seconds = {"attn_norm": 60, "mlp_norm": 5, "qkv_rope": 8, "o_proj": 42}
+    assert found == {name: (1, n, n, n, near(n / 115)) for name, n in seconds.items()}
+    assert s.families == near({"norm": 65 / 115, "matmul": 50 / 115})
+    # Counter waits come before page waits, and then those of consumers before others. While a worker computes, no wait
+    # counts. From 5 to 10 s, the input loader waits for o_proj, and otherwise a loader or the consumers for qkv_rope.
+    waits = {("qkv_rope", 40, 0.8), ("qkv_rope", 5, 0.1), ("o_proj", 5, 0.1)}
+    assert {(w.instruction, w.total_s, w.share) for w in s.waits} == waits
+    # Of the loads before their instruction begins, from 30 to 58 s and from 80 to 95 s, the first is hidden.
+    assert s.overlap.inside_worker == near(28 / 43) and s.overlap.loads_under_compute == near(20 / 55)
+    # The first worker's norms run beside tiles from 50 to 60 s and from 95 to 100 s.
+    assert s.overlap.phases == near(15 / 100) and s.overlap.across_ranks is None
+
+
+def test_an_outlier_took_eight_times_the_median_of_its_phase() -> None:
+    step = resolve(*synthetic.stalled())
+    s = summarise(step)
+    [late] = [i for i in s.instructions if i.outliers]
+    assert late.outliers == 1 and late.outliers_s == pytest.approx(5e-3, rel=0.01) and late.median_s < 5e-4
+    cost = [i.total_s - i.outliers_s for i in s.instructions]
+    assert cost == sorted(cost, reverse=True)
+    [bar] = [bar for bar in s.waterfall.bars if bar.name == "outliers"]
+    assert bar.seconds == pytest.approx(late.outliers_s / len(s.per_worker), rel=1e-3)
+    assert [place.interval for place in bar.places] == [int(step.length.argmax())]
 
 
 class Row(NamedTuple):
-    """A record of a trace file. The fields are in the order of its bytes."""
+    """A record of a trace. The fields are in the order of its bytes."""
 
     begin: int
     end: int
@@ -53,47 +98,6 @@ class Row(NamedTuple):
     role: int
     kind: int
     slot: int
-
-
-class Read(NamedTuple):
-    """The contents of a trace file. `attention` has the FLOPs and bytes of attention by (launch, rank, slot)."""
-
-    tick_s: float
-    rows: list[Row]
-    attention: dict[tuple[int, int, int], tuple[float, float]]
-
-
-def read_trace(path: Path) -> Read:
-    data = path.read_bytes()
-    assert data[:8] == b"MKTRACE1"
-    at = 16 + struct.unpack_from("<Q", data, 8)[0]
-    header, told = json.loads(data[16:at]), {}
-    if shape := header.get("attention"):
-        launches, ranks, slots, _ = shape
-        numbers = struct.iter_unpack("<2d", data[at : at + 16 * launches * ranks * slots])
-        places = ((a, b, c) for a in range(launches) for b in range(ranks) for c in range(slots))
-        told = dict(zip(places, numbers, strict=True))
-        at += 16 * launches * ranks * slots
-    rows = [Row(*values) for values in struct.iter_unpack("<QQIIHHBBBB", data[at:])]
-    return Read(header["tick_s"], rows, told)  # type: ignore[arg-type]
-
-
-def read_page(text: str) -> dict[str, Any]:
-    found = re.search(r'<script id="meta" type="application/json">(.*?)</script>', text, re.S)
-    assert found
-    return dict(json.loads(found[1])["sources"][0])
-
-
-def sweep(intervals: Iterable[tuple[int, int, Any]]) -> Iterator[tuple[int, int, Counter[Any]]]:
-    """Cut time at every begin and end, and yield each part: its begin, its end, and how many intervals of each tag
-    cover it."""
-    some = [interval for interval in intervals if interval[1] > interval[0]]
-    edges = sorted([(b, 1, tag) for b, _, tag in some] + [(e, -1, tag) for _, e, tag in some], key=lambda edge: edge[0])
-    active: Counter[Any] = Counter()
-    for n, (at, by, tag) in enumerate(edges):
-        active[tag] += by
-        if n + 1 < len(edges) and edges[n + 1][0] > at:
-            yield at, edges[n + 1][0], +active
 
 
 def compiled(tp: int, tokens: int, **options: Any) -> tuple[Program, Trace]:
@@ -147,25 +151,7 @@ def twice() -> tuple[Program, Trace]:
     return program, replace(made, attention=trace.attention.repeat(2, axis=0))
 
 
-def by_hand() -> tuple[Program, Trace]:
-    """Return a hand-made program and trace. In the trace, a loader begins to wait before the consumers do, and the
-    releaser of a wait (the instruction whose signal ended it) seems to end after the wait."""
-    norm, tile = synthetic.record("attn_norm", (0, 32), [], [word(0)]), (0, 32, 0, 32)
-    second = [synthetic.record("qkv_rope", tile, [word(0)], []), synthetic.record("o_proj", tile, [word(1)], [])]
-    program = synthetic.program(synthetic.dims(1), [[], []], [[norm], second], [[], []], counters=2)
-    rows = [
-        (0, 60, 0, 1, 0, 0, 0, CONSUMER, COMPUTE, 0),
-        (0, 30, 1, 1, 1, 0, 0, LOADER, PAGE_WAIT, 0),
-        (5, 48, 2, 1, 1, 0, 0, INPUT_LOADER, COUNTER_WAIT, 0),
-        (10, 50, 1, 1, 1, 0, 0, CONSUMER, COUNTER_WAIT, 0),
-        (50, 58, 1, 1, 1, 0, 0, CONSUMER, COMPUTE, 0),
-        (58, 100, 2, 1, 1, 0, 0, CONSUMER, COMPUTE, 0),
-    ]
-    return program, synthetic.trace(program, rows)
-
-
 KINDS = {
-    "made by hand": by_hand,
     "simulated": lambda: (p := synthetic.llama(layers=3), synthetic.run(p)),
     "stalled": synthetic.stalled,
     "ranks with roles": lambda: synthetic.node(2, 3),
@@ -182,219 +168,81 @@ KINDS = {
 
 class Case(NamedTuple):
     program: Program
-    read: Read
-    page: dict[str, Any]
+    trace: Trace
+    rows: list[Row]
     summary: dict[str, Any]
+
+    @property
+    def tick(self) -> float:
+        return float(self.trace.header.tick_s)
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest) -> Case:
     program, trace = KINDS[request.param]()
-    folder = tmp_path_factory.mktemp("case")
-    trace.save(folder / "t.trace")
-    step = resolve(program, trace)
-    page = read_page(page_of((step, summarise(step))))
-    return Case(program, read_trace(folder / "t.trace"), page, page["summary"])
-
-
-def segment_of(row: Row) -> int:
-    return {PROLOGUE: 0, EPILOGUE: 2}.get(row.layer, 1)
-
-
-def phase_number(program: Program, row: Row) -> int:
-    return int(program.numbered(segment_of(row))[0][row.number, 0]) % (MAX_PHASES + 1)
-
-
-def name(program: Program, row: Row) -> str:
-    return str(program.forward.by_number[phase_number(program, row)].name)
-
-
-def lanes(case: Case) -> dict[tuple[int, int], list[Row]]:
-    found: dict[tuple[int, int], list[Row]] = {
-        (rank, worker): [] for rank in range(case.program.ranks) for worker in range(case.program.workers)
-    }
-    for row in case.read.rows:
-        found[row.rank, row.worker].append(row)
-    return found
+    rows = [Row(*values) for values in trace.intervals.tolist()]
+    return Case(program, trace, rows, asdict(summarise(resolve(program, trace))))
 
 
 def launches(case: Case) -> dict[int, tuple[int, int]]:
     spans: dict[int, tuple[int, int]] = {}
-    for row in case.read.rows:
+    for row in case.rows:
         begin, end = spans.get(row.launch, (row.begin, row.end))
         spans[row.launch] = min(begin, row.begin), max(end, row.end)
     return spans
 
 
-ORDER = (COMPUTE, STORE, COUNTER_WAIT, PAGE_WAIT, LOAD)
-
-
-def states(rows: list[Row]) -> Counter[int]:
-    """Return the ticks that a worker spends in each kind of interval. Where kinds overlap, only the first in ORDER
-    counts."""
-    ticks: Counter[int] = Counter()
-    for begin, end, active in sweep([(row.begin, row.end, row.kind) for row in rows]):
-        kind = next((k for k in ORDER if k in active), None)
-        if kind is not None:
-            ticks[kind] += end - begin
-    return ticks
-
-
-def steps(case: Case) -> int:
-    return sum(end - begin for begin, end in launches(case).values())
-
-
-def test_the_step_and_what_the_workers_do(case: Case) -> None:
-    s, total = case.summary, steps(case)
-    spans = launches(case)
-    assert (s["launches"], s["intervals"], s["ranks"]) == (len(spans), len(case.read.rows), case.program.ranks)
-    assert s["step_s"] == pytest.approx(total / len(spans) * case.read.tick_s, rel=1e-12)
-    busy = []
-    for worker in s["per_worker"]:
-        ticks = states(lanes(case)[worker["rank"], worker["worker"]])
-        busy.append((ticks[COMPUTE] + ticks[STORE] + ticks[LOAD]) / total)
-        wait = (ticks[COUNTER_WAIT] + ticks[PAGE_WAIT]) / total
-        assert worker["busy"] == pytest.approx(busy[-1], abs=1e-12) and worker["wait"] == pytest.approx(wait, abs=1e-12)
-        assert worker["idle"] == pytest.approx(1 - busy[-1] - wait, abs=1e-12)
-    mean = sum(busy) / len(busy)
-    assert s["busy"] == pytest.approx(mean) and s["imbalance"] == pytest.approx(max(busy) / mean - 1)
-    computing = sum(states(rows)[COMPUTE] for rows in lanes(case).values())
-    assert s["computing"] == pytest.approx(computing / total / len(busy))
-
-
-def test_work_by_phase(case: Case) -> None:
-    ticks: Counter[str] = Counter()
-    ran: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for row in case.read.rows:
-        if row.kind in (COMPUTE, STORE):
-            ticks[name(case.program, row)] += row.end - row.begin
-            ran[name(case.program, row)].add((row.launch, row.layer, row.rank, row.number))
-    shown = {i["name"]: i for i in case.summary["instructions"]}
-    assert set(shown) == set(ran)
-    whole = max(sum(ticks.values()), 1)
-    for phase, i in shown.items():
-        assert i["count"] == len(ran[phase]) and i["share"] == pytest.approx(ticks[phase] / whole)
-        assert i["total_s"] == pytest.approx(ticks[phase] * case.read.tick_s)
-        assert i["mean_s"] == pytest.approx(i["total_s"] / i["count"])
-    for family, share in case.summary["families"].items():
-        assert share == pytest.approx(sum(i["share"] for i in shown.values() if i["family"] == family))
-
-
-def test_waits_cost_what_workers_were_blocked(case: Case) -> None:
-    """A wait costs the ticks in which its worker neither computes nor stores. If several roles of a worker wait at the
-    same time, only one wait counts: counter waits come before page waits, then waits of the consumers before others,
-    then the earliest."""
-    expected: Counter[str] = Counter()
-    for rows in lanes(case).values():
-        for begin, end, active in sweep([(row.begin, row.end, row) for row in rows]):
-            if {row.kind for row in active} & {COMPUTE, STORE}:
-                continue
-            waits = [row for row in active if row.kind in (COUNTER_WAIT, PAGE_WAIT)]
-            if not waits:
-                continue
-            first = min(waits, key=lambda w: (w.kind == PAGE_WAIT, w.role != CONSUMER, w.begin))
-            expected[name(case.program, first)] += end - begin
-    shown: Counter[str] = Counter()
-    for wait in case.summary["waits"]:
-        shown[wait["instruction"]] += round(wait["total_s"] / case.read.tick_s)
-    assert shown == expected
-    whole = sum(expected.values())
-    assert all(w["share"] == pytest.approx(w["total_s"] / case.read.tick_s / whole) for w in case.summary["waits"])
-    blocked = sum(w["wait"] for w in case.summary["per_worker"]) * steps(case)
-    assert blocked == pytest.approx(whole, abs=1)
-
-
-def busiest_role(case: Case) -> float:
-    """Return the seconds per launch that the busiest role of a worker needs to issue its machine instructions,
-    according to the machine file. The seconds of a role are the mean over the workers of a rank. The result is the
-    maximum over all ranks and roles."""
-    machine = machines.MACHINES.get(case.program.machine)
-    if machine is None or machine.paths is None:
-        return 0.0
-    each: dict[tuple[int, int], Any] = {}
-    for segment in range(3):
-        for phase, dims, rows, columns in case.program.by_phase(segment):
-            roles = issued(phase, columns, dims, machine.paths)
-            for n, row in enumerate(rows.tolist()):
-                each[segment, row] = roles and (roles.weight_loader[n], roles.input_loader[n], roles.consumers[n])
-    total: Counter[tuple[int, int]] = Counter()
-    for row in {(r.launch, r.layer, r.rank, r.number): r for r in case.read.rows if r.kind == COMPUTE}.values():
-        for role, seconds in enumerate(each.get((segment_of(row), row.number)) or ()):
-            total[row.rank, role] += seconds
-    return max(total.values(), default=0.0) / case.program.workers / len(launches(case))
-
-
-def test_the_time_to_issue_is_part_of_the_waterfall(case: Case) -> None:
-    fall, expected = case.summary["waterfall"], busiest_role(case)
-    assert fall["times"].get("issue", 0.0) == pytest.approx(expected, rel=1e-9)
-    assert bool(expected) == bool(case.program.dims.worker.ring_pages)
-    before = min(max(t for n, t in fall["times"].items() if n != "issue"), case.summary["step_s"])
-    bar = sum(bar["seconds"] for bar in fall["bars"] if bar["name"] == "issue")
-    assert bar == pytest.approx(max(0.0, min(expected, case.summary["step_s"]) - before), abs=case.read.tick_s)
-
-
-def test_outliers_took_eight_times_the_median_of_their_phase(case: Case) -> None:
-    lengths: dict[str, list[int]] = defaultdict(list)
-    for row in case.read.rows:
-        if row.kind == COMPUTE:
-            lengths[name(case.program, row)].append(row.end - row.begin)
-    late = 0.0
-    for i in case.summary["instructions"]:
-        usual = median(lengths[i["name"]] or [0])
-        far = [t - usual for t in lengths[i["name"]] if usual and t > 8 * usual]
-        late += sum(far)
-        assert i["median_s"] == pytest.approx(usual * case.read.tick_s) and i["outliers"] == len(far)
-        assert i["outliers_s"] == pytest.approx(sum(far) * case.read.tick_s, abs=case.read.tick_s / 2)
-    cost = [i["total_s"] - i["outliers_s"] for i in case.summary["instructions"]]
-    assert cost == sorted(cost, reverse=True)
-    bars = {bar["name"]: bar for bar in case.summary["waterfall"]["bars"]}
-    slower = sum(bar["seconds"] for bar in bars.values() if bar["name"] in ("outliers", "work slower than its limits"))
-    expected = min(late / len(lanes(case)) / len(launches(case)) * case.read.tick_s, slower)
-    assert bars.get("outliers", {"seconds": 0})["seconds"] == pytest.approx(expected, abs=case.read.tick_s)
-    for place in bars.get("outliers", {"places": []})["places"]:
-        row = case.read.rows[place["interval"]]
-        assert row.end - row.begin > 8 * median(lengths[name(case.program, row)])
+def test_parts_add_up(case: Case) -> None:
+    s, spans = case.summary, launches(case)
+    steps = sum(end - begin for begin, end in spans.values()) * case.tick
+    assert (s["launches"], s["step_s"]) == (len(spans), pytest.approx(steps / len(spans), rel=1e-12))
+    each = s["per_worker"]
+    assert len(each) == case.program.ranks * case.program.workers
+    assert all(
+        w["busy"] + w["wait"] + w["idle"] == pytest.approx(1) and min(w["wait"], w["idle"]) >= -1e-9 for w in each
+    )
+    assert sum(w["total_s"] for w in s["waits"]) == pytest.approx(sum(w["wait"] for w in each) * steps, abs=case.tick)
+    for shares in ([i["share"] for i in s["instructions"]], s["families"].values(), [w["share"] for w in s["waits"]]):
+        assert not shares or sum(shares) == pytest.approx(1)
+    computed = sum(row.end - row.begin for row in case.rows if row.kind in (COMPUTE, IntervalKind.STORE))
+    assert sum(i["total_s"] for i in s["instructions"]) == pytest.approx(computed * case.tick)
+    ran = {(row.launch, row.layer, row.rank, row.number) for row in case.rows if row.kind == COMPUTE}
+    assert sum(i["count"] for i in s["instructions"]) == len(ran)
 
 
 def test_the_waterfall_adds_up_to_the_step(case: Case) -> None:
     fall, s = case.summary["waterfall"], case.summary
     bars = fall["bars"]
-    assert sum(bar["seconds"] for bar in bars) == pytest.approx(s["step_s"], abs=case.read.tick_s)
+    assert sum(bar["seconds"] for bar in bars) == pytest.approx(s["step_s"], abs=case.tick)
     assert all(bar["seconds"] >= 0 for bar in bars)
     assert bars[0]["kind"] == "least" and bars[0]["seconds"] == min(fall["least_s"], s["step_s"])
     assert fall["least_s"] == max(t for n, t in fall["times"].items() if n not in ("cache", "issue"))
     assert fall["beyond"] == (fall["least_s"] > s["step_s"])
-    mean: Counter[int] = Counter()
-    for rows in lanes(case).values():
-        mean += states(rows)
-    one = len(lanes(case)) * len(launches(case)) / case.read.tick_s
-    reached = min(max(fall["times"].values()), s["step_s"])
-    computed = mean[COMPUTE] / one
-    beside = s["step_s"] - computed
-    part = (s["step_s"] - max(reached, computed)) / beside if beside else 0.0
-    by_kind: Counter[str] = Counter()
-    for bar in bars:
-        by_kind[bar["name"] if bar["name"] in ("stores", "loads") else bar["kind"]] += bar["seconds"]
-    waiting = (mean[COUNTER_WAIT] + mean[PAGE_WAIT]) / one
-    assert by_kind["wait"] == pytest.approx(part * waiting, abs=case.read.tick_s)
-    assert by_kind["stores"] == pytest.approx(part * mean[STORE] / one, abs=case.read.tick_s)
-    assert by_kind["loads"] == pytest.approx(part * mean[LOAD] / one, abs=case.read.tick_s)
-    assert by_kind["work"] == pytest.approx(max(0.0, computed - reached), abs=case.read.tick_s)
-    origin = min(row.begin for row in case.read.rows)
+    # Waits and moves have as much of what is left beside the work as they have of the workers' time without work.
+    beside = max(0.0, s["step_s"] - max(*fall["times"].values(), s["computing"] * s["step_s"]))
+    for share, kinds in ((s["wait"], {"wait"}), (s["busy"] - s["computing"], {"stores", "loads"})):
+        seconds = sum(bar["seconds"] for bar in bars if kinds & {bar["kind"], bar["name"]})
+        assert seconds == pytest.approx(beside * share / (1 - s["computing"]), abs=case.tick)
+    origin = min(row.begin for row in case.rows)
     for bar in bars:
         for place in bar["places"]:
-            row = case.read.rows[place["interval"]]
+            row = case.rows[place["interval"]]
             assert (row.rank, row.worker) == (place["rank"], place["worker"])
             if bar["kind"] == "wait":
-                inside = (row.begin - origin) * case.read.tick_s, (row.end - origin) * case.read.tick_s
+                inside = (row.begin - origin) * case.tick, (row.end - origin) * case.tick
                 assert inside[0] - 1e-12 <= place["begin_s"] < place["end_s"] <= inside[1] + 1e-12
+
+
+def name(program: Program, row: Row) -> str:
+    segment = {PROLOGUE: 0, EPILOGUE: 2}.get(row.layer, 1)
+    return program.forward.by_number[int(phase_number(program.numbered(segment)[0][row.number]))].name
 
 
 def test_the_critical_path_is_the_step(case: Case) -> None:
     """The critical path covers the whole launch without holes. Each link is an instruction. It follows either the
     previous instruction of the same worker, or the end of a wait. In the second case, the link before it is the
     instruction whose signal ended the wait."""
-    path, rows, tick = case.summary["critical_path"], case.read.rows, case.read.tick_s
+    path, rows, tick = case.summary["critical_path"], case.rows, case.tick
     begin, end = launches(case)[max(row.launch for row in rows)]
     links = path["links"]
     assert path["seconds"] == pytest.approx((end - begin) * tick, rel=1e-12)
@@ -415,84 +263,42 @@ def test_the_critical_path_is_the_step(case: Case) -> None:
             assert link["after"] == "wait"
 
 
-def test_overlaps(case: Case) -> None:
-    overlap = case.summary["overlap"]
-    hidden = ahead = under = loaded = 0
-    for rows in lanes(case).values():
-        own: dict[tuple[int, ...], int] = {}
-        for row in rows:
-            key = row.launch, row.layer, row.number
-            if row.kind == COMPUTE:
-                own[key] = min(own.get(key, row.begin), row.begin)
-        parts = [(row.begin, row.end, ("is", row.kind)) for row in rows if row.kind != LOAD]
-        for row in (row for row in rows if row.kind == LOAD):
-            until = min(row.end, own.get((row.launch, row.layer, row.number), row.end))
-            parts += [(row.begin, row.end, ("load", 0)), (row.begin, max(until, row.begin), ("ahead", 0))]
-        for begin, end, active in sweep(parts):
-            computes = ("is", COMPUTE) in active
-            covers = computes or ("is", COUNTER_WAIT) in active or ("is", PAGE_WAIT) in active
-            ahead += (end - begin) * active["ahead", 0]
-            hidden += (end - begin) * active["ahead", 0] * covers
-            loaded += (end - begin) * active["load", 0]
-            under += (end - begin) * active["load", 0] * computes
-    assert overlap["inside_worker"] == (pytest.approx(hidden / ahead) if ahead else None)
-    assert overlap["loads_under_compute"] == (pytest.approx(under / loaded) if loaded else None)
-    work = [(row.begin, row.end, row) for row in case.read.rows if row.kind == COMPUTE]
-    busy = several = ranks = 0
-    for begin, end, active in sweep(work):
-        phases = {(row.layer, phase_number(case.program, row)) for row in active}
-        busy += (end - begin) * bool(active)
-        several += (end - begin) * (len(phases) > 1 and len({(row.rank, row.worker) for row in active}) > 1)
-        ranks += (end - begin) * (len(phases) > 1 and len({row.rank for row in active}) > 1)
-    assert overlap["phases"] == pytest.approx(several / busy)
-    assert overlap["across_ranks"] == (pytest.approx(ranks / busy) if case.program.ranks > 1 else None)
-
-
-def test_resources(case: Case) -> None:
-    """The rates of the resources follow from the costs that the executed instructions declare. The FLOPs and bytes of
-    attention come from the trace instead."""
-    program, done = case.program, Counter[tuple[str, int]]()
-    number = {launch: n for n, launch in enumerate(sorted(launches(case)))}
-    ran = {(r.launch, r.layer, r.rank, r.number): r for r in case.read.rows if r.kind == COMPUTE}
-    declared: dict[tuple[int, int], list[float]] = {}
+def declared(case: Case) -> Iterator[tuple[int, Counter[str]]]:
+    """Yield the work that instructions declare for all launches, as (rank, amounts by resource). The work of attention
+    is in the trace. `issue0` to `issue2` are the seconds that roles need to issue their machine instructions."""
+    program, attention, count = case.program, case.trace.attention, len(launches(case))
+    machine = machines.MACHINES.get(program.machine)
     for segment in range(3):
-        for phase, dims, rows, columns in program.by_phase(segment):
-            if phase.control:
-                continue
-            work, sent = (
-                cost(phase, columns, dims),
-                link_bytes_each(phase, columns, dims) if dims.split.tp > 1 else None,
-            )
-            for n, row in enumerate(rows.tolist()):
-                each = [work.matrix_flops[n], work.vector_flops[n], work.memory_bytes[n]]
-                to = sent[n].tolist() if sent is not None else []
-                declared[segment, row] = [*each, loads(phase, columns, dims).all[n], *to]
-    for row in ran.values():
-        words = program.numbered(segment_of(row))[0][row.number]
-        phase = program.forward.by_number[phase_number(program, row)]
-        values = declared.get((segment_of(row), row.number))
-        if values is None:
-            continue
-        matrix, vector, memory, cache, *to = values
-        if phase.operation is Operation.ATTENTION and case.read.attention:
-            slot = phase.columns(words[None])["slot"][0]
-            matrix, memory = case.read.attention[number[row.launch], row.rank, int(slot)]
-            cache = memory
-        amounts = {"matrix": matrix, "vector": vector, "memory": memory, "cache": cache, "link out": sum(to)}
-        for resource, amount in amounts.items():
-            done[resource, row.rank] += amount
-        for peer, amount in enumerate(to):
-            done["link in", peer] += amount
-    seconds = steps(case) * case.read.tick_s
+        times = count * (program.dims.model.layers if segment == 1 else 1)
+        for phase, dims, _, columns in program.by_phase(segment):
+            rank, work = dims.split.rank, cost(phase, columns, dims)
+            amounts = {"matrix": work.matrix_flops, "vector": work.vector_flops, "memory": work.memory_bytes}
+            amounts["cache"] = loads(phase, columns, dims).all if not phase.control else np.zeros(1)
+            if phase.operation is Operation.ATTENTION and attention is not None:
+                told = attention[:, rank, columns["slot"]].mean(axis=0)
+                amounts |= {"matrix": told[:, 0], "memory": told[:, 1], "cache": told[:, 1]}
+            sent = link_bytes_each(phase, columns, dims).sum(axis=0) if dims.split.tp > 1 and not phase.control else []
+            for peer, bytes_ in enumerate(sent):
+                yield peer, Counter({"link in": times * bytes_})
+            if machine and machine.paths and (roles := issued(phase, columns, dims, machine.paths)):
+                for n, seconds in enumerate((roles.weight_loader, roles.input_loader, roles.consumers)):
+                    amounts[f"issue{n}"] = seconds
+            yield rank, Counter({"link out": times * sum(sent)} | {k: times * v.sum() for k, v in amounts.items()})
+
+
+def test_the_work_is_what_instructions_declare(case: Case) -> None:
+    done = [Counter[str]() for _ in range(case.program.ranks)]
+    for rank, amounts in declared(case):
+        done[rank].update(amounts)
+    count, fall = len(launches(case)), case.summary["waterfall"]
     for r in case.summary["resources"]:
-        rates = [done[r["name"], rank] / seconds for rank in range(program.ranks)]
+        rates = [each[r["name"]] / count / case.summary["step_s"] for each in done]
         assert r["rate"] == pytest.approx(sum(rates) / len(rates), rel=1e-9)
         assert r["fraction"] == pytest.approx(r["rate"] / r["peak"])
         assert r["ranks"] == pytest.approx([rate / r["peak"] for rate in rates])
-        assert case.summary["waterfall"]["times"][r["name"]] == pytest.approx(
-            max(rates) / r["peak"] * case.summary["step_s"]
-        )
-        span = max(row.end for row in case.read.rows) + 1 - min(row.begin for row in case.read.rows)
-        mean = sum(r["curve"]) / len(r["curve"])
-        assert mean * span == pytest.approx(r["fraction"] * steps(case), rel=0.01, abs=1e-4 * span)
-    assert {r["name"] for r in case.summary["resources"]} == {n for (n, _), amount in done.items() if amount}
+        assert fall["times"][r["name"]] == pytest.approx(max(rates) / r["peak"] * case.summary["step_s"])
+    shown = {r["name"] for r in case.summary["resources"]}
+    assert shown == {n for each in done for n, amount in each.items() if amount and "issue" not in n}
+    issue = max(each[f"issue{n}"] for each in done for n in range(3)) / case.program.workers / count
+    assert fall["times"].get("issue", 0.0) == pytest.approx(issue, rel=1e-9)
+    assert bool(issue) == bool(case.program.dims.worker.ring_pages)
