@@ -293,9 +293,8 @@ PREFIXES = [("language_model.", ""), ("model.language_model.", "model."), ("mode
 def test_text_part_of_a_model_that_sees_images(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str, changes: dict[str, Any], prefixes: tuple[str, str]
 ) -> None:
-    text, _ = make_llama(2, family, **SHAPES[family] | changes)
-    model = seeing(text)
-    model.save_pretrained(tmp_path)
+    text, checkpoint = make_llama(2, family, **SHAPES[family] | changes)
+    seeing(text).save_pretrained(tmp_path)
     outer, inside = prefixes
     names = {
         outer + name.removeprefix(inside): value.transpose(1, 2).contiguous() if ".experts." in name else value
@@ -307,10 +306,10 @@ def test_text_part_of_a_model_that_sees_images(
     save_file(
         names | {"vision_tower.x": torch.ones(3), "model.visual.x": torch.ones(3)}, tmp_path / "model.safetensors"
     )
-    want = hf_logits(model, TOKENS)
-    for tp in (1, 2, 4):
-        tokens, logprobs, logits = run(open_checkpoint(str(tmp_path)), tp)
-        assert error(logits, want) < TOLERANCE and (tokens == want.argmax(axis=1)).all()
-        np.testing.assert_allclose(logprobs, torch.log_softmax(torch.from_numpy(want), -1).max(-1).values, atol=1e-4)
+    stored = open_checkpoint(str(tmp_path))
+    # The experts of a model that sees images always have weights that add up to 1.
+    assert stored.config == replace(checkpoint.config, normalised_routes=family == "qwen3_moe")
+    for buffer, layer in held(checkpoint.config):
+        np.testing.assert_array_equal(loaded(stored, buffer, layer), loaded(checkpoint, buffer, layer))
     load(str(tmp_path), {"backend": "null"})
     assert "sees images: the 2 tensors of its image encoder are not loaded" in " ".join(capsys.readouterr().err.split())
