@@ -173,8 +173,9 @@ def test_registers_by_role(built: Built) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_spilled(built: Built) -> None:
+def test_nothing_is_spilled_or_traced_without_need(built: Built) -> None:
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", built.log) == [("0", "0")]
     code = built.code
     assert code.find("LDL") + code.find("STL") == []
+    assert any("SR_CLOCK" in one.operands for one in code.instructions) == built.traced  # no other build takes times
     assert len(code.reachable([0])) <= INSTRUCTIONS[built.numerics, built.traced]

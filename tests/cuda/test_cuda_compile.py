@@ -1,16 +1,12 @@
 """Tests the compilation of csrc/cuda: when the cache is used, which code is refused, and that all sources are
-installed. The tests also show that the tracing code adds nothing to builds without tracing: if the tracing code is
-removed from the sources, the compiler generates the same PTX."""
+installed."""
 
 import fnmatch
-import json
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
-from built_once import built_once
 from compiled import SMOLLM2, compiled
 
 from megakernel.errors import MegakernelError
@@ -127,70 +123,3 @@ def test_no_lambda_is_generic() -> None:
     generic = re.compile(rb"\[[&=]?\]\s*\([^)]*\bauto\b")
     assert [name for name, text in compile.sources().items() if generic.search(text)] == []
     assert generic.search(b"f([&](int first, const auto& at) {")
-
-
-# -- tracing
-
-
-def without_tracing(text: str) -> str:
-    """Remove all tracing code from a source: regions of MK_TRACE, blocks of P::kTrace, and calls of trace and now."""
-    kept: list[str] = []
-    # One entry for each open #if: None, or for `#if MK_TRACE` whether the current line is in its traced branch.
-    regions: list[bool | None] = []
-    for line in text.splitlines(keepends=True):
-        directive = line.strip()
-        if directive == "#if MK_TRACE":
-            regions.append(True)
-        elif directive.startswith("#else") and regions[-1] is not None:
-            regions[-1] = not regions[-1]
-        elif directive.startswith("#endif") and regions[-1] is not None:
-            regions.pop()
-        else:
-            if directive.startswith("#if"):
-                regions.append(None)
-            elif directive.startswith("#endif"):
-                regions.pop()
-            if True not in regions:
-                kept.append(line)
-    text = "".join(kept)
-    text = taken_out(text, r"if constexpr \(P::kTrace\) \{", "{}")
-    text = taken_out(text, r"\bp_?\.trace\(", "()")
-    return re.sub(r"\bp_?\.now\(\)", "0", text)
-
-
-def taken_out(text: str, start: str, pair: str) -> str:
-    """Remove every match of `start`, which ends with an opening bracket, and the text up to the closing bracket. `pair`
-    consists of the two brackets."""
-    while found := re.search(start, text):
-        depth, end = 1, found.end()
-        while depth:
-            depth += {pair[0]: 1, pair[1]: -1}.get(text[end], 0)
-            end += 1
-        text = text[: found.start()] + text[end:]
-    return text
-
-
-def ptx(sources: dict[str, str], folder: Path) -> str:
-    nvcc = compile.nvcc_path()
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    command = [nvcc, "-ptx", "-std=c++20", "-arch=compute_90a", "-DMK_UNITS=1", "megakernel.cu", "-o"]
-
-    def make(target: Path) -> None:
-        for name, text in sources.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-        subprocess.run([*command, str(target)], cwd=folder / "cuda", check=True)
-
-    content = json.dumps([compile.nvcc(nvcc).version, command, sorted(sources.items())])
-    return built_once("megakernel.ptx", content.encode(), make).read_text()
-
-
-@pytest.mark.slow
-def test_untraced_code_is_that_of_a_source_without_tracing(tmp_path: Path) -> None:
-    whole = {name: text.decode() for name, text in compile.sources().items()}
-    bare = {name: without_tracing(text) for name, text in whole.items()}
-    left = "".join(bare.values())
-    assert "".join(whole.values()).count(".trace(") > 3
-    assert not re.search(r"#if MK_TRACE|P::kTrace|\.trace\(|\.stall\(|clock64", left)
-    assert ptx(bare, tmp_path / "bare") == ptx(whole, tmp_path / "whole")
