@@ -28,9 +28,13 @@ def make(dims: Dims, *, tied: bool = False, seed: int = 0) -> CpuTwins:
     return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
 
 
+ANY_CACHE = pytest.mark.parametrize("twins", [0, 1], ids=["whole K and V", "quantised K and V"], indirect=True)
+
+
 @pytest.fixture
-def twins(simd: str, dtype: Dtype) -> Iterator[CpuTwins]:
-    made = make(DIMS.changed(dtype=int(dtype), embed_scale=0.75))
+def twins(simd: str, dtype: Dtype, request: pytest.FixtureRequest) -> Iterator[CpuTwins]:
+    quantised_kv = getattr(request, "param", 0)
+    made = make(DIMS.changed(dtype=int(dtype), embed_scale=0.75, quantised_kv=quantised_kv))
     yield made
     made.backend.close()
 
@@ -110,12 +114,13 @@ def test_nan_stays_nan(backend: CpuBackend) -> None:
 
 # The row counts lie below and above the sizes of a register block and of a tile. The column ranges of the test begin in
 # one head and end in another, and one ends at the matrix's last column.
+@ANY_CACHE
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_qkv_rope(twins: CpuTwins, rows: int) -> None:
     """Padding rows store no keys and values."""
     table = make_table(twins.dims, {0: (30, 1), 2: (100, 39)} if rows > 1 else {2: (100, 40)})
     table.row_seq[min(rows, 37) :] = -1
-    for col, end in ((16, 160), (160, 240)):
+    for col, end in ((24, 168), (168, 240)) if twins.dims.model.quantised_kv else ((16, 160), (160, 240)):
         close(twins, "qkv_rope", 1, table, 0, rows, col, end - col)
 
 
@@ -184,7 +189,9 @@ def check_attention(twins: CpuTwins) -> None:
     assert not twins.buffer(0, B.ATTN)[34:].any()
 
 
+@ANY_CACHE
 def test_attention(twins: CpuTwins) -> None:
+    """Few rows read a quantised cache directly, and many a float32 copy of it."""
     check_attention(twins)
     check_attention_splits(twins)
 

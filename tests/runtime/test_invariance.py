@@ -21,6 +21,8 @@ from megakernel.isa import Dtype
         "bf16-experts-ranks",
         "bf16-experts-ranks-whole",
         "f32-sinks",
+        "f32-quantised",
+        "bf16-quantised-ranks",
     ],
 )
 def runner(request):
@@ -37,7 +39,15 @@ def runner(request):
     dtype = Dtype.F32 if kind == "f32" else Dtype.BF16
     tp = 4 if "ranks" in more else 1  # ranks divide the three query heads of a KV head
     whole = "whole" in more
-    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, tp=tp, expert_parallel=whole)
+    runner = Runner(
+        checkpoint,
+        dtype=dtype,
+        max_seqs=66,
+        max_context=320,
+        tp=tp,
+        expert_parallel=whole,
+        quantised_kv="quantised" in more,
+    )
     yield runner
     runner.close()
 

@@ -1,15 +1,15 @@
-"""Tests of a KV cache in Q8_0: which bytes are stored, how attention reads them, and what must be bit-identical."""
+"""Tests of a KV cache in Q8_0: which bytes are stored, and what it takes. test_cpu_instructions.py tests how attention
+reads them, and test_invariance.py what must be bit-identical."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
+from cpu_support import DIMS, PAGES, Array, Item, RandomCheckpoint, make_table, set_items
 from engine_support import TINY
 from handmade import record
-from twins import CpuTwins, check_attention_splits, get_rows
+from stored_checkpoints import logits as logits_of
+from twins import CpuTwins, get_rows
 
 from megakernel import LLM
 from megakernel.errors import MegakernelError
@@ -20,29 +20,15 @@ from megakernel.model import families
 from megakernel.model.quantise import quantise
 from megakernel.roofline import step_work
 from megakernel.roofline.fit import memory_fit
-from megakernel.runtime import Chunk, SampleRow, build_step, choose_backend
+from megakernel.runtime import choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.runtime.cuda.limits import refusal
-from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Spec, compile_program, passes
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity, token_bytes
 
 B = Buffer
-P = FORWARD.by_name
 QUANTISED = DIMS.changed(quantised_kv=1)
-
-
-@pytest.fixture
-def twins(simd: str, dtype: Dtype) -> Iterator[CpuTwins]:
-    made = CpuTwins(RandomCheckpoint(QUANTISED.changed(dtype=int(dtype))), FORWARD, QUANTISED.changed(dtype=int(dtype)))
-    yield made
-    made.backend.close()
-
-
-def close(twins: CpuTwins, name: str, table: StepTable, *operands: int) -> None:
-    # Without fused multiply-adds, a query that is nearly halfway between two integers may be rounded to the other one.
-    twins.compare(record(P[name], *operands), 1, table, atol=3e-3 if twins.dims.model.dtype == Dtype.BF16 else 2e-5)
 
 
 # -- stored bytes
@@ -96,27 +82,6 @@ def test_rows_are_stored_as_weights_are_quantised(simd: str, head_dim: int) -> N
         assert np.isnan(get_rows(found, dims, buffer)[page[3], head, offset[3]]).all(), "NaN stays NaN"
 
 
-def test_products_go_to_the_cache(twins: CpuTwins) -> None:
-    """The QKV projection with RoPE and biases stores the same K and V as the reference. Padding rows store nothing."""
-    table = make_table(twins.dims, {0: (30, 1), 2: (100, 39)})
-    table.row_seq[37:] = -1
-    for col, cols in ((24, 144), (168, 72)):
-        close(twins, "qkv_rope", table, 0, 40, col, cols)
-
-
-# -- attention
-
-
-def test_attention(twins: CpuTwins) -> None:
-    """Attention agrees with the reference if it reads the cache directly (few rows) or a float32 copy (many rows).
-    Cache slots without a token contain NaN, so that reading one would change the result."""
-    table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
-    set_items(table, [Item(0, 0, 32, 0, 2), Item(1, 32, 1, 0, 1), Item(1, 32, 1, 1, 1), Item(1, 33, 1, 0, 2)])
-    twins.fill_unused(table, 1, np.nan)
-    for slot in range(2):
-        close(twins, "attention", table, slot, 1, 2)
-
-
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128])
 def test_heads_of_part_of_a_block_and_of_several(simd: str, head_dim: int) -> None:
     dims = QUANTISED.changed(head_dim=head_dim, kv_page=32)
@@ -128,54 +93,27 @@ def test_heads_of_part_of_a_block_and_of_several(simd: str, head_dim: int) -> No
     twins.backend.close()
 
 
-def test_bits_depend_neither_on_the_split_nor_on_other_rows(twins: CpuTwins) -> None:
-    """Attention gives the same bits with few rows, which read the cache directly, and many, which read a copy of it."""
-    check_attention_splits(twins)
-
-
 # -- whole models
 
 ROWS = 100
 BUCKET = {"tokens": ROWS, "logit_rows": ROWS, "max_seqs": 3, "max_context": 400}
 
 
-def logits(kind: type[Any], dtype: Dtype = Dtype.F32, tp: int = 1, cut: int = ROWS, **options: Any) -> Array:
-    """Return the logits of every row of a prompt of ROWS tokens, computed in steps of `cut` tokens."""
-    quantised, threads = options.pop("quantised", True), options.pop("workers", 2)
+def logits(backend: str, dtype: Dtype = Dtype.F32, tp: int = 1, *, quantised_kv: bool = True) -> Array:
+    """Return the logits of every row of a prompt of ROWS tokens."""
     checkpoint = RandomCheckpoint(DIMS.changed(heads=8, dtype=int(dtype)))
-    program = compile_program(
-        Spec(checkpoint.config, host(threads), dtype=dtype, tp=tp, quantised_kv=quantised, **BUCKET)
-    )
-    assert verify(program).ok
-    backend = kind(checkpoint, program.dims, PAGES, dtype=dtype, **options)
-    tokens, found = np.random.default_rng(1).integers(0, program.dims.model.vocab, ROWS).tolist(), []
-    try:
-        for begin in range(0, ROWS, cut):
-            n = min(cut, ROWS - begin)
-            sample = [SampleRow(i, store=False) for i in range(n)]
-            chunk = Chunk(0, begin, tokens[begin : begin + n], range(program.dims.bucket.pages_per_seq), sample)
-            found.append(backend.launch(program, build_step(program.dims, [chunk])).logits[:n].copy())
-    finally:
-        backend.close()
-    return np.concatenate(found)
-
-
-def test_bits_depend_neither_on_chunks_nor_on_threads(simd: str, dtype: Dtype) -> None:
-    whole = logits(CpuBackend, dtype, threads=1, workers=1)
-    for cut, workers in ((1, 2), (37, 3)):
-        np.testing.assert_array_equal(logits(CpuBackend, dtype, cut=cut, workers=workers, threads=workers), whole)
+    return logits_of(backend, checkpoint, ROWS, tp, quantised_kv=quantised_kv)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_ranks_agree_with_the_reference(tp: int) -> None:
     """With four ranks, two of them share each KV head, and each of the two quantises it."""
-    expected = logits(ReferenceBackend, tp=tp)
-    got = logits(CpuBackend, tp=tp, threads=2)
+    got, expected = (logits(backend, tp=tp) for backend in ("cpu", "reference"))
     np.testing.assert_allclose(got, expected, rtol=0, atol=0.02 * np.abs(expected).max())
 
 
 def test_logits_are_close_to_those_of_a_whole_cache(dtype: Dtype) -> None:
-    quantised, whole = (logits(CpuBackend, dtype, quantised=q, threads=2) for q in (True, False))
+    quantised, whole = (logits("cpu", dtype, quantised_kv=q) for q in (True, False))
     # The measured ratios are 0.0033 in float32 and 0.0058 in bfloat16.
     assert 0 < np.abs(quantised - whole).max() < 0.01 * np.abs(whole).max()
 

@@ -43,12 +43,14 @@ class Runner:
         max_context: int = 256,
         tp: int = 1,
         q8: bool = False,
+        quantised_kv: bool = False,
         **options: Any,
     ) -> None:
         self.checkpoint, self.dtype = checkpoint, dtype
         self.machine = machine or host(workers)
         self.limits = {"max_seqs": max_seqs, "max_context": max_context, "tp": tp, "options": Options(**options)}
-        self.weights = {"weight_bits": bits_of(checkpoint.config, checkpoint.storage), "q8_activations": q8}
+        bits = bits_of(checkpoint.config, checkpoint.storage)
+        self.weights = {"weight_bits": bits, "q8_activations": q8, "quantised_kv": quantised_kv}
         self._programs: dict[tuple[int, int, int], Program] = {}
         dims = self.program(1, 1).dims
         pages = max_seqs * dims.bucket.pages_per_seq
