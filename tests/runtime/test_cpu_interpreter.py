@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from api_support import until
-from cpu_support import DIMS, FORWARD, PAGES, Array, Item, RandomCheckpoint, check_stops, fill, make_table, set_items
+from cpu_support import DIMS, PAGES, Item, RandomCheckpoint, fill, make_table, set_items
 from handmade import make_program
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dtype, StepTable, slot_work
+from megakernel.isa import Dtype, StepTable, slot_work
 from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import Program
@@ -67,44 +67,6 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
     yield backend
     for b in made:
         b.close()
-
-
-def in_order(backend: CpuBackend, table: StepTable) -> Array:
-    p = forward_program(1)
-    for segment, layers in ((p.prologue, 1), (p.body, DIMS.model.layers), (p.epilogue, 1)):
-        for layer in range(layers):
-            for words in segment.records:
-                backend.execute(words, layer, table, FORWARD)
-    return backend.buffer(Buffer.LOGITS).copy()
-
-
-@pytest.mark.parametrize(("workers", "threads"), [(2, 1), (7, 2), (7, 16)])
-def test_launches_give_the_bits_of_sequential_execution(
-    make: Callable[..., CpuBackend], workers: int, threads: int
-) -> None:
-    p, table = forward_program(workers), mixed_table()
-    expected = in_order(make(1), table)
-    backend = make(threads)
-    for launch in range(10):
-        for buffer in (Buffer.X, Buffer.H, Buffer.Q, Buffer.ATTN, Buffer.ACT, Buffer.Y, Buffer.LOGITS, Buffer.ROPE):
-            backend.buffer(buffer)[:] = np.nan
-        out = backend.launch(p, table)
-        np.testing.assert_array_equal(out.logits[[0, 1, 3]], expected[[0, 1, 3]], err_msg=f"launch {launch}")
-        assert not out.logits[[2, 4]].any()
-        assert out.tokens[1] == expected[1].argmax() == backend.buffer(Buffer.HISTORY)[1, 301]
-    assert not backend.buffer(Buffer.SPLITS).any()
-
-
-def test_a_launch_that_is_stopped_leaves_a_working_backend(make: Callable[..., CpuBackend]) -> None:
-    backend, table, p = make(2), mixed_table(), forward_program(2)
-    check_stops(backend, p, table, lambda: backend.delay(1, 9, 1, 600.0))
-    assert not backend.buffer(Buffer.SPLITS).any()
-    backend.delay(1, 9, 1, 600.0)
-    backend.start(p, table, trace=True)
-    backend.close()
-    backend.close()
-    with pytest.raises(MegakernelError, match="closed"):
-        backend.launch(p, table)
 
 
 def test_the_wait_for_progress_begins_with_the_launch(make: Callable[..., CpuBackend]) -> None:

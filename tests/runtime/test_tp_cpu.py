@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,8 @@ def test_streams_and_queues_give_what_the_reference_gives(o: str, residual: str)
     reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
     expected = reference.launch(program, table)
     with cpu(CUT, dims, 3) as backend:
+        for buffer, rank in product((Buffer.X, Buffer.H, Buffer.Q, Buffer.ATTN, Buffer.ACT, Buffer.ROPE), range(4)):
+            backend.buffer(buffer, rank=rank)[:] = np.nan  # must not be read before it is written
         out = backend.launch(program, table)
         np.testing.assert_allclose(out.logits, expected.logits, rtol=1e-4, atol=1e-4 * np.abs(expected.logits).max())
         np.testing.assert_array_equal(out.tokens, expected.tokens)
@@ -224,6 +227,12 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend() -> None:
     with cpu(CUT, dims) as backend:
         check_stops(backend, program, table, lambda: backend.delay(1, len(program.body.records) // 2, 1, 600.0))
         assert not any(backend.buffer(Buffer.SPLITS, rank=rank).any() for rank in range(4))
+        backend.delay(1, len(program.body.records) // 2, 1, 600.0)
+        backend.start(program, table, trace=True)
+        backend.close()
+        backend.close()
+        with pytest.raises(MegakernelError, match="closed"):
+            backend.launch(program, table)
 
 
 @pytest.mark.parametrize(
