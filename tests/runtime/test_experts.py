@@ -3,6 +3,7 @@ compares whole models with transformers. test_invariance.py tests that neither o
 bits."""
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -63,22 +64,28 @@ def test_route(dims: Dims, normalised: int) -> None:
     twins.backend.close()
 
 
+def check_experts(
+    twins: Twins, tokens: int, places: Iterable[int], tiles: Sequence[tuple[int, int]], first: int
+) -> None:
+    """Compare experts that compute these row ranges, in two tiles of columns, of which one has `first` columns, and the
+    sum of their results. Gates are large enough to be limited if the model limits them."""
+    d, table, layer = twins.dims, make_table(twins.dims, {0: (0, tokens)}), twins.dims.model.layers - 1
+    h = twins.buffer(0, B.H)
+    h[:] = from_f32(to_f32(h) * np.float32(1 + 4 * d.model.clipped_gates), Dtype(d.model.dtype))
+    for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
+        for place, tile, (col, end) in itertools.product(places, tiles, ((0, first), (first, width))):
+            one = record(twins.forward.by_name[name], *tile, col, end - col, place)
+            twins.compare(one, layer, table, rtol=1e-4, atol=1e-4)
+    twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), layer, table, atol=1e-4)
+
+
 @pytest.mark.parametrize("clipped", [0, 1])
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_experts_and_their_sum(dims: Dims, tokens: int, clipped: int) -> None:
     """An instruction computes the j-th of each row's 3 experts if there are few rows, otherwise one of all 11."""
     twins = routed(dims.changed(tokens=tokens, logit_rows=3, clipped_gates=clipped), biased=bool(clipped))
-    h = twins.buffer(0, B.H)  # large enough that gates are limited
-    h[:] = from_f32(to_f32(h) * np.float32(1 + 4 * clipped), Dtype(dims.model.dtype))
-    table, d = make_table(twins.dims, {0: (0, tokens)}), twins.dims
-    assert d.places == (11 if tokens > 3 else 3)
-    for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
-        for place in range(d.places):
-            for col, cols in ((0, 16), (16, width - 16)):
-                twins.compare(
-                    record(twins.forward.by_name[name], 0, tokens, col, cols, place), 1, table, rtol=1e-4, atol=1e-4
-                )
-    twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), 1, table, atol=1e-4)
+    assert twins.dims.places == (11 if tokens > 3 else 3)
+    check_experts(twins, tokens, range(twins.dims.places), [(0, tokens)], 16)
     twins.backend.close()
 
 
@@ -101,18 +108,14 @@ ON_UNITS += [("pieces", Units.TENSOR, 0), ("whole", Units.TENSOR, 1)]
 def test_experts_on_gpus(sizes: str, units: Units, clipped: int, tokens: int) -> None:
     dims = ON_GPUS.changed(units=int(units), tokens=tokens, logit_rows=3, clipped_gates=clipped, **GPU_SIZES[sizes])
     twins = routed_on(HostTwins, dims, biased=bool(clipped))
-    h = twins.buffer(0, B.H)  # large enough that gates are limited
-    h[:] = from_f32(to_f32(h) * np.float32(1 + 4 * clipped), Dtype.BF16)
-    table, d, layer = make_table(twins.dims, {0: (0, tokens)}), twins.dims, twins.dims.model.layers - 1
-    routes, chosen = twins.buffer(0, B.ROUTES), d.model.experts - 1  # no row has chosen the last expert
+    routes, chosen, d = (
+        twins.buffer(0, B.ROUTES),
+        twins.dims.model.experts - 1,
+        twins.dims,
+    )  # the last expert has no row
     routes[:] = (routes[:, :1] + [0, 1, 2]) % chosen
-    for name, width in (("experts_gate_up", d.model.ffn), ("experts_down", d.model.hidden)):
-        for place in {0, 1, d.places - 1}:
-            for row, rows in ((0, tokens),) if d.by_expert else ((0, 1), (2, 1)):
-                for col, cols in ((0, 24), (24, width - 24)):
-                    tile = record(twins.forward.by_name[name], row, rows, col, cols, place)
-                    twins.compare(tile, layer, table, rtol=1e-4, atol=1e-4)
-    twins.compare(record(twins.forward.by_name["combine"], 1, tokens - 1), layer, table, atol=1e-4)
+    check_experts(twins, tokens, {0, 1, d.places - 1}, [(0, tokens)] if d.by_expert else [(0, 1), (2, 1)], 24)
+    table, layer = make_table(d, {0: (0, tokens)}), d.model.layers - 1
     for normalised in (0, 1):
         twins = routed_on(HostTwins, dims.changed(ffn=40, normalised_routes=normalised), biased=bool(normalised))
         twins.compare(record(twins.forward.by_name["route"], 1, tokens - 1), layer, table)
