@@ -51,6 +51,14 @@ def driver(chromium: Any) -> Any:
 
 
 @pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs commands of `megakernel` in the test process."""
+    from commands import Cli
+
+    return Cli(capsys)
+
+
+@pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a model with small sizes and random weights."""
     from engine_support import CONFIG

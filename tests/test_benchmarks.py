@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from commands import run_json, run_python
+from commands import Cli, run_python
 from compiled import SMALL as SMALL_CONFIG
 from compiled import compiled, small_machine
 from serve_process import SMALL
@@ -29,10 +28,10 @@ SPEED = BENCHMARKS / "speed"
 
 
 @pytest.fixture
-def measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def measured_here(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """Make a script run its commands in this process. The servers that it starts are still separate processes, but with
     such small steps that they compile only a few programs."""
-    monkeypatch.setattr("servers.measured", partial(run_json, capsys))
+    monkeypatch.setattr("servers.measured", cli.json)
     monkeypatch.setattr("servers.megakernel", lambda *words: megakernel(*words, *SMALL[:4]))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import command, run, run_python
+from commands import Cli, command, run_python
 from worked_example import CHANGE
 
 import megakernel
@@ -254,8 +254,8 @@ class Reader:
     a document shows its output, or needs the file that it writes or the server that it starts. The processes share the
     folder `shared`, which has an entry for each command that has begun."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], shared: Path, model: str) -> None:
-        self._capsys, self._shared, self._model = capsys, shared, model
+    def __init__(self, cli: Cli, shared: Path, model: str) -> None:
+        self._cli, self._shared, self._model = cli, shared, model
         self._servers: list[subprocess.Popen[str]] = []
         self._url = "http://127.0.0.1:8000"
         self._printed = ""
@@ -279,19 +279,19 @@ class Reader:
             lines = missing(step.output, self._printed)
             return f"the command does not print {lines}, but {self._printed}" if lines else ""
         if step.code:
-            self._capsys.readouterr()
+            self._cli.capsys.readouterr()
             try:
                 exec(compile(step.code.replace("http://127.0.0.1:8000", self._url), step.place, "exec"), {})
             except Exception as e:
                 return f"{type(e).__name__}: {e}"
-            self._printed = self._capsys.readouterr().out
+            self._printed = self._cli.capsys.readouterr().out
             return ""
         more = (fitting(SMALLER, step) or "").replace("URL", self._url).replace("MODEL", self._model)
         match [*step.words, *more.split()]:
             case "megakernel", "serve", *rest if "--help" not in rest:
                 return self._serve(rest)
             case "megakernel", *rest:
-                status, self._printed, err = run(self._capsys, *rest)
+                status, self._printed, err = self._cli.run(*rest)
                 expected = 1 if fitting(REFUSED, step) else 0
                 return f"status {status}: {err}" if status != expected else ""
             case "python", script, *rest:
@@ -329,7 +329,7 @@ def test_a_document_can_be_followed(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     model: str,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(megakernel.__file__).parents[1]))
@@ -340,7 +340,7 @@ def test_a_document_can_be_followed(
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "commands"
     shared.mkdir(exist_ok=True)
     reader, wrong, steps = (
-        Reader(capsys, shared, model),
+        Reader(cli, shared, model),
         [],
         [step for step in ALL[document] if not fitting(NOT_RUN, step)],
     )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import fails
+from commands import Cli
 from hostile_files import good_programs
 from record import put
 from small_programs import CONFIG
@@ -79,14 +79,12 @@ def test_a_path_that_cannot_be_looked_up_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["simulate", "timeline"])
-def test_a_step_that_cannot_be_kept_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str, verb: str
-) -> None:
+def test_a_step_that_cannot_be_kept_is_one_line(cli: Cli, tmp_path: Path, tiny_shape: str, verb: str) -> None:
     """`--save` writes a program and a trace. If the program cannot be written, the verb fails with an error of one line
     and leaves no file."""
     model = ("--model", tiny_shape, "--machine", "h100") if verb == "simulate" else ("--model", tiny_shape)
     with no_file_beyond(1000):
-        err = fails(capsys, verb, *model, "--save", str(tmp_path / "step"))
+        err = cli.fails(verb, *model, "--save", str(tmp_path / "step"))
     assert "cannot write program" in err and [*tmp_path.iterdir()] == []
 
 

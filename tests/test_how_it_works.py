@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from commands import run, run_json
+from commands import Cli
 from gpu_programs import plan
 
 from megakernel.cli.simulate import decode_step
@@ -46,20 +46,18 @@ def test_the_drawing_of_the_ring_has_the_pages_of_the_roles(drawings: ModuleType
         assert drawings.page_order(program, record) == "".join("WX"[fill] for fill, *_ in planned)
 
 
-def test_the_page_shows_what_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """The `text` block on the page is part of what the commands before it print, apart from white space."""
     monkeypatch.chdir(tmp_path)
     blocks = FENCE.findall(PAGE.read_text())
     [(commands, shown)] = [(block, output) for (_, block), (what, output) in pairwise(blocks) if what == "text"]
-    printed = "".join(run(capsys, *shlex.split(line)[1:])[1] for line in commands.splitlines())
+    printed = "".join(cli.run(*shlex.split(line)[1:])[1] for line in commands.splitlines())
     assert " ".join(shown.split()) in " ".join(printed.split())
 
 
-def test_the_simulated_times_are_those_of_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulated_times_are_those_of_the_simulator(cli: Cli) -> None:
     flags = ("simulate", "--model", "random:llama-3.2-1b", "--machine", "h100")
-    ahead, alone = (run_json(capsys, *flags, *more)["step_s"] for more in ((), ("--no-pipelining",)))
+    ahead, alone = (cli.json(*flags, *more)["step_s"] for more in ((), ("--no-pipelining",)))
     text = " ".join(PAGE.read_text().split())
     assert f"{1e3 * alone:.2f} ms instead of {1e3 * ahead:.2f} ms (simulated)" in text
     assert f"{1e6 * ahead:,.0f} µs for this step" in text

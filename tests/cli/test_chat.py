@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from api_support import Live, serving
-from commands import command, run
+from commands import Cli, command
 from fake_openai import DEEP, HOSTILE, answering, whole
 
 from megakernel import LLM
@@ -33,40 +33,34 @@ def live(model: str) -> Iterator[Live]:
         yield server
 
 
-def chat(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: bytes, *flags: str
-) -> tuple[int, str, str]:
+def chat(cli: Cli, monkeypatch: pytest.MonkeyPatch, said: bytes, *flags: str) -> tuple[int, str, str]:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said)))
-    return run(capsys, "chat", *flags)
+    return cli.run("chat", *flags)
 
 
-def test_each_line_of_a_pipe_is_a_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_each_line_of_a_pipe_is_a_message(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     flags = ("--model", model, "--max-tokens", "5", "--temperature", "0")
-    status, out, err = chat(capsys, monkeypatch, b"one\n\n/what\ntwo\xff\n/exit\nthree\n", *flags, "--json")
+    status, out, err = chat(cli, monkeypatch, b"one\n\n/what\ntwo\xff\n/exit\nthree\n", *flags, "--json")
     told = json.loads(out)
     assert status == 0 and [m["role"] for m in told["messages"]] == ["user", "assistant"] * 2
     assert [told["messages"][at]["content"] for at in (0, 2)] == ["one", "two\ufffd"]
     assert all(a["tokens"] <= 5 and a["finish_reason"] in ("length", "stop") for a in told["answers"])
     assert err.count(" tokens · finish: ") == 2 and "/clear forgets the conversation" in err
-    status, out, _ = chat(capsys, monkeypatch, b"one\n/clear\none", *flags)
+    status, out, _ = chat(cli, monkeypatch, b"one\n/clear\none", *flags)
     half = len(out) // 2
     assert status == 0 and out[:half] == out[half:]  # nothing is remembered
 
 
-def test_the_oldest_messages_are_left_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, live: Live
-) -> None:
+def test_the_oldest_messages_are_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str, live: Live) -> None:
     here = ("--model", model, "--max-model-len", "512")
     there = ("--base-url", f"{live.url}/v1", "--api-key", "k")
     said = b"".join(b"%d" % n + b"x" * 150 + b"\n" for n in range(4))
     for flags in (here, there):
-        status, out, err = chat(capsys, monkeypatch, said, *flags, "--max-tokens", "3", "--json")
+        status, out, err = chat(cli, monkeypatch, said, *flags, "--max-tokens", "3", "--json")
         left = [m["content"][0] for m in json.loads(out)["messages"] if m["role"] == "user"]
         assert status == 0 and left == ["2", "3"], err
         assert err.count("The context of 512 tokens is full: the oldest 2 messages are left out.") == 2
-    status, out, err = chat(capsys, monkeypatch, b"y" * 600 + b"\nz\n", *here, "--max-tokens", "3", "--json")
+    status, out, err = chat(cli, monkeypatch, b"y" * 600 + b"\nz\n", *here, "--max-tokens", "3", "--json")
     assert status == 1 and "leaves no room for an answer in the context of 512" in err
     assert json.loads(out)["messages"][0]["content"] == "z"
 
@@ -82,9 +76,7 @@ def test_an_answer_may_have_the_last_token_of_the_context(tokens: int, room: int
             talk._fit()
 
 
-def test_errors_of_a_server_are_its_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, live: Live
-) -> None:
+def test_errors_of_a_server_are_its_own(cli: Cli, monkeypatch: pytest.MonkeyPatch, live: Live) -> None:
     cases: list[tuple[tuple[str, ...], str]] = [
         (("--base-url", live.url), "the server says: the API key is missing or wrong"),
         (("--base-url", live.url, "--api-key", "k", "--model", "other"), "the server says: the model 'other' is not"),
@@ -94,7 +86,7 @@ def test_errors_of_a_server_are_its_own(
         (("--temperature", "-1"), "temperature"),
     ]
     for flags, why in cases:
-        status, out, err = chat(capsys, monkeypatch, b"hello\n", *flags)
+        status, out, err = chat(cli, monkeypatch, b"hello\n", *flags)
         assert status == 1 and why in err and "Traceback" not in err and not out, (flags, out, err)
 
 
@@ -102,22 +94,18 @@ MODELS = whole(b'{"data":[{"id":"m"}]}')
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_server_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_hostile_server_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     first, endless = HOSTILE[name]
     with answering(MODELS, whole(b"{}", "404 X"), first, endless=endless) as url:
-        status, out, err = chat(capsys, monkeypatch, b"hello\n", "--base-url", url)
+        status, out, err = chat(cli, monkeypatch, b"hello\n", "--base-url", url)
     assert status == 1 and not out and err.count("\n") == 1 and err.startswith("megakernel: error: "), err
     assert len(err) < 1000 and err[:-1].isprintable()
 
 
 @pytest.mark.parametrize("models", [b"{}", b"[]", b'{"data":"x"}', b'{"data":[{"id":7}]}', b'{"data":[]}', DEEP])
-def test_a_hostile_list_of_models_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, models: bytes
-) -> None:
+def test_a_hostile_list_of_models_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, models: bytes) -> None:
     with answering(whole(models)) as url:
-        assert "names no model" in chat(capsys, monkeypatch, b"hello\n", "--base-url", url)[2]
+        assert "names no model" in chat(cli, monkeypatch, b"hello\n", "--base-url", url)[2]
 
 
 class Terminal:

@@ -4,7 +4,7 @@ would keep in memory."""
 from pathlib import Path
 
 import pytest
-from commands import fails, run_json
+from commands import Cli
 from model_helpers import tiny_gguf
 
 from megakernel import LLM
@@ -26,18 +26,18 @@ def run_bytes(model: str, weights: str) -> int:
 
 @pytest.mark.usefixtures("smollm2")
 @pytest.mark.parametrize("model, weights", MODELS)
-def test_bytes_are_those_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, weights: str) -> None:
+def test_bytes_are_those_of_a_run(cli: Cli, tmp_path: Path, model: str, weights: str) -> None:
     expected = run_bytes(model, weights)
     flags = ["--model", model, "--weights", weights, "--machine", CPU]
-    step = run_json(capsys, "roofline", *flags)
+    step = cli.json("roofline", *flags)
     matmuls = [c for c in step["instructions"] if c["family"] == "matmul"]
     assert sum(c["memory_bytes"] for c in matmuls) == pytest.approx(expected)
     vectors = 4 * (30 * 2 * 32 + 61 * 576)  # RoPE frequencies and factors of each layer, norms
     assert step["memory"]["weight_bytes"] == pytest.approx(expected + vectors)
     assert step["critical_rows"] == pytest.approx(hardware(CPU).critical_rows("bf16", expected / PARAMETERS))
     file = tmp_path / "a.program"
-    assert run_json(capsys, "compile", *flags, "-o", str(file))["weight_bytes"] == expected + vectors
-    run_json(capsys, "simulate", *flags, "--save", str(tmp_path / "b"))
+    assert cli.json("compile", *flags, "-o", str(file))["weight_bytes"] == expected + vectors
+    cli.json("simulate", *flags, "--save", str(tmp_path / "b"))
     for program in map(load_program, (file, tmp_path / "b.program")):
         assert sum(matrices(program).values()) == expected
 
@@ -49,37 +49,37 @@ def matrices(program: Program) -> dict[Buffer, int]:
 
 
 @pytest.mark.usefixtures("smollm2")
-def test_a_gpu_has_them_in_the_compute_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_has_them_in_the_compute_type(cli: Cli) -> None:
     flags = ["--machine", "h100"]
-    step = run_json(capsys, "roofline", "--model", "smollm2-135m", *flags)
-    whole = run_json(capsys, "roofline", "--model", "random:smollm2-135m", *flags)
+    step = cli.json("roofline", "--model", "smollm2-135m", *flags)
+    whole = cli.json("roofline", "--model", "random:smollm2-135m", *flags)
     assert step["memory_bytes"] == whole["memory_bytes"] and step["memory"] == whole["memory"]
-    error = fails(capsys, "compile", "--model", "random:smollm2-135m", "--weights", "q8_0", *flags)
+    error = cli.fails("compile", "--model", "random:smollm2-135m", "--weights", "q8_0", *flags)
     assert "weights in q8_0 are not supported on a Hopper GPU" in error
 
 
-def test_auto_is_the_type_of_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str) -> None:
+def test_auto_is_the_type_of_the_file(cli: Cli, tmp_path: Path, model: str) -> None:
     tiny_gguf(tmp_path / "a.gguf")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
     for name, dtype in ((str(tmp_path / "a.gguf"), "fp32"), (model, "fp32"), (str(bare), "bf16")):
-        assert run_json(capsys, "roofline", "--model", name, "--machine", CPU, "--context", "8")["dtype"] == dtype
+        assert cli.json("roofline", "--model", name, "--machine", CPU, "--context", "8")["dtype"] == dtype
 
 
 @pytest.mark.parametrize(("given", "rounded"), [([], 1), (["--activations", "float"], 0)])
 def test_a_compiled_program_is_of_the_class_that_a_run_has(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: list[str], rounded: int
+    cli: Cli, tmp_path: Path, given: list[str], rounded: int
 ) -> None:
     flags = ["--model", "random:smollm2-135m", "--weights", "q8_0", "--machine", CPU, "--kv-cache-dtype", "q8_0"]
-    run_json(capsys, "compile", *flags, *given, "-o", str(tmp_path / "a"))
+    cli.json("compile", *flags, *given, "-o", str(tmp_path / "a"))
     model = load_program(tmp_path / "a").dims.model
     assert (model.q8_activations, model.quantised_kv) == (rounded, 1)
 
 
 @pytest.mark.parametrize("flag", ["--weights", "--kv-cache-dtype", "--activations"])
-def test_a_compiled_program_keeps_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str) -> None:
-    run_json(capsys, "compile", "--model", "random:smollm2-135m", "--machine", CPU, "-o", str(tmp_path / "a"))
+def test_a_compiled_program_keeps_its_types(cli: Cli, tmp_path: Path, flag: str) -> None:
+    cli.json("compile", "--model", "random:smollm2-135m", "--machine", CPU, "-o", str(tmp_path / "a"))
     value = "float" if flag == "--activations" else "q8_0"
-    error = fails(capsys, "simulate", str(tmp_path / "a"), "--machine", CPU, flag, value)
+    error = cli.fails("simulate", str(tmp_path / "a"), "--machine", CPU, flag, value)
     assert f"{flag} cannot change {tmp_path / 'a'}, which is already compiled" in error

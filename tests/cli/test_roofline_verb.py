@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from commands import fails, run, run_json
+from commands import Cli
 from sizes import least_dims
 
 from megakernel.cli import output
@@ -27,9 +27,9 @@ def costs(figures: dict) -> dict[str, dict]:
 # -- a step
 
 
-def test_one_rank_agrees_with_the_necessary_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_agrees_with_the_necessary_work(cli: Cli) -> None:
     flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--tokens", "7", "--context", "1000"]
-    figures = run_json(capsys, *flags)
+    figures = cli.json(*flags)
     config = load_config(MODEL_1B)
     dims = least_dims(config, Dtype.BF16)
     work = step_work(passes.apply(forward(config), dims.split), dims.split, [1] * 7, [1000] * 7, 7, tied=True)
@@ -45,23 +45,21 @@ def test_one_rank_agrees_with_the_necessary_work(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("tokens", ["16", "8192"])
-def test_the_table_fits_into_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: str
-) -> None:
+def test_the_table_fits_into_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch, tokens: str) -> None:
     """Each phase has one line, so no name and no number is broken."""
     monkeypatch.setattr(output.stdout, "width", 80)
     command = ["roofline", "--model", MODEL_70B, "--machine", "h100x8", "--tp", "8", "--tokens", tokens]
-    phases = [c["instruction"] for c in run_json(capsys, *command)["instructions"]]
-    status, text, _ = run(capsys, *command)
+    phases = [c["instruction"] for c in cli.json(*command)["instructions"]]
+    status, text, _ = cli.run(*command)
     table = text.splitlines()[-len(phases) :]
     assert status == 0 and [line.split()[0] for line in table] == phases and max(map(len, table)) <= 80
 
 
 @pytest.mark.parametrize("o, residual", [("sharded", "dealt"), ("replicated", "dealt"), ("sharded", "replicated")])
-def test_bytes_between_ranks_follow_the_lowering(capsys: pytest.CaptureFixture[str], o: str, residual: str) -> None:
+def test_bytes_between_ranks_follow_the_lowering(cli: Cli, o: str, residual: str) -> None:
     n, layers, hidden, ranks = 512, 80, 8192, 8
     flags = ["--o-lowering", o, "--residual", residual, "--tp", "8", "--tokens", str(n), "--context", "10"]
-    figures = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
+    figures = cli.json("roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
     assert figures["lowering"] == {"o": o, "residual": residual, "norm": "own"}
     sent = {name: c["sent_bytes"] / layers for name, c in costs(figures).items() if name not in ("lm_head", "sample")}
     block = 2.0 * n * hidden * (ranks - 1) / ranks
@@ -79,12 +77,12 @@ def test_bytes_between_ranks_follow_the_lowering(capsys: pytest.CaptureFixture[s
     assert extra == 2.0 * layers * hidden * hidden / (1 if o == "replicated" else ranks)
 
 
-def test_a_step_agrees_with_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_agrees_with_formulas(cli: Cli) -> None:
     """If all shards have the same size, closed formulas with the model's sizes give the sums over the instructions."""
     n, context, ranks = 1024, 2000, 8
     flags = ["--tp", "8", "--tokens", str(n), "--context", str(context), "--o-lowering", "sharded"]
     flags += ["--residual", "dealt"]
-    figures = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
+    figures = cli.json("roofline", "--model", MODEL_70B, "--machine", "h100x8", *flags)
     c = load_config(MODEL_70B)
     attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     parameters = c.layers * (attention + 3 * c.hidden * c.ffn) + c.vocab * c.hidden
@@ -102,27 +100,27 @@ def test_a_step_agrees_with_formulas(capsys: pytest.CaptureFixture[str]) -> None
     assert curve and norm["comms_measured_s"] == pytest.approx(norm["sent_bytes"] / curve.at(2 * n * c.hidden))
     total = sum(c["comms_measured_s"] for c in figures["instructions"])
     assert figures["t_comms_measured_s"] == pytest.approx(total) and total > figures["t_comms_s"]
-    elsewhere = run_json(capsys, "roofline", "--model", MODEL_70B, "--machine", "b200", *flags)
+    elsewhere = cli.json("roofline", "--model", MODEL_70B, "--machine", "b200", *flags)
     assert elsewhere["t_comms_measured_s"] is None
 
 
-def test_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_binds(cli: Cli) -> None:
     flags = ["roofline", "--model", MODEL_1B, "--machine", "h100", "--context", "1"]
     for more, bound in (("250", "memory"), ("350", "math"), ("64 --tp 8", "comms"), ("250 --dtype f32", "math")):
-        assert run_json(capsys, *flags, "--tokens", *more.split())["bound"] == bound
+        assert cli.json(*flags, "--tokens", *more.split())["bound"] == bound
 
 
-def test_text_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "roofline", "--model", MODEL_70B, "--machine", "h100", "--tokens", "4")
+def test_text_of_a_step(cli: Cli) -> None:
+    status, out, _ = cli.run("roofline", "--model", MODEL_70B, "--machine", "h100", "--tokens", "4")
     assert status == 0
     assert "bound by memory" in out and "does not fit" in out and re.search(r"down_proj +[0-9.,]+", out)
 
 
-def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e9, 1e12, threads, "made up"))
-    figures = run_json(capsys, "roofline", "--model", MODEL_1B)
+    figures = cli.json("roofline", "--model", MODEL_1B)
     assert figures["machine"] == "host" and figures["t_memory_s"] == pytest.approx(figures["memory_bytes"] / 1e9)
-    assert "one device" not in fails(capsys, "roofline", "--model", MODEL_1B, "--tp", "2")
+    assert "one device" not in cli.fails("roofline", "--model", MODEL_1B, "--tp", "2")
 
 
 @pytest.mark.parametrize(
@@ -133,5 +131,5 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    assert message in fails(capsys, "roofline", "--model", MODEL_1B, *flags)
+def test_mistakes(cli: Cli, flags: list[str], message: str) -> None:
+    assert message in cli.fails("roofline", "--model", MODEL_1B, *flags)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import fails, run, run_json
+from commands import Cli
 from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel.errors import MegakernelError
@@ -130,9 +130,7 @@ def test_a_peer_whose_first_settings_fail_is_an_error() -> None:
 # -- llama.cpp's own benchmarks
 
 
-def test_latency_against_llama_bench(
-    capsys: pytest.CaptureFixture[str], model: str, native: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latency_against_llama_bench(cli: Cli, model: str, native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, ours = latency._one, native / "ours"
 
     def noted(*given: Any) -> Any:
@@ -141,7 +139,7 @@ def test_latency_against_llama_bench(
 
     monkeypatch.setattr(latency, "_one", noted)
     flags = [*LATENCY, "--model", model, "--vs", "llama.cpp"]
-    figures = run_json(capsys, *flags, "--llama-bench", str(native))
+    figures = cli.json(*flags, "--llama-bench", str(native))
     versus = figures["vs"]["llama.cpp"]
     # Runs of megakernel and of llama.cpp alternate. One run of llama.cpp takes two processes.
     asked = commands(native)
@@ -164,28 +162,26 @@ def test_latency_against_llama_bench(
     assert (prefill["-p"], prefill["-n"], prefill["-ub"], "-d" in prefill) == ("600", "0", "128", False)
     assert not Path(decode["-m"]).exists(), "the file that was written for them is gone"
     monkeypatch.setenv("PATH", str(native), prepend=os.pathsep)
-    status, out, _ = run(capsys, *flags, "--prompt-tokens", "8", "--runs", "1")
+    status, out, _ = cli.run(*flags, "--prompt-tokens", "8", "--runs", "1")
     assert status == 0 and "tokens/s of llama.cpp" in out and "flash attention off" in out
     assert "build 1 (abc), llama" in out
 
 
-def test_both_get_the_gguf_file_and_the_type_of_the_cache(
-    capsys: pytest.CaptureFixture[str], smollm2: Path, native: Path
-) -> None:
+def test_both_get_the_gguf_file_and_the_type_of_the_cache(cli: Cli, smollm2: Path, native: Path) -> None:
     flags = ["--model", "smollm2-135m", "--vs", "llama.cpp", "--llama-bench", str(native), "--backend", "null"]
     flags += ["--max-model-len", "64", "--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
     flags += ["--kv-cache-dtype", "q8_0"]
-    figures = run_json(capsys, "bench", "latency", *flags)
+    figures = cli.json("bench", "latency", *flags)
     asked = {tuple(flags[name] for name in ("-m", "-ctk", "-ctv", "-fa")) for flags in commands(native)}
     assert asked == {(str(smollm2), "q8_0", "q8_0", "1")}, "llama.cpp needs flash attention for a quantised V"
     assert figures["vs"]["llama.cpp"]["settings"]["kv_cache"] == "q8_0"
     assert figures["vs"]["llama.cpp"]["settings"]["weights"] == f"as in {smollm2.name}"
 
 
-def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[str], model: str, native: Path) -> None:
+def test_throughput_against_llama_batched_bench(cli: Cli, model: str, native: Path) -> None:
     flags = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native / "llama-bench")]
     flags += ["--backend", "null", "--threads", "2"]
-    figures = run_json(capsys, *flags, "--runs", "1")
+    figures = cli.json(*flags, "--runs", "1")
     versus = figures["vs"]["llama.cpp"]
     assert (figures["completed"], figures["input_tokens"], figures["output_tokens"]) == (32, 32 * 64, 32 * 96)
     assert versus["tokens_per_s"] == 32 * 96 / 1.25 and versus["runs"][0] == {"batch_s": 1.25}
@@ -195,9 +191,9 @@ def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[st
     assert last["program"] == "llama-batched-bench"
     assert (last["-npp"], last["-ntg"], last["-npl"], last["-c"]) == ("64", "95", "32,32", str(32 * 256))
     sizes = ["--dataset", "random", "--num-prompts", "2", "--random-input-len", "6", "--random-output-len", "3"]
-    figures = run_json(capsys, *flags, *sizes)
+    figures = cli.json(*flags, *sizes)
     assert len(figures["runs"]) == len(figures["vs"]["llama.cpp"]["runs"]) == 5
-    status, out, _ = run(capsys, *flags, *sizes, "--runs", "1")
+    status, out, _ = cli.run(*flags, *sizes, "--runs", "1")
     assert status == 0 and "tokens/s of llama.cpp" in out
     assert (commands(native)[-1]["-npl"], commands(native)[-1]["-ntg"]) == ("2,2", "2")
 
@@ -214,7 +210,7 @@ def test_throughput_against_llama_batched_bench(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_a_program_that_fails_is_one_line(
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     model: str,
     native: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -223,7 +219,7 @@ def test_a_program_that_fails_is_one_line(
     message: str,
 ) -> None:
     monkeypatch.setenv("FAKE_ANSWER", answer)
-    assert message in fails(capsys, "bench", verb, "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native))
+    assert message in cli.fails("bench", verb, "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native))
 
 
 # -- peers in processes
@@ -246,20 +242,18 @@ def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_latency_against_a_peer_that_is_no_program_of_llama_cpp(
-    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [peers.InstalledPeer("scripted", lambda task: Scripted(), gguf=False)]
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
-    versus = run_json(capsys, *LATENCY, "--model", model, "--vs", "torch")["vs"]["scripted"]
+    versus = cli.json(*LATENCY, "--model", model, "--vs", "torch")["vs"]["scripted"]
     assert versus["tokens_per_s"] == 4 / (8 / 6) and len(versus["runs"]) == 3
 
 
 # -- errors that are found before a model is loaded
 
 
-def test_missing_peers_are_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_peers_are_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = util.find_spec
     monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "torch" else find(name))
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -276,7 +270,7 @@ def test_missing_peers_are_one_line(
         (f"--vs llama.cpp --llama-bench {tmp_path}/none/llama-bench", "bench is not a program"),
     ):
         for verb in ("latency", "throughput"):
-            assert message in fails(capsys, "bench", verb, "--model", "./nowhere", *flags.split())
+            assert message in cli.fails("bench", verb, "--model", "./nowhere", *flags.split())
 
 
 @pytest.mark.parametrize(
@@ -287,11 +281,9 @@ def test_missing_peers_are_one_line(
         ("--num-prompts 65", "65 prompts exceed --max-num-seqs 64"),
     ],
 )
-def test_work_that_peers_do_not_do(
-    capsys: pytest.CaptureFixture[str], model: str, native: Path, flags: str, message: str
-) -> None:
+def test_work_that_peers_do_not_do(cli: Cli, model: str, native: Path, flags: str, message: str) -> None:
     line = ["bench", "throughput", "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native)]
-    assert message in fails(capsys, *line, *flags.split())
+    assert message in cli.fails(*line, *flags.split())
     assert not (native / "log").exists()
 
 

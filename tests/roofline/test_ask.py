@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import fails, run, run_json
+from commands import Cli
 from msgspec.structs import replace
 
 from megakernel.machine import Hardware, Level, hardware
@@ -74,36 +74,36 @@ def test_all_questions_of_the_book_are_there() -> None:
 
 
 @pytest.mark.parametrize("number", sorted(SAID))
-def test_the_books_questions(capsys: pytest.CaptureFixture[str], number: int) -> None:
-    answer = run_json(capsys, "roofline", "ask", str(number))
+def test_the_books_questions(cli: Cli, number: int) -> None:
+    answer = cli.json("roofline", "ask", str(number))
     for name, value, *near in SAID[number]:
         found = answer["figures"][name]
         assert found == (value if isinstance(value, str) else pytest.approx(value, *(near or [5e-3]))), name
     assert answer["formula"] and answer["source"] and answer["given"].keys() == {i["name"] for i in answer["inputs"]}
 
 
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "roofline", "ask")
+def test_the_list(cli: Cli) -> None:
+    status, out, _ = cli.run("roofline", "ask")
     assert status == 0 and all(re.search(rf"^{name} ", out, re.MULTILINE) for name in QUESTIONS)
-    listed = run_json(capsys, "roofline", "ask")
+    listed = cli.json("roofline", "ask")
     assert [q["question"] for q in listed["questions"]] == list(QUESTIONS) and len(listed["examples"]) == 42
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_help_and_text(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    status, out, _ = run(capsys, "roofline", "ask", name, "--help")
+def test_help_and_text(cli: Cli, name: str) -> None:
+    status, out, _ = cli.run("roofline", "ask", name, "--help")
     assert status == 0 and all("--" + i.name.replace("_", "-") in out for i in QUESTIONS[name].inputs)
     assert "\n\n" + QUESTIONS[name].what[:1].upper() + QUESTIONS[name].what[1:9] in out
     number = next((n for n in QUESTIONS[name].numbers if EXAMPLES[n].startswith(f"ask {name} ")), None)
     if number:
-        status, out, err = run(capsys, "roofline", "ask", str(number))
+        status, out, err = cli.run("roofline", "ask", str(number))
         assert status == 0 and err == f"question {number}: megakernel roofline {EXAMPLES[number]}\n"
         assert "formula" in out and "How to Scale Your Model" in " ".join(out.split())
 
 
-def test_inputs_change_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inputs_change_answers(cli: Cli, tmp_path: Path) -> None:
     def figures(*words: str) -> dict[str, Any]:
-        found: dict[str, Any] = run_json(capsys, "roofline", "ask", *words)["figures"]
+        found: dict[str, Any] = cli.json("roofline", "ask", *words)["figures"]
         return found
 
     gather = figures("all-gather", "--bytes", "1e9", "--gpus", "64", "--machine", "h100x8")
@@ -147,15 +147,15 @@ EXPERTS = ("--experts", "128", "--active", "4")
         ("training --parameters 1 --tokens 1 --gpus 1 --utilisation 1.5", "is above the peak"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
-    assert message in fails(capsys, "roofline", "ask", *words.split())
+def test_mistakes(cli: Cli, words: str, message: str) -> None:
+    assert message in cli.fails("roofline", "ask", *words.split())
 
 
 @pytest.mark.parametrize(
     "words", ["nothing", "all-gather", "all-gather --bytes -1 --gpus 8", "chip --gpus 3", "warps --registers x"]
 )
-def test_usage(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    status, out, err = run(capsys, "roofline", "ask", *words.split())
+def test_usage(cli: Cli, words: str) -> None:
+    status, out, err = cli.run("roofline", "ask", *words.split())
     assert (status, out) == (2, "") and "usage: megakernel roofline ask" in err and "Traceback" not in err
 
 

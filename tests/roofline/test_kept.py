@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from commands import fails, run, run_json
+from commands import Cli
 from cpu_support import DIMS
 
 from megakernel import machine
@@ -134,34 +134,32 @@ def test_what_others_take(tmp_path: Path) -> None:
 
 
 def test_all_verbs_name_the_same_ceilings(
-    probes: list[Measured], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+    probes: list[Measured], cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, 3 * flops, QUIET, "2026-01-01"))
     monkeypatch.setattr("megakernel.serving.bench.latency.probe_read", lambda *given: read)
-    step = run_json(capsys, "roofline", "--model", model)
+    step = cli.json("roofline", "--model", model)
     assert step["memory_bytes"] / step["t_memory_s"] == pytest.approx(read)
     assert step["flops"] / step["t_math_s"] == pytest.approx(flops)
     speed = ["--model", model, "--threads", "1"]
-    latency = run_json(capsys, "bench", "latency", *speed, "--prompt-tokens", "8", "--tokens", "2", "--runs", "1")
+    latency = cli.json("bench", "latency", *speed, "--prompt-tokens", "8", "--tokens", "2", "--runs", "1")
     assert latency["ceilings"]["read_bytes_per_s"] == read
     peaks = {"memory": read, "matrix": flops, "cache": 2e10}
     for verb in (["timeline", *speed, "--prompt-tokens", "8"], ["simulate", "--model", model, "--workers", "1"]):
-        found = run_json(capsys, *verb)
+        found = cli.json(*verb)
         resources = (found.get("timeline") or found)["resources"]
         assert {r["name"]: r["peak"] for r in resources if r["name"] in peaks} == pytest.approx(peaks)
 
 
 @pytest.mark.parametrize("reads", [[4e9, 4.2e9, 2e9, 2.1e9], [4e9, 2e9, 1e9, 4e9]])
 def test_speed_is_compared_with_the_memory_of_the_same_seconds(
-    reads: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+    reads: list[float], cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     monkeypatch.setattr("megakernel.serving.bench.latency.probe_read", lambda *given: upcoming.pop(0))
     upcoming, steady = reads.copy(), [max(a, b) for a, b in pairwise(reads) if a < 1.1 * b < 1.21 * a]
-    found = run_json(
-        capsys, "bench", "latency", "--model", model, "--prompt-tokens", "8", "--tokens", "2", "--runs", "3"
-    )
+    found = cli.json("bench", "latency", "--model", model, "--prompt-tokens", "8", "--tokens", "2", "--runs", "3")
     assert [one["read"] for one in found["runs"]] == [list(pair) for pair in pairwise(reads)]
     assert found["ceilings"]["read_bytes_per_s"] in (steady or reads)
     assert any("memory: its speed changed" in error for error in found["errors"]) == (not steady)
@@ -258,25 +256,23 @@ def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch)
         calibration.calibrate(most, most, lambda *progress: None)
 
 
-def test_doctor_calibrates(
-    probes: list[Measured], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_calibrates(probes: list[Measured], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """`doctor --calibrate` runs its real micro-benchmarks, shortened, and writes a machine file with possible rates."""
     shortened = {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96), "_ATTENTION_ROWS": (4,), "_CONTEXT": 128}
     for name, value in shortened.items():
         monkeypatch.setattr(calibration, name, value)
     probes += [measured(flops=1e15), measured(flops=1e15)]
     path = tmp_path / "mine.toml"
-    assert "must end in .toml" in fails(capsys, "doctor", "--calibrate", "mine.json")
-    status, _, err = run(capsys, "doctor", "--calibrate", str(path))
+    assert "must end in .toml" in cli.fails("doctor", "--calibrate", "mine.json")
+    status, _, err = cli.run("doctor", "--calibrate", str(path))
     assert status == 0 and f"wrote {path}" in err
     found: Hardware = machine.hardware(str(path))
     assert found.core and all(1e6 < rate < 1e15 for rate in found.core.matmul_flops_per_s)
     assert found.chip.sms == machine.cpu_count() and found.rates.bf16 == 1e15
 
 
-def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_is_a_line_on_standard_error(probes: list[Measured], cli: Cli) -> None:
     probes += [measured(others=BUSY)]
-    status, out, err = run(capsys, "roofline", "--model", "random:smollm2-135m")
+    status, out, err = cli.run("roofline", "--model", "random:smollm2-135m")
     assert status == 0 and "warning" not in out.lower()
     assert err.count("\n") == 1 and err.startswith("megakernel: warning: other programs used 40% of")

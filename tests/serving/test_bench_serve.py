@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import fails, run, run_json
+from commands import Cli
 from engine_support import CONFIG
 from fake_openai import HOSTILE, FakeServer, answering, running
 
@@ -250,14 +250,14 @@ FLAGS = ["bench", "serve", "--num-prompts", "6", "--dataset", "random", *SIZES]
 
 
 @pytest.mark.usefixtures("tiny_shape")
-def test_bench_serve_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve_json(cli: Cli) -> None:
     record = "megakernel:ceiling_bytes_per_second 1e12\nmegakernel:ceiling_flops_per_second 1e13"
     with (
         running(FakeServer(pages={"/version": {"version": "1"}})) as a,
         running(FakeServer(pages={"/metrics": record})) as b,
     ):
         flags = ["--base-url", a.url, "--vs", b.url, "--runs", "2", "--max-concurrency", "2", "--goodput", "ttft:5000"]
-        figures = run_json(capsys, *FLAGS, *flags)
+        figures = cli.json(*FLAGS, *flags)
     for key in ("tokens_per_s", "roofline_fraction", "read_GBps", "gflops", "goodput_per_s", "requests_per_s"):
         assert figures[key] > 0
     assert figures["step_s"] is None and figures["completed"] == 6 and figures["failed"] == figures["short"] == 0
@@ -288,7 +288,7 @@ def test_servers_take_turns() -> None:
 
 
 @pytest.mark.usefixtures("tiny_shape")
-def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_speculates_has_its_own_roofline_only(cli: Cli) -> None:
     class Recording(FakeServer):
         proposed, sums = 0, np.zeros(7)
 
@@ -303,7 +303,7 @@ def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.Captu
         with running(Recording()) as fake:
             fake.proposed = proposed
             asyncio.run(ServerClient(fake.url, model="m").complete(jobs((2, 2))[0]))
-            return run_json(capsys, *FLAGS, "--base-url", fake.url), run(capsys, *FLAGS, "--base-url", fake.url)[2]
+            return cli.json(*FLAGS, "--base-url", fake.url), cli.run(*FLAGS, "--base-url", fake.url)[2]
 
     found, said = figures(3)
     steps = {"steps": 12, "step_s": 1.0, "roofline_fraction": 0.5}
@@ -314,28 +314,28 @@ def test_a_server_that_speculates_has_its_own_roofline_only(capsys: pytest.Captu
     assert found["roofline_fraction"] > 1 and "or the server generates several tokens per step" in said
 
 
-def test_bound_counts_weights_as_the_file_stores_them(capsys: pytest.CaptureFixture[str], smollm2: Path) -> None:
+def test_bound_counts_weights_as_the_file_stores_them(cli: Cli, smollm2: Path) -> None:
     with running(FakeServer()) as fake:
         flags = [*FLAGS, "--base-url", fake.url, "--machine", "h100"]
-        stored, whole = (run_json(capsys, *flags, "--model", m) for m in (str(smollm2), "random:smollm2-135m"))
+        stored, whole = (cli.json(*flags, "--model", m) for m in (str(smollm2), "random:smollm2-135m"))
     read = [one["read_GBps"] * one["duration_s"] for one in (stored, whole)]
     assert read[0] / read[1] == pytest.approx(96.4 / 269.0, rel=0.02)  # MB of weights, to which KV adds little
 
 
-def test_bench_serve_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_shape: str) -> None:
+def test_bench_serve_failures(cli: Cli, tmp_path: Path, tiny_shape: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps([{"conversations": [{"value": "a"}, {"value": "b"}]}]))
     with running(FakeServer(model="somebody/else")) as fake:
         known = [*FLAGS, "--base-url", fake.url, "--model", tiny_shape]
-        assert "'somebody/else', whose sizes are unknown" in fails(capsys, *FLAGS, "--base-url", fake.url)
-        assert "unknown machine 'x'" in fails(capsys, *known, "--machine", "x")
+        assert "'somebody/else', whose sizes are unknown" in cli.fails(*FLAGS, "--base-url", fake.url)
+        assert "unknown machine 'x'" in cli.fails(*known, "--machine", "x")
         read = ["bench", "serve", "--dataset", str(file), "--base-url", fake.url, "--model", tiny_shape]
-        assert "no tokenizer" in fails(capsys, *read)
+        assert "no tokenizer" in cli.fails(*read)
     with running(FakeServer(faults={8: 500})) as fake:
-        status, out, _ = run(capsys, *FLAGS, "--base-url", fake.url)
+        status, out, _ = cli.run(*FLAGS, "--base-url", fake.url)
         assert status == 1 and "6 failed" in out
     for flags in (["--goodput", "x:1"], ["--goodput", "ttft:0"], ["--request-rate", "0"], ["--request-rate", "x"]):
-        assert run(capsys, *FLAGS, *flags)[0] == 2
+        assert cli.run(*FLAGS, *flags)[0] == 2
 
 
 # -- CPU time

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_support import serving
-from commands import run, run_json
+from commands import Cli
 from model_helpers import byte_model
 
 from megakernel import LLM, SamplingParams
@@ -86,13 +86,13 @@ def test_requests_use_them_field_by_field(llm: LLM, path: str, body: dict[str, A
         assert ask(**{most: 20})[1] == 6  # max_new_tokens limits every answer
 
 
-def test_verbs_use_and_name_them(capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_verbs_use_and_name_them(cli: Cli, model: str) -> None:
     flags = ["generate", "--model", model, "--prompt", "x", "--max-model-len", "64", "--ignore-eos"]
-    _, text, said = run(capsys, *flags)
+    _, text, said = cli.run(*flags)
     assert "recommended sampling: temperature 0.9, top_k 1, max_tokens 6;" in said
-    assert run(capsys, *flags)[1] == text
-    assert "recommended sampling: max_tokens 6;" in run(capsys, *flags, "--temperature", "0")[2]
-    assert "recommended sampling: temperature 0.9, top_k 1;" in run(capsys, *flags, "--max-tokens", "3")[2]
-    assert len(run_json(capsys, *flags, "--max-tokens", "8")["token_ids"]) == 8
-    _, _, said = run(capsys, *flags, "--generation-config", "vllm", "--max-tokens", "3")
+    assert cli.run(*flags)[1] == text
+    assert "recommended sampling: max_tokens 6;" in cli.run(*flags, "--temperature", "0")[2]
+    assert "recommended sampling: temperature 0.9, top_k 1;" in cli.run(*flags, "--max-tokens", "3")[2]
+    assert len(cli.json(*flags, "--max-tokens", "8")["token_ids"]) == 8
+    _, _, said = cli.run(*flags, "--generation-config", "vllm", "--max-tokens", "3")
     assert "recommended" not in said

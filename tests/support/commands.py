@@ -21,15 +21,36 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", f"{code}; sys.exit(main())", *arguments]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run a command in this process and return its exit status, standard output and standard error."""
-    capsys.readouterr()
-    try:
-        status = main(arguments)
-    except SystemExit as e:  # argparse
-        status = int(e.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+class Cli:
+    """Runs commands in this process. `capsys` is pytest's fixture, which captures what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Run a command and return its exit status, standard output and standard error."""
+        self.capsys.readouterr()
+        try:
+            status = main(arguments)
+        except SystemExit as e:  # argparse
+            status = int(e.code or 0)
+        captured = self.capsys.readouterr()
+        return status, captured.out, captured.err
+
+    def json(self, *arguments: str) -> dict[str, Any]:
+        """Run a command with --json, check that it succeeds, and return the object that it prints."""
+        status, out, err = self.run(*arguments, "--json")
+        assert status == 0, err
+        assert out.count("\n") == 1
+        result: dict[str, Any] = json.loads(out)
+        return result
+
+    def fails(self, *arguments: str) -> str:
+        """Run a command, check that it fails with status 1 and a single line of error, and return that line."""
+        status, out, err = self.run(*arguments)
+        assert (status, out, err.count("\n")) == (1, "", 1), (status, out, err)
+        assert err.startswith("megakernel: error: ")
+        return err
 
 
 def run_python(*words: str) -> None:
@@ -50,19 +71,3 @@ def run_python(*words: str) -> None:
                 raise
         finally:
             signal.signal(signal.SIGINT, handler)
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    status, out, err = run(capsys, *arguments, "--json")
-    assert status == 0, err
-    assert out.count("\n") == 1
-    result: dict[str, Any] = json.loads(out)
-    return result
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command, check that it fails with status 1 and a single line of error, and return that line."""
-    status, out, err = run(capsys, *arguments)
-    assert (status, out, err.count("\n")) == (1, "", 1), (status, out, err)
-    assert err.startswith("megakernel: error: ")
-    return err

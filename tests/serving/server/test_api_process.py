@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from api_support import serving
-from commands import fails, run
+from commands import Cli
 from serve_process import SMALL, begin_stream, process, rest, started
 
 from megakernel import LLM
@@ -54,31 +54,31 @@ def test_what_a_person_sees(model: str, capsys: pytest.CaptureFixture[str]) -> N
         assert json.loads(done.stdout)["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def made_of(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[LLM, Start]:
+def made_of(cli: Cli, *flags: str) -> tuple[LLM, Start]:
     """Return the model and the configuration of the frontends that `megakernel serve` makes of these flags."""
     server = "megakernel.serving.server"
     with mock.patch(f"{server}.host.EngineHost") as host, mock.patch(f"{server}.frontends.Frontends") as frontends:
-        status, _, err = run(capsys, "serve", "--port", "0", "--backend", "null", "--threads", "1", *SMALL, *flags)
+        status, _, err = cli.run("serve", "--port", "0", "--backend", "null", "--threads", "1", *SMALL, *flags)
     assert status == 0, err
     return host.call_args.args[0], frontends.call_args.kwargs["start"]
 
 
 def test_flags_win_over_a_file_over_the_environment(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(f"model: {model}\nmax-model-len: 256\nserved-model-name: [a, b]\napi_key: file\n")
     monkeypatch.setenv("MEGAKERNEL_API_KEY", "environment")
     # Flags override the file, whether they come before --config (--max-model-len) or after it (--served-model-name).
     # No flag sets the API key, so the file's key overrides the environment's.
-    llm, start = made_of(capsys, "--config", str(config), "--served-model-name", "c")
+    llm, start = made_of(cli, "--config", str(config), "--served-model-name", "c")
     assert llm.engine.programs._cache.keys() >= {(size, 1) for size in buckets(16)}  # so the first request is fast
     assert (llm.engine.dims.bucket.max_context, start.names, start.access.keys) == (2048, ["c"], ("file",))
-    assert made_of(capsys, "--model", model)[1].access.keys == ("environment",)
-    assert made_of(capsys, "--model", model, "--max_grammar_bytes=9")[0].grammars._most_bytes == 9
+    assert made_of(cli, "--model", model)[1].access.keys == ("environment",)
+    assert made_of(cli, "--model", model, "--max_grammar_bytes=9")[0].grammars._most_bytes == 9
 
 
-def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, cli: Cli) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text("open-metrics: false\nallowed-hosts: [Proxy.example]\ncors-origin: https://chat.example\n")
     page = {"Origin": "https://chat.example", "Host": "proxy.example"}
@@ -90,7 +90,7 @@ def test_who_may_ask_is_set_by_flags(model: str, tmp_path: Path, capsys: pytest.
         (["--config", str(config)], [("/version", "localhost", 403), ("/version", "proxy.example", 200)]),
         (["--allowed-hosts", "*"], [("/version", "evil.example", 200)]),
     ):
-        start = made_of(capsys, "--model", model, *flags)[1]
+        start = made_of(cli, "--model", model, *flags)[1]
         with LLM(model, backend="null", threads=1, max_num_seqs=1) as llm, serving(llm, access=start.access) as live:
             found = [live.request("GET", path, headers={"Host": host})[0] for path, host, _ in requests]
             assert found == [status for *_, status in requests], flags
@@ -150,7 +150,7 @@ def test_https_under_a_path(model: str, tmp_path: Path) -> None:
         assert "Warning" not in err and "POST" not in err
 
 
-def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_wrong_ways_to_listen_are_one_line(cli: Cli, tmp_path: Path) -> None:
     broken = tmp_path / "broken.pem"
     broken.write_text("no key")
     with socket.socket(socket.AF_UNIX) as live, socket.create_server(("127.0.0.1", 0)) as taken:
@@ -172,7 +172,7 @@ def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], t
             (("--replicas", "2", "--uds", "x"), "--uds cannot be combined with --replicas"),
             (("--model", "a"), "two models are given, /nowhere and --model a"),
         ):
-            assert why in fails(capsys, "serve", "/nowhere", *flags), flags
+            assert why in cli.fails("serve", "/nowhere", *flags), flags
 
 
 @pytest.mark.parametrize(
@@ -188,24 +188,22 @@ def test_wrong_ways_to_listen_are_one_line(capsys: pytest.CaptureFixture[str], t
         (None, "cannot read"),
     ],
 )
-def test_a_wrong_file_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str
-) -> None:
+def test_a_wrong_file_is_one_line(cli: Cli, tmp_path: Path, text: str | None, message: str) -> None:
     config = tmp_path / "serve.yaml"
     if text is not None:
         config.write_text(text)
-    err = fails(capsys, "serve", "--config", str(config))
+    err = cli.fails("serve", "--config", str(config))
     assert message in err and str(config) in err and len(err) < 600
 
 
-def test_a_wrong_variable_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, message in (
         ("MEGAKERNEL_API_KEY", " ", "an API key must not be empty"),
         ("MEGAKERNEL_LOG_LEVEL", "loud", "MEGAKERNEL_LOG_LEVEL=loud: 'loud' is not one of debug, info, warning, error"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert message in fails(capsys, "serve", "--port", "0", "--model", "/nowhere")
+            assert message in cli.fails("serve", "--port", "0", "--model", "/nowhere")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ extras.needs("ray")
 
 import yaml
 from api_support import Live, by_choice, until
-from commands import command, fails
+from commands import Cli, command
 from model_helpers import byte_model
 from serve_process import SMALL, at
 
@@ -122,11 +122,11 @@ def test_replicas_are_placed_on_whole_nodes(
 # -- the command line
 
 
-def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "megakernel.serving.replicas.cluster", raising=False)
     monkeypatch.delattr(replicas, "cluster", raising=False)
-    assert "--replicas needs Ray, and ray is missing: pip install" in fails(capsys, "serve", "--replicas", "2")
+    assert "--replicas needs Ray, and ray is missing: pip install" in cli.fails("serve", "--replicas", "2")
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_the_token_is_shown_to_a_cluster(
     assert given.get("RAY_AUTH_MODE") == mode and given["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-def test_an_address_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--ray-address needs --replicas" in fails(capsys, "serve", "--ray-address", "auto")
+def test_an_address_where_nobody_listens(cli: Cli) -> None:
+    assert "--ray-address needs --replicas" in cli.fails("serve", "--ray-address", "auto")
     asked = ("serve", "--replicas", "2", "--ray-address", "127.0.0.1:1")
-    assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in fails(capsys, *asked, "--port", "8399")
-    assert "listen on the same port: give another --port" in fails(capsys, *asked, "--port", "0")
+    assert "no Ray cluster answers at 127.0.0.1:1: Connection refused" in cli.fails(*asked, "--port", "8399")
+    assert "listen on the same port: give another --port" in cli.fails(*asked, "--port", "0")
 
 
 def test_an_interrupt_that_ray_swallows_ends_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

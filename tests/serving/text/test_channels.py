@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from api_support import Live, serving
-from commands import run
+from commands import Cli
 from model_helpers import byte_model
 from read_answers import Calls, read_answer
 
@@ -248,7 +248,7 @@ def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     ],
 )
 def test_verbs_show_the_answer_without_reasoning(
-    model: str, flags: tuple[str, ...], times: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: str, flags: tuple[str, ...], times: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's own text is random, so each token here has a piece of an answer as its text."""
     text = f"{ANSWER} <|" + "END" * ("--stop" in flags)
@@ -262,5 +262,5 @@ def test_verbs_show_the_answer_without_reasoning(
     monkeypatch.setattr(TextStream, "add", add)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
     limits = ["--max-model-len", "1024", "--threads", "1", "--max-tokens", "40"]
-    status, said, _ = run(capsys, *flags, "--model", model, *limits)
+    status, said, _ = cli.run(*flags, "--model", model, *limits)
     assert status == 0 and said.count("Rome. <|\n") == times and "Hm" not in said and said.count("<|") == times
