@@ -41,7 +41,7 @@ from megakernel.model.checkpoint import WeightRows, array_of
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
 from megakernel.runtime import Chunk, SampleRow, build_step
-from megakernel.runtime.cuda.maps import MapLayout, map_bits
+from megakernel.runtime.cuda.maps import map_bits, map_layouts
 from megakernel.runtime.cuda.stall import NOTE
 from megakernel.runtime.reference import ReferenceBackend
 from megakernel.scheduler import Options
@@ -182,30 +182,12 @@ def test_arguments_point_to_what_they_say() -> None:
     heap = [b for b, spec in BUFFERS.items() if spec.space is not Space.WEIGHT and spec.space is not Space.STATE]
     assert len({int(a.addresses[1, b]) - int(a.addresses[0, b]) for b in heap}) == 1  # equal offsets
     maps = view(a.params.maps, (2, len(Buffer), MAPS, MAP_BYTES), np.uint8)
-    d = a.ranks[1]
-    shapes = {
-        Buffer.W_QKV: (d.model.hidden, d.split.qkv_cols, d.model.layers),
-        Buffer.W_GATE_UP: (d.model.hidden, d.split.rank_ffn, 2 * d.model.layers),
-        Buffer.LM_HEAD: (d.model.hidden, d.split.rank_vocab, 1),
-        Buffer.X: (d.model.hidden, d.bucket.tokens, 1),
-        Buffer.ACT: (d.split.rank_ffn, d.bucket.tokens, 1),
-        Buffer.REDUCE: (d.model.hidden, d.own_rows, 2),
-        Buffer.K_CACHE: (d.bucket.kv_page, PAGES * d.split.rank_kv_heads * d.model.head_dim, d.model.layers),
-        Buffer.V_CACHE: (d.model.head_dim, PAGES * d.split.rank_kv_heads * d.bucket.kv_page, d.model.layers),
-    }
-    for buffer, sizes in shapes.items():
-        item = 4 if buffer is Buffer.X else 2
-        address = int(a.addresses[1, buffer])
-        strides = (sizes[0] * item, sizes[0] * sizes[1] * item)
-        for kind, rows in enumerate((32, 128)):
-            expected = MapLayout(item, sizes, strides, (128 // item, rows, 1))
-            words = host_map(expected, address=address)
-            found = maps[1, buffer, kind][: words.size]
-            only_stored = kind == 1 and buffer in (Buffer.X, Buffer.REDUCE)
-            assert not found.any() if only_stored else (found == words).all(), buffer.name
-        if BUFFERS[buffer].layered:
-            assert strides[1] * sizes[2] == a.strides[1, buffer] * d.model.layers, buffer.name
-    assert not maps[1, Buffer.EMBED].any()
+    expected = np.zeros_like(maps)
+    for d in a.ranks:
+        for place, layout in map_layouts(program.forward, d, PAGES).items():
+            words = host_map(layout, address=int(a.addresses[d.split.rank, place[0]]))
+            expected[d.split.rank, *place][: words.size] = words
+    assert expected.any() and (maps == expected).all()
     backend.close()
 
 
@@ -485,28 +467,6 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
 # -- generation through LLM
 
 
-@pytest.mark.slow
-@pretended(FAKE_CUDA_SMS=6)
-def test_generates() -> None:
-    no_compiler()
-    kernel = None
-    for backend in ("cuda", "auto"):
-        with LLM(_weights(_program().dims), backend=backend, max_num_seqs=2, max_context=256) as llm:
-            kernel = PretendedKernel(llm.engine.backend.pages)
-            assert llm.engine.backend.name == "cuda" and llm.dtype is Dtype.BF16
-            assert llm.engine.dims.bucket.kv_page == KV_BLOCK
-            assert llm.engine.programs.get(1, 1).workers == 6
-            result = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
-            kernel.check()
-    with LLM(_weights(_program().dims), backend="reference", dtype="bf16", max_num_seqs=2, max_context=256) as llm:
-        expected = llm.generate([[3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))[0]
-    assert result.token_ids == expected.token_ids
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=0.05)
-    assert [sorted(t) for t in result.top_logprobs or []] == [sorted(t) for t in expected.top_logprobs or []]
-    with LLM(_weights(_program().dims), backend="auto", dtype="f32", max_num_seqs=2, max_context=256) as llm:
-        assert llm.engine.backend.name == "cpu", llm.engine.backend.name
-
-
 class _LateKernel(PretendedKernel):
     """A kernel that is late on a random GPU. If it `fails` on one, the other waits until the host aborts it there."""
 
@@ -555,18 +515,23 @@ def test_launches_one_ahead_on_two_gpus_generate_what_single_ones_do() -> None:
 @pytest.mark.slow
 @pretended(host=True, FAKE_CUDA_SMS=6)
 def test_the_interpreter_itself() -> None:
-    """The engine, the launcher and the interpreter compute prompts and decode steps as the reference does. A launch
-    that runs one phase after the other and a launch without pipelining give the same bits as a normal launch."""
+    """The engine takes the GPU if it computes in bfloat16, and the launcher and the interpreter compute prompts and
+    decode steps as the reference does. A launch that runs one phase after the other and a launch without pipelining
+    give the same bits as a normal launch."""
     no_compiler()
     kernel = HostKernel(os.environ["HOST"])
     params = SamplingParams(temperature=0.0, max_tokens=5)
     prompts = [[3, 4, 5], list(range(40))]
-    results = {}
-    for backend in ("cuda", "reference"):
+    results = []
+    for backend in ("auto", "reference"):
         with LLM(_weights(_program().dims), backend=backend, dtype="bf16", max_num_seqs=2, max_context=256) as llm:
-            results[backend] = [r.token_ids for r in llm.generate(prompts, params)]
+            results.append([r.token_ids for r in llm.generate(prompts, params)])
+            workers = llm.engine.programs.get(1, 1).workers
+            assert backend == "reference" or (llm.engine.backend.name, workers) == ("cuda", 6)
     assert kernel.wrong == []
-    assert results["cuda"] == results["reference"]
+    assert results[0] == results[1]
+    with LLM(_weights(_program().dims), backend="auto", dtype="f32", max_num_seqs=2, max_context=256) as llm:
+        assert llm.engine.backend.name == "cpu", llm.engine.backend.name
 
     program = _program(40, tp=2)
     backend = _backend(program.dims)
