@@ -48,26 +48,6 @@ def test_arrays_are_aligned_whatever_the_length_of_the_header(program: Program, 
     assert all(array.flags.aligned for array in loaded.arrays().values())
 
 
-@pytest.mark.parametrize(
-    ("part", "word", "value", "message"),
-    [
-        ("body", record.WAIT_WORD, record.COUNTER_MASK, "a wait names no counter"),
-        ("prologue", record.SIGNAL_WORD, 1 | record.NEXT, "only the body signals the next block"),
-        ("body", 0, 200, "the program has no such phase"),
-        ("prologue", record.OPERAND_WORD, 1 << 20, "its box lies outside"),
-        ("prologue", record.OPERAND_WORD + 1, -1, "an operand is out of range"),
-    ],
-)
-def test_a_file_with_a_wrong_record_is_refused(
-    program: Program, tmp_path: Path, part: str, word: int, value: int, message: str
-) -> None:
-    """The error names the file, the record and the mistake, although the file's checksum is correct."""
-    path = tmp_path / "wrong.program"
-    edit(program, part, 0, word, value).save(path)
-    with pytest.raises(MegakernelError, match=rf"wrong\.program is wrong: .*{part}, rank 0.*{message}"):
-        load_program(path)
-
-
 def test_other_versions_sizes_beyond_a_limit_and_names_that_a_terminal_would_obey_are_refused(program: Program) -> None:
     def refuses(data: bytes, message: str) -> None:
         with pytest.raises(MegakernelError, match=message):
@@ -141,12 +121,6 @@ def launch(program: Program) -> None:
     backend.launch(program, decode_step(program.dims, 1, 16))
 
 
-def test_the_simulator_refuses_a_counter_beyond_the_block(program: Program) -> None:
-    wrong = edit(program, "body", 0, record.WAIT_WORD, record.COUNTER_MASK)
-    with pytest.raises(MegakernelError, match="a wait names no counter of the block"):
-        simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
-
-
 @pytest.mark.parametrize("total", [-(1 << 31), (1 << 31) - 1])
 def test_the_native_simulator_takes_any_total(program: Program, total: int) -> None:
     """The simulation ends with an error if counters never reach their totals, or if they exceed them from the start."""
@@ -157,25 +131,42 @@ def test_the_native_simulator_takes_any_total(program: Program, total: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("phase", "word", "value", "message"),
+    ("part", "phase", "word", "value", "message"),
     [
-        ("qkv_rope", 0, 99, "the program has no such phase"),
-        ("qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "a wait names no counter"),
-        ("qkv_rope", record.WAIT_WORD, record.NEXT, "a wait names no counter"),
-        ("qkv_rope", record.OPERAND_WORD, 1000, "its box lies outside"),
-        ("qkv_rope", record.OPERAND_WORD + 1, 0, "an operand is out of range"),
-        ("qkv_rope", record.OPERAND_WORD + 3, 0, "an operand is out of range"),
-        ("qkv_rope", record.OPERAND_WORD + 2, -32, "an operand is out of range"),
-        ("qkv_rope", record.OPERAND_WORD + 2, 1, "its column tile cuts a RoPE pair"),
-        ("attention", record.OPERAND_WORD, 1 << 20, "the step table has no such slot"),
-        ("attention", record.OPERAND_WORD + 1, 0, "its groups do not cover"),
-        ("qkv_rope", record.SIGNAL_WORD, 1 | record.INDEXED, "a signal word here cannot be indexed"),
+        ("queues", "qkv_rope", 0, 99, "the program has no such phase"),
+        ("body", "drain", 0, 200, "the program has no such phase"),
+        ("body", "drain", record.OPERAND_WORD, 1, "its queue does not exist"),
+        ("body", "drain", record.OPERAND_WORD + 1, 1000, "its end lies outside its queue"),
+        ("queues", "qkv_rope", record.WAIT_WORD, record.COUNTER_MASK, "a wait names no counter"),
+        ("queues", "qkv_rope", record.WAIT_WORD, record.NEXT, "a wait names no counter"),
+        ("prologue", "embed", record.OPERAND_WORD, 1 << 20, "its box lies outside"),
+        ("queues", "qkv_rope", record.OPERAND_WORD, 1000, "its box lies outside"),
+        ("queues", "qkv_rope", record.OPERAND_WORD + 1, 0, "an operand is out of range"),
+        ("prologue", "embed", record.OPERAND_WORD + 1, -1, "an operand is out of range"),
+        ("queues", "qkv_rope", record.OPERAND_WORD + 3, 0, "an operand is out of range"),
+        ("queues", "qkv_rope", record.OPERAND_WORD + 2, -32, "an operand is out of range"),
+        ("queues", "qkv_rope", record.OPERAND_WORD + 2, 1, "its column tile cuts a RoPE pair"),
+        ("queues", "attention", record.OPERAND_WORD, 1 << 20, "the step table has no such slot"),
+        ("queues", "attention", record.OPERAND_WORD + 1, 0, "its groups do not cover"),
+        ("queues", "qkv_rope", record.SIGNAL_WORD, 1 | record.INDEXED, "a signal word here cannot be indexed"),
+        ("queues", "qkv_rope", record.SIGNAL_WORD, record.counter_word(0, rank=2), "a signal names no rank"),
+        ("prologue", "embed", record.SIGNAL_WORD, 1 | record.NEXT, "only the body signals the next block"),
     ],
 )
-def test_the_cpu_backend_refuses_records(program: Program, phase: str, word: int, value: int, message: str) -> None:
-    row = rows_of(program, "queues", phase)[0]
+def test_a_wrong_record_is_refused(
+    program: Program, tmp_path: Path, part: str, phase: str, word: int, value: int, message: str
+) -> None:
+    """Backends, the simulator and readers of files refuse it. The error about a file names the file and the record,
+    although the file's checksum is correct."""
+    wrong = edit(program, part, rows_of(program, part, phase)[0], word, value)
+    wrong.save(path := tmp_path / "wrong.program")
+    place = "body, rank 0, queue 0" if part == "queues" else f"{part}, rank 0"
+    with pytest.raises(MegakernelError, match=rf"wrong\.program is wrong: .*{place}.*{message}"):
+        load_program(path)
     with pytest.raises(MegakernelError, match=message):
-        launch(edit(program, "queues", row, word, value))
+        launch(wrong)
+    with pytest.raises(MegakernelError, match=message):
+        simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
 
 
 def test_the_cpu_backend_refuses_offsets(program: Program) -> None:

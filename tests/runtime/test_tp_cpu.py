@@ -235,23 +235,6 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend() -> None:
             backend.launch(program, table)
 
 
-@pytest.mark.parametrize(
-    ("make", "row", "word", "wrong", "message"),
-    [
-        (make_queue_program, 1, record.OPERAND_WORD, lambda queue: queue + 1, "its queue does not exist"),
-        (make_queue_program, 1, record.OPERAND_WORD + 1, lambda end: end + 1, "its end lies outside its queue"),
-        (make_program, 3, record.SIGNAL_WORD, lambda _: record.counter_word(0, rank=2), "a signal names no rank"),
-    ],
-    ids=["another queue", "beyond the queue", "another rank"],
-)
-def test_records_that_cannot_run_are_refused(make: Any, row: int, word: int, wrong: Any, message: str) -> None:
-    dims = hand_dims(CUT, 2, "sharded", "dealt")
-    program = make(CUT, dims)
-    program = edit(program, "body", row, word, wrong(int(program.body.records[row, word])))
-    with cpu(CUT, dims) as backend, pytest.raises(MegakernelError, match=message):
-        backend.launch(program, hand_table(dims))
-
-
 # -- traces
 
 
