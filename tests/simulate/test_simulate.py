@@ -12,13 +12,13 @@ import numpy as np
 import predictions_host
 import pytest
 import small_programs
+from commands import fails, run, run_json
 from handmade import handmade, small_dims
 from handmade import llama as hand_llama
 from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, held_up, ordered, step_of, unmet_waits
 from synthetic import delayed
 
 from megakernel import machine as machines
-from megakernel.cli import main
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Operation, Split, slot_work
@@ -519,17 +519,13 @@ ARGUMENTS = ["simulate", "--model", "random:llama-3.2-1b", "--machine", "h100"]
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*ARGUMENTS, "--tokens", "4", "--context", "300"]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = run_json(capsys, *arguments)
     assert {"step_s", "tokens_per_s", "memory_bytes", "timeline"} <= found.keys() and found["fits"]
     assert found["tokens_per_s"] == pytest.approx(4 / found["step_s"])
-    assert main([*arguments, "--no-pipelining", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_s"] > found["step_s"]
+    assert run_json(capsys, *arguments, "--no-pipelining")["step_s"] > found["step_s"]
     for what in ("waits", "copies", "compute"):
-        assert main([*arguments, "--without", what, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["step_s"] < found["step_s"], what
-    assert main([*arguments[:-1], "9999999"]) == 1
-    assert "exceeds the model's limit" in capsys.readouterr().err
+        assert run_json(capsys, *arguments, "--without", what)["step_s"] < found["step_s"], what
+    assert "exceeds the model's limit" in fails(capsys, *arguments[:-1], "9999999")
 
 
 def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -541,21 +537,15 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     program = compile_program(Spec(config, machines.load("h100"), dtype=Dtype.BF16, **sizes, max_context=128))
     program.save(tmp_path / "short.program")
     step = ["simulate", str(tmp_path / "short.program"), "--machine", "h100"]
-    assert main([*step, *written, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["timeline"]
-    assert main(["timeline", f"{stem}.program", f"{stem}.trace", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    found = run_json(capsys, *step, *written)["timeline"]
+    assert run_json(capsys, "timeline", f"{stem}.program", f"{stem}.trace") == found
     page = (tmp_path / "t.html").read_text()
     meta = json.loads(page.split('<script id="meta" type="application/json">')[1].split("</script>")[0])
     assert meta["sources"][0]["summary"] == found
     assert (tmp_path / "t.pftrace").stat().st_size > 0
-    assert main(step) == 0
-    shown = capsys.readouterr().out
-    assert (
-        f"{found['busy']:.1%}" in shown
-        and "least time" in shown
-        and f"{found['overlap']['inside_worker']:.1%}" in shown
-    )
+    _, shown, _ = run(capsys, *step)
+    assert all(f"{share:.1%}" in shown for share in (found["busy"], found["overlap"]["inside_worker"]))
+    assert "least time" in shown
 
 
 def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(
@@ -563,58 +553,53 @@ def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(
 ) -> None:
     stem = str(tmp_path / "saved")
     flags = ["--model", "random:smollm2-135m", "--machine", "h100"]
-    assert main(["compile", *flags, "--max-model-len", "256", "-o", f"{stem}.program"]) == 0
+    run_json(capsys, "compile", *flags, "--max-model-len", "256", "-o", f"{stem}.program")
     for name in ("h200", "h100"):
-        capsys.readouterr()
-        assert main(["simulate", f"{stem}.program", "--machine", name, "--save", stem, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["timeline"]
-        assert main(["timeline", f"{stem}.program", f"{stem}.trace", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == found and found["machine"] == name
+        found = run_json(capsys, "simulate", f"{stem}.program", "--machine", name, "--save", stem)["timeline"]
+        assert run_json(capsys, "timeline", f"{stem}.program", f"{stem}.trace") == found and found["machine"] == name
 
 
 def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4"]
-    assert main([*model, "--json"]) == 0
-    shown = capsys.readouterr()
-    found = json.loads(shown.out)
+    status, out, err = run(capsys, *model, "--json")
+    found = json.loads(out)
     assert not found["fits"] and found["memory"]["needed_bytes"] > found["memory"]["memory_bytes"]
-    assert "the step cannot run there" in shown.err
+    assert status == 0 and "the step cannot run there" in err
     for wrong, message in ((["--workers", "133"], "132 workers per rank"), (["--tp", "16"], "8 devices in a node")):
-        assert main([*ARGUMENTS, *wrong]) == 1
-        assert message in capsys.readouterr().err
+        assert message in fails(capsys, *ARGUMENTS, *wrong)
+
+
+def saved(path: Path, model: str = "smollm2-135m", workers: int | None = None, **sizes: int) -> Program:
+    """Save a program of an H100, and return it."""
+    config, machine = load_config(f"random:{model}"), machines.load("h100", workers)
+    limits = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 256} | sizes
+    program = compile_program(Spec(config, machine, dtype=Dtype.BF16, **limits))
+    program.save(path)
+    return program
 
 
 def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program's 256 token rows belong to one sequence, so `simulate` uses a context of 256 tokens instead of the
     default 128."""
-    config, machine = load_config("random:llama-3.2-1b"), machines.load("h100")
-    sizes = {"tokens": 256, "logit_rows": 1, "max_seqs": 1, "max_context": 512}
-    program = compile_program(Spec(config, machine, dtype=Dtype.BF16, **sizes))
-    program.save(tmp_path / "prompt.mkp")
-    arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100", "--json"]
-    assert main(arguments) == 0
-    found = json.loads(capsys.readouterr().out)
-    expected = simulate(program, machine, decode_step(program.dims, 256, 256)).step_s
+    program = saved(tmp_path / "prompt.mkp", "llama-3.2-1b", tokens=256, max_context=512)
+    arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100"]
+    found = run_json(capsys, *arguments)
+    expected = simulate(program, machines.load("h100"), decode_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
-    assert main([*arguments, "--context", "255"]) == 1
-    assert "up to 256 tokens each, more than the context of 255" in capsys.readouterr().err
+    said = fails(capsys, *arguments, "--context", "255")
+    assert "up to 256 tokens each, more than the context of 255" in said
 
 
 def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "step.program")
     for processors in (2, 132):
-        config, machine = load_config("random:smollm2-135m"), machines.load("h100", processors)
-        sizes = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 256}
-        program = compile_program(Spec(config, machine, dtype=Dtype.BF16, **sizes))
-        program.save(Path(file))
-        assert main(["simulate", file, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["machine"] == "h100"
-    assert main(["simulate", file, "--machine", "host"]) == 1
-    assert f"not 132: choose a --machine that {file} fits" in capsys.readouterr().err
+        program = saved(Path(file), workers=processors)
+        assert run_json(capsys, "simulate", file)["machine"] == "h100"
+    assert f"not 132: choose a --machine that {file} fits" in fails(capsys, "simulate", file, "--machine", "host")
     replace(program, machine="mine").save(Path(file))
-    assert main(["simulate", file]) == 1
-    assert "was compiled for mine, whose rates are unknown: give --machine" in capsys.readouterr().err
-    assert main(["simulate", file, "--machine", "h100"]) == 0
+    said = fails(capsys, "simulate", file)
+    assert "was compiled for mine, whose rates are unknown: give --machine" in said
+    run_json(capsys, "simulate", file, "--machine", "h100")
 
 
 def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
@@ -624,11 +609,11 @@ def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
     therefore reports the memory needed with tied embeddings, which is less than without."""
     shape = "random:llama-3.1-8b"
     config, stem = load_config(shape), tmp_path / "step"
-    flags = ["--machine", "h100", "--workers", "4", "--json"]
-    assert main(["simulate", "--model", shape, *flags, "--save", str(stem)]) == 0
-    untied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
-    assert main(["simulate", f"{stem}.program", *flags]) == 0
-    tied = json.loads(capsys.readouterr().out)["memory"]["needed_bytes"]
+    flags = ["--machine", "h100", "--workers", "4"]
+    untied, tied = (
+        run_json(capsys, "simulate", *what, *flags)["memory"]["needed_bytes"]
+        for what in (["--model", shape, "--save", str(stem)], [f"{stem}.program"])
+    )
     assert untied - tied == config.vocab * config.hidden * 2
 
 
