@@ -18,7 +18,6 @@ from twins import CpuTwins, HostTwins, Twins
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dims, Dtype, Kind, Operation, Split, Units, accesses, cost, from_f32, to_f32
-from megakernel.isa.buffers import given, weight_shape
 from megakernel.isa.operations.route import chosen
 from megakernel.isa.record import WAIT_WORD, WAITS
 from megakernel.machine import host
@@ -267,22 +266,6 @@ def test_what_gpus_do_not_compute_is_refused() -> None:
         config = RandomCheckpoint(dims, biased=False).config
         phase = passes.apply(families.forward(config), dims.split).by_name["experts_gate_up"]
         assert bool(phase_refusal(phase, record(phase, 0, 1, 0, 8, 0)[None], dims)) is wrong
-
-
-def test_a_rank_reads_its_own_experts() -> None:
-    """With expert parallelism, a rank has an eighth of the experts' weights, and reads as many as on average."""
-    config = KNOWN_SHAPES["qwen3-30b-a3b"]
-    divided, whole = (
-        compiled(config, host(4), tokens=64, tp=8, options=Options(o="sharded", expert_parallel=parallel))
-        for parallel in (False, True)
-    )
-    read, shapes = [], []
-    for program in (divided, whole):
-        experts = [e for e in program.by_phase(1) if e[0].operation is Operation.EXPERTS and e[1].split.rank == 5]
-        read.append(sum(float(cost(p, columns, d).memory_bytes.sum()) for p, d, _, columns in experts))
-        shapes.append([weight_shape(given(p.weights), d.split) for p, d, *_ in experts])
-    assert read[0] == read[1]
-    assert shapes == [[(128, 2, 96, 2048), (128, 2048, 96)], [(16, 2, 768, 2048), (16, 2048, 768)]]
 
 
 @pytest.mark.parametrize("config", [SMALL, TINY], ids=["9 experts", "no experts"])

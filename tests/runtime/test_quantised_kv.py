@@ -12,17 +12,14 @@ from stored_checkpoints import logits as logits_of
 from twins import CpuTwins, get_rows
 
 from megakernel import LLM
-from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dtype, StepTable, attention_cost, kv_bytes
+from megakernel.isa import BUFFERS, Buffer, Dtype, attention_cost, kv_bytes
 from megakernel.isa.context import cache_bytes
 from megakernel.machine import host
 from megakernel.model import families
 from megakernel.model.quantise import quantise
 from megakernel.roofline import step_work
 from megakernel.roofline.fit import memory_fit
-from megakernel.runtime import choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
-from megakernel.runtime.cuda.limits import refusal
 from megakernel.scheduler import Spec, compile_program, passes
 from megakernel.scheduler.verify import verify
 from megakernel.serving.engine.memory import kv_capacity, token_bytes
@@ -131,17 +128,6 @@ def test_programs_cut_no_head_and_a_proof_says_so() -> None:
         assert any(message in violation for violation in found)
 
 
-def test_backends_refuse_programs_of_the_other_kind() -> None:
-    config = RandomCheckpoint(DIMS).config
-    programs = [
-        compile_program(Spec(config, host(1), dtype=Dtype.F32, quantised_kv=q, **BUCKET)) for q in (False, True)
-    ]
-    backend = CpuBackend(RandomCheckpoint(DIMS), programs[0].dims, PAGES, dtype=Dtype.F32, threads=1)
-    with pytest.raises(MegakernelError, match="compiled for quantised_kv = 1, the backend has 0"):
-        backend.launch(programs[1], StepTable(programs[1].dims))
-    backend.close()
-
-
 # -- the engine
 
 
@@ -176,11 +162,3 @@ def test_the_pool_holds_more_tokens() -> None:
     sizes = (token_bytes(config, Dtype.BF16, 1, quantised) for quantised in (False, True))
     bf16, q8 = (kv_capacity(config.max_context, size, 4 * pool, pool, 64, 64)[1] for size in sizes)
     assert (bf16, q8) == (1000, 1000 * 128 // 68)
-
-
-def test_cuda_refuses_them_and_auto_takes_another() -> None:
-    """The `cuda` backend refuses a quantised KV cache, whether or not a GPU is present, and `auto` selects `cpu`."""
-    with pytest.raises(MegakernelError, match=r"a KV cache in q8_0 is not supported on a Hopper GPU"):
-        LLM(TINY, backend="cuda", kv_cache_dtype="q8_0", max_context=32, max_num_seqs=1)
-    assert choose_backend("auto", TINY.config, None, "auto", "q8_0") == ("cpu", None)
-    assert "K and V are quantised" in str(refusal(DIMS.changed(dtype=int(Dtype.BF16), quantised_kv=1)))

@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     _, program, table = simple()
     checkpoint = make_llama(1)[1]
     backend = runtime.create(name, checkpoint, program.dims, PAGES, dtype=Dtype.F32)
-    for field in ("max_seqs", "hidden", "kv_page", "max_context", "dtype"):
+    for field in ("max_seqs", "hidden", "kv_page", "max_context", "dtype", "quantised_kv"):
         has = program.dims.flat[field]
         other = replace(program, dims=program.dims.changed(**{field: 2 * has + 1}))
         with pytest.raises(MegakernelError, match=f"{field} = {2 * has + 1}, the backend has {has}"):

@@ -32,6 +32,7 @@ from megakernel.model.weight_types import stored_as
 from megakernel.roofline import step_work
 from megakernel.runtime import choose_backend
 from megakernel.runtime.cpu.backend import CpuBackend
+from megakernel.runtime.cuda.limits import refusal
 
 # Prompt lengths: one row, two rows, more than the 12 rows of the largest register block, and more than the 96 rows of
 # one pass over the weights.
@@ -183,12 +184,16 @@ def test_unknown_types_are_refused(capsys: pytest.CaptureFixture[str], flag: str
     assert error.count("\n") == 1 and message in error
 
 
-def test_cuda_refuses_them_and_auto_takes_another() -> None:
-    """The `cuda` backend refuses quantised weights, whether or not a GPU is present, and `auto` selects `cpu`."""
-    whole = RandomCheckpoint(DIMS)
-    with pytest.raises(MegakernelError, match=r"weights in q8_0 are not supported on a Hopper GPU"):
-        LLM(whole, backend="cuda", weights="q8_0", max_context=32, max_num_seqs=1)
-    assert choose_backend("auto", whole.config, None, "q8_0") == ("cpu", None)
+@pytest.mark.parametrize(
+    ("kinds", "message"), [(("q8_0", "auto"), "weights in q8_0 are"), (("auto", "q8_0"), "a KV cache in q8_0 is")]
+)
+def test_cuda_refuses_them_and_auto_takes_another(kinds: tuple[str, str], message: str) -> None:
+    """The `cuda` backend refuses quantised weights and caches, whether or not a GPU is present."""
+    whole, (weights, cache) = RandomCheckpoint(DIMS), kinds
+    with pytest.raises(MegakernelError, match=f"{message} not supported on a Hopper GPU"):
+        LLM(whole, backend="cuda", weights=weights, kv_cache_dtype=cache, max_context=32, max_num_seqs=1)  # type: ignore[arg-type]
+    assert choose_backend("auto", whole.config, None, *kinds) == ("cpu", None)
+    assert "K and V are quantised" in str(refusal(DIMS.changed(dtype=int(Dtype.BF16), quantised_kv=1)))
 
 
 # -- whole models
