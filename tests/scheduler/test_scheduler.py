@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from commands import fails, run_json
+from commands import Cli
 from compiled import LLAMA_70B, SMALL, SMOLLM2, TINY, compiled, of, random_model, small_machine
 from ground_truth import Failure, check
 from mutate import edit, rows_of
@@ -356,13 +356,13 @@ def test_llama_70b_on_eight_ranks() -> None:
     assert program.counters < 1000 and len(program.to_bytes()) / 8 < 1.5e6
 
 
-def test_flags_of_compile_reach_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_compile_reach_the_program(cli: Cli) -> None:
     flags = ["--model", "random:llama-3.2-1b", "--workers", "2", "--tp", "4", "--tokens", "8"]
     forced = ["--o-lowering", "replicated", "--residual", "dealt", "--queue", "attention"]
-    facts = run_json(capsys, "compile", *flags, *forced, "--no-interleave")
+    facts = cli.json("compile", *flags, *forced, "--no-interleave")
     assert facts["lowering"] == {"o": "replicated", "residual": "dealt", "norm": "own"}
     assert facts["per_layer"]["drain"] == 8 and facts["ranks"] == 4
-    assert "queue = 'some'" in fails(capsys, "compile", *flags, "--queue", "some")
+    assert "queue = 'some'" in cli.fails("compile", *flags, "--queue", "some")
 
 
 @pytest.mark.parametrize(

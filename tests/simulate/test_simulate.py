@@ -12,7 +12,7 @@ import numpy as np
 import predictions_host
 import pytest
 import small_programs
-from commands import fails, run, run_json
+from commands import Cli
 from handmade import handmade, small_dims
 from handmade import llama as hand_llama
 from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, held_up, ordered, step_of, unmet_waits
@@ -412,7 +412,7 @@ def test_the_delay_of_one_instruction_moves_only_what_comes_after_it() -> None:
         assert unmet_waits(program, ordered(program, table), stalled.trace) == []
         moved = moved_instructions(base.trace.intervals, stalled.trace.intervals)
         late = {(layer, number) for layer in layers}
-        assert late <= moved <= late.union(*(held_up(program, table, each, certain=False) for each in late))
+        assert late <= moved <= late.union(*(held_up(program, table, each) for each in late))
         assert stalled.step_s <= base.step_s + len(layers) * 5e-3 + 1e-9
 
 
@@ -517,18 +517,18 @@ def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: 
 ARGUMENTS = ["simulate", "--model", "random:llama-3.2-1b", "--machine", "h100"]
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(cli: Cli) -> None:
     arguments = [*ARGUMENTS, "--tokens", "4", "--context", "300"]
-    found = run_json(capsys, *arguments)
+    found = cli.json(*arguments)
     assert {"step_s", "tokens_per_s", "memory_bytes", "timeline"} <= found.keys() and found["fits"]
     assert found["tokens_per_s"] == pytest.approx(4 / found["step_s"])
-    assert run_json(capsys, *arguments, "--no-pipelining")["step_s"] > found["step_s"]
+    assert cli.json(*arguments, "--no-pipelining")["step_s"] > found["step_s"]
     for what in ("waits", "copies", "compute"):
-        assert run_json(capsys, *arguments, "--without", what)["step_s"] < found["step_s"], what
-    assert "exceeds the model's limit" in fails(capsys, *arguments[:-1], "9999999")
+        assert cli.json(*arguments, "--without", what)["step_s"] < found["step_s"], what
+    assert "exceeds the model's limit" in cli.fails(*arguments[:-1], "9999999")
 
 
-def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, cli: Cli) -> None:
     """`simulate --json` prints the same figures as its timeline page shows, and as the command `timeline` prints for
     the saved program and trace. A Perfetto file is written too."""
     stem = tmp_path / "saved"
@@ -537,36 +537,34 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, capsys: pytest
     program = compile_program(Spec(config, machines.load("h100"), dtype=Dtype.BF16, **sizes, max_context=128))
     program.save(tmp_path / "short.program")
     step = ["simulate", str(tmp_path / "short.program"), "--machine", "h100"]
-    found = run_json(capsys, *step, *written)["timeline"]
-    assert run_json(capsys, "timeline", f"{stem}.program", f"{stem}.trace") == found
+    found = cli.json(*step, *written)["timeline"]
+    assert cli.json("timeline", f"{stem}.program", f"{stem}.trace") == found
     page = (tmp_path / "t.html").read_text()
     meta = json.loads(page.split('<script id="meta" type="application/json">')[1].split("</script>")[0])
     assert meta["sources"][0]["summary"] == found
     assert (tmp_path / "t.pftrace").stat().st_size > 0
-    _, shown, _ = run(capsys, *step)
+    _, shown, _ = cli.run(*step)
     assert all(f"{share:.1%}" in shown for share in (found["busy"], found["overlap"]["inside_worker"]))
     assert "least time" in shown
 
 
-def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_step_keeps_the_peaks_of_the_machine_it_was_simulated_on(tmp_path: Path, cli: Cli) -> None:
     stem = str(tmp_path / "saved")
     flags = ["--model", "random:smollm2-135m", "--machine", "h100"]
-    run_json(capsys, "compile", *flags, "--max-model-len", "256", "-o", f"{stem}.program")
+    cli.json("compile", *flags, "--max-model-len", "256", "-o", f"{stem}.program")
     for name in ("h200", "h100"):
-        found = run_json(capsys, "simulate", f"{stem}.program", "--machine", name, "--save", stem)["timeline"]
-        assert run_json(capsys, "timeline", f"{stem}.program", f"{stem}.trace") == found and found["machine"] == name
+        found = cli.json("simulate", f"{stem}.program", "--machine", name, "--save", stem)["timeline"]
+        assert cli.json("timeline", f"{stem}.program", f"{stem}.trace") == found and found["machine"] == name
 
 
-def test_what_a_machine_cannot_hold_or_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_machine_cannot_hold_or_lacks(cli: Cli) -> None:
     model = ["simulate", "--model", "random:llama-3.1-70b", "--machine", "h100", "--workers", "4"]
-    status, out, err = run(capsys, *model, "--json")
+    status, out, err = cli.run(*model, "--json")
     found = json.loads(out)
     assert not found["fits"] and found["memory"]["needed_bytes"] > found["memory"]["memory_bytes"]
     assert status == 0 and "the step cannot run there" in err
     for wrong, message in ((["--workers", "133"], "132 workers per rank"), (["--tp", "16"], "8 devices in a node")):
-        assert message in fails(capsys, *ARGUMENTS, *wrong)
+        assert message in cli.fails(*ARGUMENTS, *wrong)
 
 
 def saved(path: Path, model: str = "smollm2-135m", workers: int | None = None, **sizes: int) -> Program:
@@ -578,40 +576,38 @@ def saved(path: Path, model: str = "smollm2-135m", workers: int | None = None, *
     return program
 
 
-def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, cli: Cli) -> None:
     """The program's 256 token rows belong to one sequence, so `simulate` uses a context of 256 tokens instead of the
     default 128."""
     program = saved(tmp_path / "prompt.mkp", "llama-3.2-1b", tokens=256, max_context=512)
     arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100"]
-    found = run_json(capsys, *arguments)
+    found = cli.json(*arguments)
     expected = simulate(program, machines.load("h100"), decode_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
-    said = fails(capsys, *arguments, "--context", "255")
+    said = cli.fails(*arguments, "--context", "255")
     assert "up to 256 tokens each, more than the context of 255" in said
 
 
-def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, cli: Cli) -> None:
     file = str(tmp_path / "step.program")
     for processors in (2, 132):
         program = saved(Path(file), workers=processors)
-        assert run_json(capsys, "simulate", file)["machine"] == "h100"
-    assert f"not 132: choose a --machine that {file} fits" in fails(capsys, "simulate", file, "--machine", "host")
+        assert cli.json("simulate", file)["machine"] == "h100"
+    assert f"not 132: choose a --machine that {file} fits" in cli.fails("simulate", file, "--machine", "host")
     replace(program, machine="mine").save(Path(file))
-    said = fails(capsys, "simulate", file)
+    said = cli.fails("simulate", file)
     assert "was compiled for mine, whose rates are unknown: give --machine" in said
-    run_json(capsys, "simulate", file, "--machine", "h100")
+    cli.json("simulate", file, "--machine", "h100")
 
 
-def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_memory_of_a_saved_program_is_that_of_tied_embeddings(tmp_path: Path, cli: Cli) -> None:
     """A program file does not record whether input and output embeddings are tied. For a saved program, `simulate`
     therefore reports the memory needed with tied embeddings, which is less than without."""
     shape = "random:llama-3.1-8b"
     config, stem = load_config(shape), tmp_path / "step"
     flags = ["--machine", "h100", "--workers", "4"]
     untied, tied = (
-        run_json(capsys, "simulate", *what, *flags)["memory"]["needed_bytes"]
+        cli.json("simulate", *what, *flags)["memory"]["needed_bytes"]
         for what in (["--model", shape, "--save", str(stem)], [f"{stem}.program"])
     )
     assert untied - tied == config.vocab * config.hidden * 2

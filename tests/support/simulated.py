@@ -156,22 +156,19 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
     return out
 
 
-def held_up(program: Program, table: StepTable, start: Node, certain: bool) -> set[Node]:
+def held_up(program: Program, table: StepTable, start: Node) -> set[Node]:
     """Return all records that depend on the end of `start`, directly or indirectly. A record depends on the previous
-    record of its stream, and on the records that signal the counters for which it waits. The items of an attention
-    record wait for different counters. With `certain`, only the first item's counters count, because the record can
-    begin after this wait. Otherwise the counters of all its items count."""
+    record of its stream, and on the records that signal the counters for which it waits."""
     after: dict[Node, Node] = {}
     signals: dict[Node, set[int]] = defaultdict(set)
     waiting: dict[int, set[Node]] = defaultdict(set)
     last: dict[int, Node] = {}
     for task in ordered(program, table):
-        first = last.get(task.stream) != task.key
-        if first and task.stream in last:
+        if last.get(task.stream, task.key) != task.key:
             after[last[task.stream]] = task.key
         last[task.stream] = task.key
         signals[task.key].update(counter for counter, _ in task.adds)
-        for counter in task.waits if first or not certain else ():
+        for counter in task.waits:
             waiting[counter].add(task.key)
     found: set[Node] = set()
     todo = [start]
