@@ -21,50 +21,6 @@ class Space(Enum):
     OUTPUT = "output"  # read by the host after a launch
 
 
-class Buffer(IntEnum):
-    EMBED = 0
-    INV_FREQ = 1
-    ATTN_NORM = 2
-    W_QKV = 3
-    B_QKV = 4
-    W_O = 5
-    B_O = 6
-    MLP_NORM = 7
-    W_GATE_UP = 8
-    B_GATE_UP = 9
-    W_DOWN = 10
-    B_DOWN = 11
-    FINAL_NORM = 12
-    LM_HEAD = 13
-    ROPE = 14
-    X = 15
-    H = 16
-    Q = 17
-    ATTN = 18
-    ACT = 19
-    Y = 20
-    LOGITS = 21
-    PARTIALS = 22
-    SPLITS = 23
-    K_CACHE = 24
-    V_CACHE = 25
-    HISTORY = 26
-    TOKENS_OUT = 27
-    LOGPROBS_OUT = 28
-    REDUCE = 29
-    QK_NORM = 30
-    W_ROUTER = 31
-    ROUTES = 32
-    ROUTE_WEIGHTS = 33
-    EXPERTS_OUT = 34
-    SUBLAYER = 35
-    POST_ATTN_NORM = 36
-    POST_MLP_NORM = 37
-    QKV = 38
-    SINKS = 39
-    B_ROUTER = 40
-
-
 Sizes = Callable[[ModelSizes, Split, Bucket], tuple[int, ...]]
 
 
@@ -80,7 +36,7 @@ class Share(NamedTuple):
 Axis = Callable[[Split], Share]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # objects are compared by identity, which caches do fast
 class WeightSpec:
     """Declares a weight buffer, which has vectors or matrices.
 
@@ -119,7 +75,6 @@ class BufferSpec:
     page, and then their values, in the order that `cache_bytes` in context.py defines.
     """
 
-    buffer: Buffer
     space: Space
     dtype: Dtype | None
     shape: Callable[[Dims, int], tuple[int, ...]]
@@ -137,7 +92,7 @@ class BufferSpec:
         return self.weight is not None and self.weight.per_expert
 
     def resolve_dtype(self, model: ModelSizes) -> Dtype:
-        if model.quantised_kv and self.buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
+        if model.quantised_kv and self.space is Space.STATE and self.dtype is None:  # K or V
             return Dtype.Q8_0
         return Dtype(model.dtype) if self.dtype is None else self.dtype
 
@@ -171,12 +126,17 @@ def _ffn(split: Split) -> Share:
     return Share(split.model.ffn, split.first_ffn, split.rank_ffn)
 
 
-def _matrix(buffer: Buffer, what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
-    return BufferSpec(buffer, Space.WEIGHT, None, lambda d, p: weight_shape(buffer, d.split), what, layered, weight)
+def _matrix(what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
+    return BufferSpec(Space.WEIGHT, None, lambda d, p: _stacked(weight, d.split), what, layered, weight)
 
 
-def _vector(buffer: Buffer, what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
-    return replace(_matrix(buffer, what, weight, layered=layered), dtype=Dtype.F32)
+def _vector(what: str, weight: WeightSpec, *, layered: bool = True) -> BufferSpec:
+    return replace(_matrix(what, weight, layered=layered), dtype=Dtype.F32)
+
+
+@lru_cache(maxsize=1024)
+def _stacked(weight: WeightSpec, split: Split) -> tuple[int, ...]:
+    return (*(split.stack if weight.per_expert else ()), *weight.shape(split))
 
 
 _hidden, _vocab = _all(lambda m: m.hidden), _all(lambda m: m.vocab)
@@ -186,144 +146,132 @@ _k_norm = _all(lambda m: m.head_dim * (m.kv_heads if m.whole_norms else 1))
 _QKV, _GATE_UP, _SCALES = (_q, _kv, _kv), (_ffn, _ffn), WeightSpec((_hidden,), norm=True)
 
 
-def _use(buffer: Buffer, space: Space, dtype: Dtype | None, shape: Sizes, what: str) -> BufferSpec:
-    return BufferSpec(buffer, space, dtype, lambda d, p: shape(d.model, d.split, d.bucket), what)
+def _use(space: Space, dtype: Dtype | None, shape: Sizes, what: str) -> BufferSpec:
+    return BufferSpec(space, dtype, lambda d, p: shape(d.model, d.split, d.bucket), what)
 
 
-def _cache(buffer: Buffer, page: Callable[[ModelSizes, Bucket], tuple[int, int]], what: str) -> BufferSpec:
+def _cache(page: Callable[[ModelSizes, Bucket], tuple[int, int]], what: str) -> BufferSpec:
     """Declare the K or V cache, with the shape [pages, KV heads, *page]."""
     return BufferSpec(
-        buffer, Space.STATE, None, lambda d, p: (p, d.split.rank_kv_heads, *page(d.model, d.bucket)), what, layered=True
+        Space.STATE, None, lambda d, p: (p, d.split.rank_kv_heads, *page(d.model, d.bucket)), what, layered=True
     )
 
 
 _A, _S, _O = Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
-_B = Buffer
+
 
 # In W_QKV and B_QKV, the two rows of a RoPE pair of q or k are adjacent, as in GGUF files: row 2i of a head is row i in
 # Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
-_SPECS: tuple[BufferSpec, ...] = (
+class Buffer(IntEnum):
+    """A buffer. Its value is its number in program files, in the order of this list."""
+
     # -- weights
-    _matrix(_B.EMBED, "token embeddings", WeightSpec((_vocab,), _hidden), layered=False),
-    _vector(
-        _B.INV_FREQ,
+    EMBED = _matrix("token embeddings", WeightSpec((_vocab,), _hidden), layered=False)
+    INV_FREQ = _vector(
         "RoPE: a frequency for each pair of elements, then a factor for each",
         WeightSpec((_pairs, _pairs), folded=lambda s: s.model.head_dim // 2),
-    ),
-    _vector(_B.ATTN_NORM, "RMS norm scales before attention", _SCALES),
-    _matrix(_B.W_QKV, "QKV projection: q heads, k heads, v heads", WeightSpec(_QKV, _hidden, rotated=2)),
-    _vector(_B.B_QKV, "bias of W_QKV", WeightSpec(_QKV, rotated=2)),
-    _matrix(_B.W_O, "attention output projection", WeightSpec((_hidden,), _attention_columns)),
-    _vector(_B.B_O, "bias of W_O", WeightSpec((_hidden,))),
-    _vector(_B.MLP_NORM, "RMS norm scales before the MLP", _SCALES),
-    _matrix(
-        _B.W_GATE_UP,
+    )
+    ATTN_NORM = _vector("RMS norm scales before attention", _SCALES)
+    W_QKV = _matrix("QKV projection: q heads, k heads, v heads", WeightSpec(_QKV, _hidden, rotated=2))
+    B_QKV = _vector("bias of W_QKV", WeightSpec(_QKV, rotated=2))
+    W_O = _matrix("attention output projection", WeightSpec((_hidden,), _attention_columns))
+    B_O = _vector("bias of W_O", WeightSpec((_hidden,)))
+    MLP_NORM = _vector("RMS norm scales before the MLP", _SCALES)
+    W_GATE_UP = _matrix(
         "gate projection, then up projection",
         WeightSpec(_GATE_UP, _hidden, folded=lambda s: s.rank_ffn, per_expert=True),
-    ),
-    _vector(_B.B_GATE_UP, "bias of W_GATE_UP", WeightSpec(_GATE_UP, folded=lambda s: s.rank_ffn, per_expert=True)),
-    _matrix(_B.W_DOWN, "down projection", WeightSpec((_hidden,), _ffn, per_expert=True)),
-    _vector(_B.B_DOWN, "bias of W_DOWN", WeightSpec((_hidden,), per_expert=True)),
-    _vector(_B.FINAL_NORM, "RMS norm scales before the LM head", _SCALES, layered=False),
-    _matrix(
-        _B.LM_HEAD,
+    )
+    B_GATE_UP = _vector("bias of W_GATE_UP", WeightSpec(_GATE_UP, folded=lambda s: s.rank_ffn, per_expert=True))
+    W_DOWN = _matrix("down projection", WeightSpec((_hidden,), _ffn, per_expert=True))
+    B_DOWN = _vector("bias of W_DOWN", WeightSpec((_hidden,), per_expert=True))
+    FINAL_NORM = _vector("RMS norm scales before the LM head", _SCALES, layered=False)
+    LM_HEAD = _matrix(
         "LM head; rows of EMBED if embeddings are tied",
         WeightSpec((lambda s: Share(s.model.vocab, s.first_vocab, s.rank_vocab),), _hidden),
         layered=False,
-    ),
+    )
     # -- activations
-    _use(_B.ROPE, _A, _F, lambda m, s, b: (b.tokens, m.head_dim), "cos and sin of each RoPE pair, interleaved"),
-    _use(_B.X, _A, _F, lambda m, s, b: (b.tokens, m.hidden), "residual stream"),
-    _use(_B.H, _A, None, lambda m, s, b: (b.tokens, m.hidden), "normalised residual"),
-    _use(_B.Q, _A, None, lambda m, s, b: (b.tokens, s.q_cols), "rotated queries"),
-    _use(_B.ATTN, _A, None, lambda m, s, b: (b.tokens, s.o_cols), "attention output, one head after another"),
-    _use(
-        _B.ACT,
+    ROPE = _use(_A, _F, lambda m, s, b: (b.tokens, m.head_dim), "cos and sin of each RoPE pair, interleaved")
+    X = _use(_A, _F, lambda m, s, b: (b.tokens, m.hidden), "residual stream")
+    H = _use(_A, None, lambda m, s, b: (b.tokens, m.hidden), "normalised residual")
+    Q = _use(_A, None, lambda m, s, b: (b.tokens, s.q_cols), "rotated queries")
+    ATTN = _use(_A, None, lambda m, s, b: (b.tokens, s.o_cols), "attention output, one head after another")
+    ACT = _use(
         _A,
         None,
         lambda m, s, b: (b.tokens * max(m.experts_per_token, 1), s.rank_ffn),
         "silu(gate) * up; with experts, a row for each expert of a token",
-    ),
-    _use(_B.Y, _A, None, lambda m, s, b: (b.logit_rows, m.hidden), "rows that get logits, after the final norm"),
-    _use(_B.LOGITS, _O, _F, lambda m, s, b: (b.logit_rows, m.vocab), "raw logits"),
-    _use(
-        _B.PARTIALS,
+    )
+    Y = _use(_A, None, lambda m, s, b: (b.logit_rows, m.hidden), "rows that get logits, after the final norm")
+    LOGITS = _use(_O, _F, lambda m, s, b: (b.logit_rows, m.vocab), "raw logits")
+    PARTIALS = _use(
         _A,
         _F,
         lambda m, s, b: (b.partials, m.group_size, m.head_dim + 2),
         "attention's partial results for KV blocks: maximum, sum and output",
-    ),
-    _use(
-        _B.SPLITS,
+    )
+    SPLITS = _use(
         _A,
         _I,
         lambda m, s, b: (b.items,),
         "finished items of each split (items that share rows); the last item to finish resets it to 0",
-    ),
+    )
     # -- state
-    _cache(
-        _B.K_CACHE,
-        lambda m, b: (m.kv_row, b.kv_page),
-        "keys, [element][token] in a KV page; Q8_0 if quantised",
-    ),
-    _cache(
-        _B.V_CACHE,
-        lambda m, b: (b.kv_page, m.kv_row),
-        "values, [token][element] in a KV page; Q8_0 if quantised",
-    ),
-    _use(_B.HISTORY, _S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "each sequence's sampled ids, or all"),
+    K_CACHE = _cache(lambda m, b: (m.kv_row, b.kv_page), "keys, [element][token] in a KV page; Q8_0 if quantised")
+    V_CACHE = _cache(lambda m, b: (b.kv_page, m.kv_row), "values, [token][element] in a KV page; Q8_0 if quantised")
+    HISTORY = _use(_S, _I, lambda m, s, b: (b.max_seqs, b.max_context + 1), "each sequence's sampled ids, or all")
     # -- outputs
-    _use(_B.TOKENS_OUT, _O, _I, lambda m, s, b: (b.logit_rows,), "sampled (or scored) token ids"),
-    _use(_B.LOGPROBS_OUT, _O, _F, lambda m, s, b: (b.logit_rows,), "log-softmax of raw logits at TOKENS_OUT"),
+    TOKENS_OUT = _use(_O, _I, lambda m, s, b: (b.logit_rows,), "sampled (or scored) token ids")
+    LOGPROBS_OUT = _use(_O, _F, lambda m, s, b: (b.logit_rows,), "log-softmax of raw logits at TOKENS_OUT")
     # -- between ranks
-    BufferSpec(
-        _B.REDUCE,
+    REDUCE = BufferSpec(
         _A,
         None,
         lambda d, p: (d.split.tp * d.own_rows if d.split.tp > 1 else 0, d.model.hidden),
         "partial sums of a projection, for rows whose residual this rank keeps: own_rows rows from each rank in turn",
-    ),
-    _vector(
-        _B.QK_NORM,
+    )
+    QK_NORM = _vector(
         "RMS norm scales of q, then of k: those of one head, or of all heads if norms span all heads",
         WeightSpec((_q_norm, _k_norm), folded=lambda s: s.model.head_dim, rotated=2, norm=True),
-    ),
+    )
     # -- experts
-    _matrix(_B.W_ROUTER, "router: a row for each expert", WeightSpec((_experts,), _hidden)),
-    _use(_B.ROUTES, _A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first"),
-    _use(_B.ROUTE_WEIGHTS, _A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of the experts in ROUTES"),
-    _use(
-        _B.EXPERTS_OUT,
+    W_ROUTER = _matrix("router: a row for each expert", WeightSpec((_experts,), _hidden))
+    ROUTES = _use(_A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first")
+    ROUTE_WEIGHTS = _use(_A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of the experts in ROUTES")
+    EXPERTS_OUT = _use(
         _A,
         None,
         lambda m, s, b: (b.tokens * m.experts_per_token, m.hidden),
         "results of experts: a row for each expert of a token",
-    ),
+    )
     # -- buffers of models that normalise the outputs of attention and of the MLP before adding them to the residual
-    _use(
-        _B.SUBLAYER,
+    SUBLAYER = _use(
         _A,
         _F,
         lambda m, s, b: (b.tokens * m.post_norms, m.hidden),
         "result of attention or the MLP before its norm",
-    ),
-    _vector(_B.POST_ATTN_NORM, "RMS norm scales of attention's result", _SCALES),
-    _vector(_B.POST_MLP_NORM, "RMS norm scales of the MLP's result", _SCALES),
+    )
+    POST_ATTN_NORM = _vector("RMS norm scales of attention's result", _SCALES)
+    POST_MLP_NORM = _vector("RMS norm scales of the MLP's result", _SCALES)
     # -- norms over all heads
-    _use(_B.QKV, _A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet"),
+    QKV = _use(_A, _F, lambda m, s, b: (b.tokens * m.whole_norms, s.qkv_rows), "q, k and v, not normalised yet")
     # -- attention sinks
-    _vector(
-        _B.SINKS,
+    SINKS = _vector(
         "a score of each head that no token has",
         WeightSpec((lambda s: Share(s.model.heads, s.first_head, s.rank_heads),)),
-    ),
-    _vector(_B.B_ROUTER, "bias of W_ROUTER", WeightSpec((_experts,))),
-)
+    )
+    B_ROUTER = _vector("bias of W_ROUTER", WeightSpec((_experts,)))
 
-BUFFERS: dict[Buffer, BufferSpec] = {spec.buffer: spec for spec in _SPECS}
-if list(BUFFERS) != list(Buffer):
-    raise AssertionError("every Buffer needs exactly one BufferSpec, in order")
+    spec: BufferSpec
+
+    def __new__(cls, spec: BufferSpec) -> Buffer:
+        made = int.__new__(cls, len(cls.__members__))
+        made._value_, made.spec = len(cls.__members__), spec
+        return made
+
+
+BUFFERS: dict[Buffer, BufferSpec] = {buffer: buffer.spec for buffer in Buffer}
 
 
 def given(buffer: Buffer | None) -> Buffer:
@@ -349,11 +297,9 @@ def weight(buffer: Buffer) -> WeightSpec:
     return spec
 
 
-@lru_cache(maxsize=1024)
 def weight_shape(buffer: Buffer, split: Split) -> tuple[int, ...]:
     """Return the shape of a rank's part of a weight buffer, without the axis for layers."""
-    spec = weight(buffer)
-    return (*(split.stack if spec.per_expert else ()), *spec.shape(split))
+    return _stacked(weight(buffer), split)
 
 
 def row_shares(buffer: Buffer, split: Split) -> list[Share]:
