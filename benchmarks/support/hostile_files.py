@@ -206,9 +206,7 @@ def uses(program: Program, good: Good) -> Iterator[Stage]:
     def launch(null: bool) -> None:
         dims = good.program.dims
         checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=dims.model.layers))
-        backend = CpuBackend(
-            checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), threads=2, null=null, deadlock_s=DEADLOCK_S
-        )
+        backend = CpuBackend(checkpoint, dims, PAGES, threads=2, null=null, deadlock_s=DEADLOCK_S)
         for _ in range(2):
             backend.launch(program, decode_step(program.dims, 1, 16))
         backend.close()

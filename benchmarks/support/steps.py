@@ -23,6 +23,6 @@ def compiled(
 
 
 def backend(name: str, config: ModelConfig, dims: Dims, *, pages: int = 0, **more: Any) -> Any:
-    """Create a backend with `pages` KV pages (by default, enough for one sequence). The default dtype is bf16."""
+    """Create a backend with `pages` KV pages (by default, enough for one sequence)."""
     checkpoint = RandomCheckpoint("random", config, seed=0)
-    return create(name, checkpoint, dims, pages or dims.bucket.pages_per_seq, **{"dtype": Dtype.BF16} | more)
+    return create(name, checkpoint, dims, pages or dims.bucket.pages_per_seq, **more)

@@ -37,7 +37,6 @@ auto guarded(F f, decltype(f()) failure) -> decltype(f()) {
 
 struct mk_engine {
   mk::Arena weights;
-  int64_t weight_bytes = 0;
   std::map<std::array<int32_t, 3>, mk::Packed> packed;  // by rank, buffer and layer
   // `interpreter` is declared last, so that it is destroyed before `weights`, which the interpreter reads.
   std::unique_ptr<mk::Interpreter> interpreter;
@@ -71,9 +70,6 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, int32_t cores
 // Aborts a running launch, waits until it has ended and frees the engine.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// Returns the total bytes of the weight matrices that mk_pack has packed.
-MK_API int64_t mk_weight_bytes(mk_engine* engine) { return engine->weight_bytes; }
-
 // Repacks a weight matrix into the layout that the kernels read, in memory that the engine owns, and makes
 // the result the contents of the rank's `buffer` in `layer`. The matrix replaces an earlier one there.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
@@ -81,9 +77,7 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
   return guarded(
       [&] {
         mk::Packed& packed = engine->packed[{rank, buffer, layer}];
-        engine->weight_bytes -= packed.bytes;
         packed = mk::pack(*matrix, packed, engine->weights, engine->interpreter->threads());
-        engine->weight_bytes += packed.bytes;
         engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, packed.table);
         return 0;
       },
@@ -135,11 +129,6 @@ MK_API void mk_abort(mk_engine* engine) { engine->interpreter->abort(); }
 // Resets a program's counters after a failed launch, so that the program can be launched again.
 MK_API void mk_reset(mk_engine* engine, mk::Program* program) { engine->interpreter->reset(*program); }
 
-// Returns the bytes that a rank has stored into other ranks' memory since the engine was created.
-MK_API int64_t mk_link_bytes(mk_engine* engine, int32_t rank) {
-  return engine->interpreter->link_bytes(rank);
-}
-
 // Runs one instruction of rank dims->rank on the calling thread, and ignores its waits and signals. `phases`
 // is the rank's table of model operations, with kMaxPhases + 1 entries.
 MK_API void mk_execute(mk_engine* engine, const mk::Dims* dims, const mk::Phase* phases, const int32_t* words,
@@ -153,12 +142,11 @@ MK_API void mk_delay(mk_engine* engine, int32_t segment, int32_t record, int32_t
 
 // Returns the number of intervals, the entries of a trace, that the last traced launch recorded, or -1 on
 // failure. If `out` is not null, also copies the intervals to `out`.
-MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out, int64_t* dropped) {
+MK_API int64_t mk_intervals(mk_engine* engine, mk::Interval* out) {
   return guarded(
       [&] {
         const std::vector<mk::Interval> all = engine->interpreter->intervals();
         if (out != nullptr && !all.empty()) memcpy(out, all.data(), all.size() * sizeof(mk::Interval));
-        *dropped = engine->interpreter->dropped();
         return static_cast<int64_t>(all.size());
       },
       int64_t{-1});

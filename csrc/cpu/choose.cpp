@@ -1,32 +1,14 @@
-#include <string.h>
-
 #include <stdexcept>
 #include <string>
-#include <vector>
 
-#include "../common/record.h"
 #include "simd/kernels.h"
 
 namespace mk {
 namespace {
 
-// The null backend exists to measure everything except the arithmetic. Its operations compute nothing, and
-// every sampled token is 0.
+// The null backend exists to measure everything except the arithmetic. Its operations compute nothing, so
+// every sampled token stays 0.
 void nothing(const Call&, const int32_t*) {}
-
-void sample_zero(const Call& call, const int32_t* record) {
-  const Run& op = operands<Run>(record);
-  // Zero bits mean 0 both as an int32 token and as a float32 log-probability.
-  const std::vector<int32_t> zeros(op.rows);
-  for (const Buffer buffer : {Buffer::TOKENS_OUT, Buffer::LOGPROBS_OUT}) {
-    int32_t* out = call.copy<int32_t>(buffer, 0) + op.row;
-    const int64_t bytes = int64_t{op.rows} * static_cast<int64_t>(sizeof(int32_t));
-    if (call.dims->rank == 0)
-      memcpy(out, zeros.data(), bytes);
-    else
-      store_remote(call, out, zeros.data(), bytes);
-  }
-}
 
 }  // namespace
 
@@ -35,7 +17,6 @@ const Kernels* null_kernels() {
     Kernels k{};
     k.name = "null";
     for (Op& op : k.ops) op = nothing;
-    k.ops[static_cast<int32_t>(Operation::kSample)] = sample_zero;
     k.attention_merge = nothing;
     return k;
   }();

@@ -62,12 +62,8 @@ class Interpreter {
   void execute(const Dims& dims, const Phase* phases, const int32_t* step_words, const int32_t* record,
                int layer);
 
-  // Returns the bytes that a rank has stored into other ranks' memory since the interpreter was created.
-  int64_t link_bytes(int rank) const;
-
   // Returns the intervals (trace entries) of the last traced launch, sorted by rank, worker and begin time.
   std::vector<Interval> intervals() const;
-  int64_t dropped() const;
 
   Delay delay{};
   int threads() const { return pool_.size(); }
@@ -102,14 +98,13 @@ class Interpreter {
     int64_t prefetched = 0;          // how many bytes of the weights of `record` have been prefetched
     uint64_t wait_begin = 0, load_begin = 0, load_end = 0;
     std::vector<Interval> intervals;
-    int64_t dropped = 0;
   };
   struct alignas(64) Progress {
     std::atomic<uint64_t> instructions{0};
   };
   struct alignas(64) Memory {  // memory that one thread uses
     Scratch scratch;
-    std::vector<int64_t> link_bytes;  // by rank
+    int64_t link_bytes = 0;  // bytes that the thread has stored in other ranks' memory
   };
 
   int64_t index(int rank, Buffer buffer, int layer) const {
@@ -119,15 +114,11 @@ class Interpreter {
   int32_t block(const Cursor& c) const { return program_->block(c.segment, c.layer); }
   bool aborted() const { return abort_.load(std::memory_order_relaxed) != 0; }
   void deal_streams();
-  template <bool kTrace>
   void run(int thread);
   void serve(int thread);  // calls `run`, and aborts the launch if memory runs out
-  template <bool kTrace>
   Visit visit(Cursor& cursor, int thread);
-  template <bool kTrace>
   bool fetch_weights(Cursor& cursor);
   bool hold(Cursor& cursor);
-  template <bool kTrace>
   bool step(Cursor& cursor, int thread);
   bool settle(Cursor& cursor);
   void fetch(Cursor& cursor, const int32_t* record, int32_t number);
@@ -145,7 +136,6 @@ class Interpreter {
   std::string describe_block();
   void stall(const Cursor& cursor) const;
   void record_interval(Cursor& cursor, IntervalKind kind, uint64_t begin, uint64_t end, int slot) const;
-  int64_t interval_bound(const Cursor& cursor) const;
 
   const int layers_, ranks_, cores_;
   const Kernels& kernels_;

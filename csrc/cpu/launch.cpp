@@ -29,7 +29,6 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
   const int64_t padded = (model.head_dim + kPanel - 1) / kPanel * kPanel;
   const int64_t pairs = std::max(kQueryRows, model.group_size());
   for (Memory& m : memory_) {
-    m.link_bytes.assign(model.tp, 0);
     Scratch& s = m.scratch;
     float *counts = nullptr, *rounded = nullptr;
     const Region regions[] = {
@@ -75,7 +74,6 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
     c.rank = static_cast<int>(i) / program.workers;
     c.worker = static_cast<int>(i) % program.workers;
     c.next = program.begin(kPrologue, program.stream(c.rank, c.worker));
-    if (trace) c.intervals.reserve(interval_bound(c));
   }
   deal_streams();
   ++program.launches;  // not earlier, because the statements above may throw an exception
@@ -109,27 +107,6 @@ void Interpreter::deal_streams() {
   }
   crowded_ =
       std::count_if(dealt_.begin(), dealt_.end(), [](const auto& own) { return !own.empty(); }) > cores_;
-}
-
-// Returns how many trace entries an instruction stream can record at most. Each instruction, and each work
-// item of attention, has four: wait, load, compute and store. All instructions in the rank's shared queues
-// are counted too, because one worker may claim all of them.
-int64_t Interpreter::interval_bound(const Cursor& c) const {
-  int64_t units = 0;
-  const auto add = [&](int list, int first, int end) {
-    const int64_t runs = list == kBody || list == kQueues ? layers_ : 1;
-    for (int32_t i = program_->begin(list, first); i < program_->begin(list, end); ++i) {
-      const int32_t* record = program_->record(list, i);
-      units += runs;
-      if (program_->phase(c.rank, record).operation != Operation::kAttention) continue;
-      const int32_t slot = operands<Attention>(record).slot;
-      units += runs * (view(c).slot_items[slot + 1] - view(c).slot_items[slot]);
-    }
-  };
-  const int stream = program_->stream(c.rank, c.worker);
-  for (int s = 0; s < kSegments; ++s) add(s, stream, stream + 1);
-  add(kQueues, program_->queue(c.rank, 0), program_->queue(c.rank + 1, 0));
-  return 4 * units;
 }
 
 Status Interpreter::wait(std::chrono::milliseconds limit) {
@@ -191,18 +168,6 @@ std::vector<Interval> Interpreter::intervals() const {
   std::vector<Interval> all;
   for (const Cursor& c : cursors_) all.insert(all.end(), c.intervals.begin(), c.intervals.end());
   return all;
-}
-
-int64_t Interpreter::dropped() const {
-  int64_t n = 0;
-  for (const Cursor& c : cursors_) n += c.dropped;
-  return n;
-}
-
-int64_t Interpreter::link_bytes(int rank) const {
-  int64_t n = 0;
-  for (const Memory& m : memory_) n += m.link_bytes[rank];
-  return n;
 }
 
 }  // namespace mk

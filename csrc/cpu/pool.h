@@ -14,19 +14,67 @@ namespace mk {
 
 class Pool {
  public:
-  explicit Pool(int threads);
-  ~Pool();
+  explicit Pool(int threads) : placement_(threads) {
+    threads_.reserve(threads);
+    try {
+      for (int t = 0; t < threads; ++t) threads_.emplace_back([this, t] { serve(t); });
+    } catch (...) {
+      end();
+      throw;
+    }
+  }
+  ~Pool() { end(); }
   int size() const { return static_cast<int>(threads_.size()); }
-  // Starts job(thread) on every thread. The last thread to end its job then calls finish(). The pool must be
-  // idle.
-  void start(std::function<void(int)> job, std::function<void()> finish);
-  // Waits until the pool is idle and returns true, or returns false if that takes longer than `limit`.
-  bool wait(std::chrono::milliseconds limit);
   Placement& placement() { return placement_; }
 
+  // Starts job(thread) on every thread. The last thread to end its job then calls finish(). The pool must be
+  // idle.
+  void start(std::function<void(int)> job, std::function<void()> finish) {
+    {
+      std::lock_guard lock(mutex_);
+      job_ = std::move(job);
+      finish_ = std::move(finish);
+      running_ = size();
+      placement_.job_starts();
+      ++epoch_;
+    }
+    work_.notify_all();
+  }
+
+  // Waits until the pool is idle and returns true, or returns false if that takes longer than `limit`.
+  bool wait(std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    return idle_.wait_for(lock, limit, [this] { return running_ == 0; });
+  }
+
  private:
-  void serve(int thread);
-  void end();
+  void serve(int thread) {
+    placement_.thread_starts(thread);
+    uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    while (true) {
+      work_.wait(lock, [&] { return stop_ || epoch_ != seen; });
+      if (stop_) return;
+      seen = epoch_;
+      lock.unlock();
+      placement_.part_starts(thread);
+      job_(thread);
+      lock.lock();
+      if (--running_ == 0) {
+        finish_();
+        idle_.notify_all();
+      }
+    }
+  }
+
+  void end() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& t : threads_) t.join();
+  }
 
   std::mutex mutex_;
   std::condition_variable work_, idle_;

@@ -71,14 +71,13 @@ uint64_t clock_ns() {
 
 void Interpreter::serve(int thread) {
   try {
-    traced_ ? run<true>(thread) : run<false>(thread);
+    run(thread);
   } catch (const std::bad_alloc&) {
     out_of_memory_.store(true, std::memory_order_relaxed);
     abort();
   }
 }
 
-template <bool kTrace>
 void Interpreter::run(int thread) {
   const std::vector<Cursor*>& own = dealt_[thread];
   if (own.empty()) return;
@@ -90,7 +89,7 @@ void Interpreter::run(int thread) {
     bool moved = false, ended = true;
     Cursor* blocked = nullptr;
     for (Cursor* c : own) {
-      const Visit visited = visit<kTrace>(*c, thread);
+      const Visit visited = visit(*c, thread);
       moved |= visited == Visit::kMoved;
       ended &= visited == Visit::kEnded;
       if (visited == Visit::kBlocked && blocked == nullptr) blocked = c;
@@ -100,10 +99,10 @@ void Interpreter::run(int thread) {
       continue;
     }
     if (ended && backoff.sleeps()) return;  // a sleeping thread would delay the end of the launch
-    if (blocked != nullptr && fetch_weights<kTrace>(*blocked)) continue;
+    if (blocked != nullptr && fetch_weights(*blocked)) continue;
     // The thread tries another thread's stream only after some pauses. By then, the other thread would have
     // continued the stream if the system had not descheduled it.
-    if (backoff.patient() || visit<kTrace>(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
+    if (backoff.patient() || visit(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
   }
 }
@@ -118,19 +117,18 @@ bool Interpreter::hold(Cursor& c) {
 
 // Executes the stream's next instruction if no other thread has reserved the stream and the instruction's
 // waits are satisfied.
-template <bool kTrace>
 Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
   if (!hold(c)) return c.hold.load(std::memory_order_relaxed) == Hold::kEnded ? Visit::kEnded : Visit::kHeld;
   Visit visited = Visit::kBlocked;
   if (ready(c)) {
     if (c.thread != thread && !crowded_) pool_.placement().separate(thread, c.thread);
-    if (step<kTrace>(c, thread) && !settle(c)) {
+    if (step(c, thread) && !settle(c)) {
       c.hold.store(Hold::kEnded, std::memory_order_release);
       left_.fetch_sub(1, std::memory_order_release);
       return Visit::kMoved;
     }
     visited = Visit::kMoved;
-  } else if (kTrace && c.wait_begin == 0) {
+  } else if (traced_ && c.wait_begin == 0) {
     c.wait_begin = clock_ns();
   }
   c.hold.store(Hold::kFree, std::memory_order_release);
@@ -139,12 +137,11 @@ Interpreter::Visit Interpreter::visit(Cursor& c, int thread) {
 
 // Prefetches a slice of the weights of a blocked stream's next instruction. Returns false if no slice is left
 // or another thread has reserved the stream.
-template <bool kTrace>
 bool Interpreter::fetch_weights(Cursor& c) {
   if (!hold(c)) return false;
-  const uint64_t begin = kTrace && c.prefetched == 0 ? clock_ns() : 0;
+  const uint64_t begin = traced_ && c.prefetched == 0 ? clock_ns() : 0;
   const bool fetched = prefetch(c);
-  if (kTrace && fetched) {
+  if (traced_ && fetched) {
     if (begin) c.load_begin = begin;
     c.load_end = clock_ns();
   }
@@ -273,11 +270,10 @@ bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
 // inputs are not ready. A drain takes an instruction from a shared queue, and the next call executes that
 // instruction. Any other instruction is run as a whole. Returns false if the launch is aborted during the
 // call.
-template <bool kTrace>
 bool Interpreter::step(Cursor& c, int thread) {
   IntervalKind kind = IntervalKind::COMPUTE;
-  uint64_t begin = kTrace ? clock_ns() : 0;
-  if (kTrace) {
+  uint64_t begin = traced_ ? clock_ns() : 0;
+  if (traced_) {
     if (c.wait_begin) record_interval(c, IntervalKind::COUNTER_WAIT, c.wait_begin, begin, c.blocked);
     if (c.load_begin) record_interval(c, IntervalKind::LOAD, c.load_begin, c.load_end, 0);
     c.wait_begin = c.load_begin = 0;
@@ -285,15 +281,9 @@ bool Interpreter::step(Cursor& c, int thread) {
   }
   if (c.phase->operation == Operation::kDrain && claim(c)) return true;
   Memory& memory = memory_[thread];
-  int64_t& link_bytes = memory.link_bytes[c.rank];
-  Call call{&program_->dims(c.rank),
-            c.phase,
-            &view(c),
-            buffers_.data(),
-            &memory.scratch,
-            reinterpret_cast<const int32_t*>(&abort_),
-            &link_bytes,
-            c.layer};
+  Call call{&program_->dims(c.rank), c.phase,         &view(c),
+            buffers_.data(),         &memory.scratch, reinterpret_cast<const int32_t*>(&abort_),
+            &memory.link_bytes,      c.layer};
   call.bf16_pairs = kernels_.bf16_pairs;
   if (c.phase->operation == Operation::kAttention) {
     while (c.item < c.item_end && ready(c)) {
@@ -307,10 +297,10 @@ bool Interpreter::step(Cursor& c, int thread) {
   } else {
     kernels_.op (*c.phase)(call, c.record);
     if (const Op send = kernels_.sender(*c.phase)) {
-      const int64_t sent = link_bytes;
-      const uint64_t computed = kTrace ? clock_ns() : 0;
+      const int64_t sent = memory.link_bytes;
+      const uint64_t computed = traced_ ? clock_ns() : 0;
       send(call, c.record);
-      if (kTrace && link_bytes > sent) {
+      if (traced_ && memory.link_bytes > sent) {
         record_interval(c, kind, begin, computed, 0);
         kind = IntervalKind::STORE;
         begin = computed;
@@ -319,7 +309,7 @@ bool Interpreter::step(Cursor& c, int thread) {
     if (call.aborted()) return false;
     progress_[thread].instructions.fetch_add(1, std::memory_order_relaxed);
   }
-  if (kTrace) record_interval(c, kind, begin, clock_ns(), 0);
+  if (traced_) record_interval(c, kind, begin, clock_ns(), 0);
   if (c.item < c.item_end) return true;
   signal(c);
   if (!c.claimed) ++c.next;
@@ -395,10 +385,6 @@ void Interpreter::stall(const Cursor& c) const {
 
 void Interpreter::record_interval(Cursor& c, IntervalKind kind, uint64_t begin, uint64_t end,
                                   int slot) const {
-  if (c.intervals.size() == c.intervals.capacity()) {
-    ++c.dropped;
-    return;
-  }
   Interval i{};
   i.begin = begin;
   i.end = end;
@@ -423,8 +409,7 @@ void Interpreter::execute(const Dims& dims, const Phase* phases, const int32_t* 
   const int32_t running = 0;
   Memory& memory = memory_[0];
   memory.scratch.rounded_rows = {};
-  Call call{&dims, &phase, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes[dims.rank],
-            layer};
+  Call call{&dims, &phase, &view, buffers_.data(), &memory.scratch, &running, &memory.link_bytes, layer};
   call.bf16_pairs = kernels_.bf16_pairs;
   if (phase.operation != Operation::kAttention) {
     kernels_.op(phase)(call, record);

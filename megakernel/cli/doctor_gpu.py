@@ -17,7 +17,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from ..model import ModelConfig, RandomCheckpoint
 from ..program import Program
-from ..runtime import Chunk, SampleRow, build_step, rank_machine
+from ..runtime import Chunk, SampleRow, build_step, registered
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
@@ -155,10 +155,10 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
     program = _compile(case)
     pages = 2 * program.dims.bucket.pages_per_seq
     checkpoint = RandomCheckpoint(case.name, case.config)
-    gpu = CudaBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16, timeout_s=_TIMEOUT_S)
+    gpu = CudaBackend(checkpoint, program.dims, pages, timeout_s=_TIMEOUT_S)
     try:
         for seed in range(seeds):
-            reference = ReferenceBackend(checkpoint, program.dims, pages, dtype=Dtype.BF16)
+            reference = ReferenceBackend(checkpoint, program.dims, pages)
             prepare(reference, seed)
             for difference in check_instructions(gpu, reference, program, _step(program, seed), repeats=repeats):
                 if difference:
@@ -170,7 +170,7 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
 def _compile(case: Case) -> Program:
     from megakernel.scheduler import Options, Spec, compile_program
 
-    machine = rank_machine("cuda", None, case.tp)
+    machine = registered("cuda").machine(None, case.tp)
     return compile_program(
         Spec(
             case.config,

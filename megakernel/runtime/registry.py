@@ -18,7 +18,7 @@ from ..targets import HOPPER
 from .backend import Backend
 
 # A function with the arguments of `create` that returns a backend.
-_Make = Callable[[Checkpoint, Dims, int, Dtype, int | None], Backend]
+_Make = Callable[[Checkpoint, Dims, int, int | None], Backend]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Registered:
     """What the rest of the project needs to know about a backend before using it.
 
     `lack` returns why the backend cannot run a model in a compute type on this machine, or None if it can. `machine`
-    takes the numbers of threads and ranks, and describes the device of one rank. `dtype` is the default compute type;
-    None means the checkpoint's. Programs must be compiled for `target`.
+    takes the numbers of threads and ranks, and describes the device of one rank, for which programs are compiled.
+    `dtype` is the default compute type; None means the checkpoint's. Programs must be compiled for `target`.
 
     If `stores` is true, weights and KV cache may have other types than the compute type. If `automatic` is true,
     `--backend auto` may choose the backend. If `devices` is true, each rank has its own memory. If `arithmetic` is
@@ -61,24 +61,22 @@ def _host_share(threads: int | None, ranks: int) -> Machine:
     return host(max(1, min(threads or cores, cores) // ranks))
 
 
-def _reference(checkpoint: Checkpoint, dims: Dims, pages: int, dtype: Dtype, threads: int | None) -> Backend:
+def _reference(checkpoint: Checkpoint, dims: Dims, pages: int, threads: int | None) -> Backend:
     from .reference import ReferenceBackend
 
-    return ReferenceBackend(checkpoint, dims, pages, dtype=dtype)
+    return ReferenceBackend(checkpoint, dims, pages)
 
 
-def _cpu(
-    checkpoint: Checkpoint, dims: Dims, pages: int, dtype: Dtype, threads: int | None, null: bool = False
-) -> Backend:
+def _cpu(checkpoint: Checkpoint, dims: Dims, pages: int, threads: int | None, null: bool = False) -> Backend:
     from .cpu.backend import CpuBackend
 
-    return CpuBackend(checkpoint, dims, pages, dtype=dtype, threads=threads, null=null)
+    return CpuBackend(checkpoint, dims, pages, threads=threads, null=null)
 
 
-def _cuda(checkpoint: Checkpoint, dims: Dims, pages: int, dtype: Dtype, threads: int | None) -> Backend:
+def _cuda(checkpoint: Checkpoint, dims: Dims, pages: int, threads: int | None) -> Backend:
     from .cuda.backend import CudaBackend
 
-    return CudaBackend(checkpoint, dims, pages, dtype=dtype)
+    return CudaBackend(checkpoint, dims, pages)
 
 
 def _cuda_share(threads: int | None, ranks: int) -> Machine:
@@ -137,9 +135,7 @@ def choose_backend(
     raise MegakernelError(f"the {candidates[-1]} backend cannot run here: {lack}")
 
 
-def create(
-    name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, threads: int | None = None
-) -> Backend:
+def create(name: str, checkpoint: Checkpoint, dims: Dims, pages: int, *, threads: int | None = None) -> Backend:
     """Create the backend `name` with the checkpoint's weights and a KV cache of `pages` pages. `auto` is resolved by
     `choose_backend`.
 
@@ -147,10 +143,5 @@ def create(
     Raises MegakernelError if the backend is unknown, or if it cannot run here or with these sizes.
     """
     if name == "auto":
-        name, _ = choose_backend(name, checkpoint.config, dtype)
-    return registered(name).create(checkpoint, dims, pages, dtype, threads)
-
-
-def rank_machine(name: str, threads: int | None, ranks: int) -> Machine:
-    """Return the device for which programs are compiled: what each of `ranks` ranks gets of this machine."""
-    return registered(name).machine(threads, ranks)
+        name, _ = choose_backend(name, checkpoint.config, Dtype(dims.model.dtype))
+    return registered(name).create(checkpoint, dims, pages, threads)

@@ -160,7 +160,7 @@ def _compiled(config: ModelConfig, workers: int, tokens: int, norm: str = "auto"
 
 def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
     checkpoint = RandomCheckpoint("random", config, seed=0)
-    return create(name, checkpoint, dims, dims.bucket.pages_per_seq, dtype=Dtype.BF16, threads=threads)
+    return create(name, checkpoint, dims, dims.bucket.pages_per_seq, threads=threads)
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:

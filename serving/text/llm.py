@@ -29,7 +29,7 @@ from megakernel.model.weight_types import (
     rounds_activations,
     stored_as,
 )
-from megakernel.runtime import choose_backend, create, rank_machine, registered
+from megakernel.runtime import choose_backend, create, registered
 from megakernel.scheduler import Options, Spec, step_seconds
 from megakernel.scheduler.tune import Fastest
 from megakernel.serving.engine.engine import Engine, Step
@@ -83,7 +83,7 @@ class LLM:
         backend, wanted = choose_backend(args.backend, checkpoint.config, wanted, args.weights, args.kv_cache_dtype)
         self.model, self.config = checkpoint.name, checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
-        self.machine = rank_machine(backend, args.threads, args.tensor_parallel_size)
+        self.machine = registered(backend).machine(args.threads, args.tensor_parallel_size)
         self.threads = machines.host(args.threads).workers
         self._kept = checkpoint.storage
         self._storage = self._kept if registered(backend).stores else {}
@@ -132,7 +132,7 @@ class LLM:
         weights = for_contexts(checkpoint, context)
         times = StepTimes(programs, partial(step_seconds, machine=self.machine))
         return Engine(
-            create(backend, weights, dims, pages, dtype=self.dtype, threads=self.threads),
+            create(backend, weights, dims, pages, threads=self.threads),
             programs,
             dims,
             pages=pages,

@@ -77,7 +77,7 @@ def _backend(dims: Dims, **options: Any) -> Any:
     from megakernel.runtime.cuda.backend import CudaBackend
 
     no_compiler()
-    return CudaBackend(_weights(dims), dims, PAGES, dtype=Dtype(dims.model.dtype), **options)
+    return CudaBackend(_weights(dims), dims, PAGES, **options)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def in_process_steps() -> None:
         assert _bits(launches[number].wait())[:2] == got[number][:2]
     kernel.check()
     whole = {id(p): p for p, _ in tables}
-    reference = ReferenceBackend(_weights(small.dims), small.dims, PAGES, dtype=Dtype.BF16)
+    reference = ReferenceBackend(_weights(small.dims), small.dims, PAGES)
     assert got == [_bits(reference.launch(whole[id(p)], table)) for p, table in tables]
     places = {(Buffer.W_QKV, 1), (Buffer.ATTN_NORM, 0), (Buffer.EMBED, 0), (Buffer.LM_HEAD, 0)}
     allocations = library().fake_allocations()

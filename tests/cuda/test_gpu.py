@@ -18,7 +18,7 @@ from megakernel import LLM, SamplingParams
 from megakernel.cli import doctor_gpu
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, record
-from megakernel.runtime import Chunk, SampleRow, build_step, rank_machine
+from megakernel.runtime import Chunk, SampleRow, build_step, registered
 from megakernel.runtime.cuda.availability import missing
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "speed"))
@@ -42,7 +42,7 @@ GRID: dict[str, dict[str, Any]] = {
 
 def opened(checkpoint: Any, tp: int = 1, **options: str) -> Runner:
     limits = {"max_seqs": 4, "max_context": 512, "tp": tp}
-    machine = rank_machine("cuda", None, tp)
+    machine = registered("cuda").machine(None, tp)
     return Runner(checkpoint, "cuda", Dtype.BF16, machine=machine, **{"matmul": "tensor"} | options, **limits)
 
 

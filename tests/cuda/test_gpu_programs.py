@@ -62,7 +62,7 @@ def test_phases_one_after_the_other_compute_the_launch(checkpoint, residual, que
     program = compile_program(Spec(checkpoint.config, target, dtype=Dtype.F32, tp=2, options=options, **sizes))
     results = []
     for phased in (False, True):
-        backend = create("reference", checkpoint, program.dims, 4, dtype=Dtype.F32)
+        backend = create("reference", checkpoint, program.dims, 4)
         chunks = [
             Chunk(0, 0, list(range(40)), [3, 0]),
             Chunk(1, 0, list(range(25)), [2, 1], [SampleRow(i) for i in (3, 11, 24)]),

@@ -16,7 +16,7 @@ from small_programs import CONFIG
 from megakernel import machine as machines
 from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
-from megakernel.isa import Dtype, Forward, record
+from megakernel.isa import Forward, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment, checks, load_program, program_from_bytes
 from megakernel.program.program import ALIGNMENT, START
@@ -117,7 +117,7 @@ def test_a_wrong_field_of_the_header_is_named(
 def launch(program: Program) -> None:
     good = good_programs()[1].program.dims
     checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=good.model.layers))
-    backend = CpuBackend(checkpoint, good, PAGES, dtype=Dtype.F32, threads=2, null=True, deadlock_s=0.2)
+    backend = CpuBackend(checkpoint, good, PAGES, threads=2, null=True, deadlock_s=0.2)
     backend.launch(program, decode_step(program.dims, 1, 16))
 
 

@@ -20,7 +20,7 @@ from megakernel.isa import Dtype, StepTable, slot_work
 from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.runtime import rank_machine, registry
+from megakernel.runtime import registered, registry
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
@@ -60,7 +60,7 @@ def make(checkpoint: RandomCheckpoint) -> Iterator[Callable[..., CpuBackend]]:
     made: list[CpuBackend] = []
 
     def backend(threads: int = 2, **options: Any) -> CpuBackend:
-        made.append(CpuBackend(checkpoint, DIMS, PAGES, dtype=Dtype.F32, threads=threads, **options))
+        made.append(CpuBackend(checkpoint, DIMS, PAGES, threads=threads, **options))
         fill(made[-1])
         return made[-1]
 
@@ -84,7 +84,7 @@ def _threads() -> set[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_launch_that_nobody_has_any_more_is_ended() -> None:
     before = _threads()
-    backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, dtype=Dtype.F32, threads=2)
+    backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, threads=2)
     backend.delay(1, 9, 1, 600.0)
     backend.start(forward_program(2), mixed_table(), trace=True)
     started = _threads() - before
@@ -101,7 +101,7 @@ import os
 from cpu_support import DIMS, PAGES, RandomCheckpoint
 from megakernel.isa import Dtype
 from megakernel.runtime.cpu.backend import CpuBackend
-backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, dtype=Dtype.F32, threads=2)
+backend = CpuBackend(RandomCheckpoint(DIMS), DIMS, PAGES, threads=2)
 if os.fork():
     raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
 raise SystemExit(3)
@@ -188,7 +188,7 @@ def test_a_thread_that_does_not_run_is_moved_to_another_core_and_comes_back(make
 
 def test_an_engine_has_no_more_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "cpu_count", lambda: 4)
-    workers = {(threads, ranks): rank_machine("cpu", threads, ranks).workers for threads, ranks in WORKERS}
+    workers = {(threads, ranks): registered("cpu").machine(threads, ranks).workers for threads, ranks in WORKERS}
     assert workers == WORKERS
 
 
@@ -205,7 +205,7 @@ def test_a_backend_is_asked_for_the_type_that_it_will_compute_in(
 
 def test_programs_whose_weights_are_not_there_are_refused(make: Callable[..., CpuBackend]) -> None:
     p = forward_program(1)
-    backend = CpuBackend(RandomCheckpoint(DIMS, biased=False), DIMS, PAGES, dtype=Dtype.F32, threads=1)
+    backend = CpuBackend(RandomCheckpoint(DIMS, biased=False), DIMS, PAGES, threads=1)
     with pytest.raises(MegakernelError, match="reads B_DOWN, B_GATE_UP, B_O, B_QKV, which random does not have"):
         backend.launch(p, mixed_table())
     backend.close()
@@ -215,9 +215,9 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(checkpoint: Ran
     checkpoint.dims = DIMS.changed(hidden=1 << 20, ffn=1 << 22, layers=100)
     checkpoint.rows = None  # type: ignore[method-assign,assignment]
     with pytest.raises(MegakernelError, match=r"but only .* GiB are available"):
-        CpuBackend(checkpoint, checkpoint.dims, PAGES, dtype=Dtype.F32)
+        CpuBackend(checkpoint, checkpoint.dims, PAGES)
 
 
 def test_pages_that_hold_no_whole_vectors_are_refused(checkpoint: RandomCheckpoint) -> None:
     with pytest.raises(MegakernelError, match="KV pages of a multiple of 16 tokens that divides 128, not of 8"):
-        CpuBackend(checkpoint, DIMS.changed(kv_page=8), PAGES, dtype=Dtype.F32)
+        CpuBackend(checkpoint, DIMS.changed(kv_page=8), PAGES)

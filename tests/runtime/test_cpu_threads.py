@@ -39,7 +39,7 @@ def table(dims: Dims) -> StepTable:
 def logits(program: Program, threads: int) -> list[Array]:
     kind = Dtype(program.dims.model.dtype)
     checkpoint = RandomCheckpoint(least_dims(CONFIG, kind), biased=False)
-    backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=kind, threads=threads)
+    backend = CpuBackend(checkpoint, program.dims, PAGES, threads=threads)
     if program.dims.split.tp == 1 and not program.dims.model.quantised_kv:
         fill(backend)  # also sets K and V of all tokens that precede the step
     out = [backend.launch(program, table(program.dims), trace=n == 1).logits[:3].copy() for n in range(3)]

@@ -24,7 +24,7 @@ def test_the_cuda_interpreter_computes_the_dense_model(shape: str) -> None:
     for tp in (1, 2):
         runner = Runner(checkpoint, "reference", Dtype.BF16, machine=h100(2), tp=tp)
         program = runner.program(len(TOKENS), len(TOKENS))
-        memory = create("reference", checkpoint, program.dims, sum(map(len, runner.pages)), dtype=Dtype.BF16)
+        memory = create("reference", checkpoint, program.dims, sum(map(len, runner.pages)))
         image = LaunchImage(memory, program, runner.table(program, [Piece(0, 0, TOKENS)]))
         assert image.run() == ""
         own = program.dims.own_logit_rows

@@ -92,7 +92,7 @@ def test_bits_are_those_of_the_definition(simd: str, kind: Dtype) -> None:
 
     checkpoint = Head(dims, storage={Buffer.LM_HEAD: Storage(((StoredRows(kind, COLUMNS),),))})
     program = program_of(checkpoint, max(ROWS), q8=True)
-    backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
+    backend = CpuBackend(checkpoint, program.dims, PAGES, threads=1)
     weights = codes(head, kind)
     for rows in ROWS:
         x = activations(rows)
@@ -110,7 +110,7 @@ def test_bits_are_those_of_the_definition(simd: str, kind: Dtype) -> None:
 def test_a_number_that_is_not_finite_stays_one() -> None:
     checkpoint, _ = quantised(ODD)
     program = program_of(checkpoint, 1, q8=True)
-    backend = CpuBackend(checkpoint, program.dims, PAGES, dtype=Dtype.F32, threads=1)
+    backend = CpuBackend(checkpoint, program.dims, PAGES, threads=1)
     for value in (np.nan, np.inf, -np.inf):
         backend.buffer(Buffer.Y)[0] = 1
         backend.buffer(Buffer.Y)[0, 7] = value

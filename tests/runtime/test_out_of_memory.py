@@ -35,7 +35,7 @@ table = build_step(dims, [Chunk(0, 0, [5, 6, 7, 8, 9], [3], [sample])])
 
 def opened():
     checkpoint = RandomCheckpoint(least_dims(CONFIG, Dtype.F32), biased=False)
-    return CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=3)
+    return CpuBackend(checkpoint, dims, PAGES, threads=3)
 
 def launched(backend, program):
     out = backend.launch(program, table, trace=True)

@@ -57,7 +57,7 @@ def test_rows_are_stored_as_weights_are_quantised(simd: str, head_dim: int) -> N
     for flag in (0, 1):
         dims = DIMS.changed(head_dim=head_dim, quantised_kv=flag)
         checkpoint, table = Columns(dims, biased=False), make_table(dims, {0: (9, 30)})
-        backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=1)
+        backend = CpuBackend(checkpoint, dims, PAGES, threads=1)
         backend.buffer(B.H)[:] = np.eye(dims.bucket.tokens, dims.model.hidden)
         backend.buffer(B.H)[3] = np.nan
         backend.buffer(B.ROPE)[:] = np.tile(np.float32([1, 0]), head_dim // 2)

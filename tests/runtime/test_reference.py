@@ -35,7 +35,7 @@ CONFIG = make_llama(1)[1].config
 def simple(workers: int = 2) -> tuple[ReferenceBackend, Program, StepTable]:
     checkpoint = make_llama(1)[1]
     dims = make_dims(checkpoint.config)
-    backend = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, seed=0)
+    backend = ReferenceBackend(checkpoint, dims, PAGES, seed=0)
     tokens = np.random.default_rng(0).integers(0, dims.model.vocab, 20).tolist()
     table = build_step(dims, [Chunk(0, 0, tokens, range(2), [SampleRow(i) for i in (3, 19)])])
     return backend, make_program(checkpoint.config, dims, workers), table
@@ -113,7 +113,7 @@ def test_trace_has_an_interval_for_each_piece_of_work() -> None:
 def test_what_does_not_fit_is_refused(name: str) -> None:
     _, program, table = simple()
     checkpoint = make_llama(1)[1]
-    backend = runtime.create(name, checkpoint, program.dims, PAGES, dtype=Dtype.F32)
+    backend = runtime.create(name, checkpoint, program.dims, PAGES)
     for field in ("max_seqs", "hidden", "kv_page", "max_context", "dtype", "quantised_kv"):
         has = program.dims.flat[field]
         other = replace(program, dims=program.dims.changed(**{field: 2 * has + 1}))
@@ -129,10 +129,8 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(MegakernelError, match="no room"):
         backend.write_history(0, 500, np.zeros(14, np.int32))
     backend.close()
-    with pytest.raises(MegakernelError, match="dtype"):
-        ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
     with pytest.raises(MegakernelError, match="the cuda backend cannot run"):
-        runtime.create("cuda", checkpoint, program.dims, PAGES, dtype=Dtype.F32)
+        runtime.create("cuda", checkpoint, program.dims, PAGES)
 
 
 # -- sampling
@@ -194,7 +192,7 @@ def test_penalties_are_the_naive_ones() -> None:
 def sampling_backend(vocab: int, logit_rows: int) -> tuple[ReferenceBackend, Dims]:
     _, checkpoint = make_llama(1, vocab=vocab, layers=1)
     dims = make_dims(checkpoint.config, logit_rows=logit_rows, bias_entries=2 * logit_rows + 16)
-    return ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype.F32), dims
+    return ReferenceBackend(checkpoint, dims, PAGES), dims
 
 
 def sample(backend: ReferenceBackend, table: StepTable) -> None:

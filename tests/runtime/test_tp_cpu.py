@@ -44,7 +44,7 @@ def random_checkpoint(config: ModelConfig, dtype: Dtype = Dtype.F32) -> RandomCh
 @contextmanager
 def cpu(config: ModelConfig, dims: Dims, threads: int = 2, **options: Any) -> Iterator[CpuBackend]:
     dtype = Dtype(dims.model.dtype)
-    backend = CpuBackend(random_checkpoint(config, dtype), dims, PAGES, dtype=dtype, threads=threads, **options)
+    backend = CpuBackend(random_checkpoint(config, dtype), dims, PAGES, threads=threads, **options)
     yield backend
     backend.close()
 
@@ -102,7 +102,6 @@ def test_every_instruction_does_what_the_reference_does(
                 for words in mine if attention else mine[:2]:
                     twins.execute_both(words, layer, table, rank)
             twins.assert_equal(tolerance, tolerance)
-    np.testing.assert_array_equal(twins.backend.link_bytes, twins.reference.link_bytes)
     twins.backend.close()
 
 
@@ -151,7 +150,7 @@ def test_streams_and_queues_give_what_the_reference_gives(o: str, residual: str)
     same bits. Each program is launched three times, because the number of claims is not reset between launches."""
     dims = hand_dims(CUT, 4, o, residual)
     program, table = make_program(CUT, dims, 2), hand_table(dims)
-    reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES, dtype=Dtype.F32)
+    reference = ReferenceBackend(random_checkpoint(CUT), dims, PAGES)
     expected = reference.launch(program, table)
     with cpu(CUT, dims, 3) as backend:
         for buffer, rank in product((Buffer.X, Buffer.H, Buffer.Q, Buffer.ATTN, Buffer.ACT, Buffer.ROPE), range(4)):
@@ -162,7 +161,6 @@ def test_streams_and_queues_give_what_the_reference_gives(o: str, residual: str)
         found = bits(out)
         for again in [program] * 2 + [make_queue_program(CUT, dims, 5)] * 3:
             assert bits(backend.launch(again, table)) == found
-        np.testing.assert_array_equal(backend.link_bytes, 6 * reference.link_bytes)
 
 
 def test_partial_drains_share_a_queue() -> None:
@@ -281,7 +279,7 @@ def test_null_backend_runs_programs_without_weights() -> None:
     dims = hand_dims(CUT, 8, "replicated", "replicated")
     checkpoint = random_checkpoint(CUT)
     checkpoint.rows = None  # type: ignore[method-assign,assignment]
-    backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype.F32, threads=2, null=True)
+    backend = CpuBackend(checkpoint, dims, PAGES, threads=2, null=True)
     for make in (make_program, make_queue_program):
         program = make(CUT, dims, 3)
         for _ in range(3):

@@ -63,9 +63,7 @@ def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
 
 def on_reference(checkpoint: Checkpoint, *programs: Program, seed: int | None = None, noise: float = 0.0) -> Mixed:
     dims = programs[0].dims
-    return Mixed(
-        ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), seed=seed), *programs, noise=noise
-    )
+    return Mixed(ReferenceBackend(checkpoint, dims, PAGES, seed=seed), *programs, noise=noise)
 
 
 def small(checkpoint: Checkpoint, **overrides: Any) -> Dims:

@@ -34,7 +34,6 @@ from megakernel.isa import (
     PHASE_FIELDS,
     Buffer,
     Dims,
-    Dtype,
     Forward,
     Operation,
     Phase,
@@ -286,7 +285,7 @@ def _reference_on(a: Arguments, pages: int) -> Any:
                 arrays.setdefault(buffer, {})[layer] = a.buffer(rank, buffer, layer, 0).copy()
 
     checkpoint: Any = SimpleNamespace(config=a.config(), storage={})
-    return OnDevice(checkpoint, a.dims, pages, dtype=Dtype.BF16)
+    return OnDevice(checkpoint, a.dims, pages)
 
 
 def poll(address: int, seconds: float = 10.0) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tiny_llama import make_llama
 
 from megakernel import machine as machines
-from megakernel.isa import Buffer, Dims, Dtype, Forward, StepTable
+from megakernel.isa import Buffer, Dims, Forward, StepTable
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.runtime.reference import ReferenceBackend
@@ -52,7 +52,7 @@ def make(
     rows = sum(count for _, count in chunks)
     machine = h100(workers, **TILES.get(shape, {}))
     program = compiled(checkpoint.config, machine, rows + 1, len(chunks) + 1, tp, options, max_context=512)
-    backend = ReferenceBackend(checkpoint, program.dims, PAGES, dtype=Dtype.BF16)
+    backend = ReferenceBackend(checkpoint, program.dims, PAGES)
     rng = np.random.default_rng(7)
     for rank in range(tp):
         for layer in range(program.dims.model.layers):

@@ -58,7 +58,7 @@ class Runner:
         self.pages = [
             order[s * dims.bucket.pages_per_seq : (s + 1) * dims.bucket.pages_per_seq] for s in range(max_seqs)
         ]
-        self.backend = create(backend, checkpoint, dims, pages, dtype=dtype, threads=2)
+        self.backend = create(backend, checkpoint, dims, pages, threads=2)
 
     def program(self, tokens: int, logit_rows: int, *, workers: int | None = None) -> Program:
         key = tokens, logit_rows, workers or self.machine.workers

@@ -52,7 +52,7 @@ class Twins(ABC):
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         self.dims, self.forward = dims, forward
-        self.reference = ReferenceBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype))
+        self.reference = ReferenceBackend(checkpoint, dims, PAGES)
         rng = np.random.default_rng(seed)
         for key in self.copies():
             view, kind = self.buffer(*key), BUFFERS[key[1]].resolve_dtype(dims.model)
@@ -180,7 +180,7 @@ class CpuTwins(Twins):
 
     def __init__(self, checkpoint: RandomCheckpoint, forward: Forward, dims: Dims, seed: int = 0) -> None:
         super().__init__(checkpoint, forward, dims, seed)
-        self.backend = CpuBackend(checkpoint, dims, PAGES, dtype=Dtype(dims.model.dtype), threads=1)
+        self.backend = CpuBackend(checkpoint, dims, PAGES, threads=1)
 
     def copies(self) -> list[Key]:
         return [key for key in super().copies() if key[1] is not Buffer.SPLITS]

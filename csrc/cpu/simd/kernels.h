@@ -77,7 +77,7 @@ struct Call {
   void* const* buffers;  // [rank][buffer][layer]
   Scratch* scratch;
   const int32_t* abort;  // non-zero if the launch was aborted; the function then returns soon
-  int64_t* link_bytes;   // counts the bytes that this rank stores on other ranks
+  int64_t* link_bytes;   // counts the bytes that the thread stores on other ranks
   int32_t layer;
   bool bf16_pairs = false;  // whether matmuls use the instruction for pairs of bfloat16 values
   int32_t item = 0;         // index of the attention work item in the step table
@@ -118,7 +118,7 @@ struct Call {
   }
 };
 
-// Copies `bytes` bytes to another rank's memory and adds them to the calling rank's link_bytes. No other
+// Copies `bytes` bytes to another rank's memory and adds them to the calling thread's link_bytes. No other
 // function writes another rank's memory.
 MK_INLINE void store_remote(const Call& call, void* to, const void* from, int64_t bytes) {
   *call.link_bytes += bytes;

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, Buffer, Dims, Dtype, Forward, StepTable, record
+from ...isa import BUFFERS, Buffer, Dims, Forward, StepTable, record
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, Ablation
@@ -76,14 +76,7 @@ class CudaBackend:
     name = "cuda"
     queues = True
 
-    def __init__(
-        self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, timeout_s: float = _TIMEOUT_S
-    ) -> None:
-        if dims.model.dtype != dtype:
-            raise MegakernelError(
-                f"cannot create the cuda backend for {dtype.name}: the program was compiled for "
-                f"{Dtype(dims.model.dtype).name}"
-            )
+    def __init__(self, checkpoint: Checkpoint, dims: Dims, pages: int, *, timeout_s: float = _TIMEOUT_S) -> None:
         why = refusal(dims)
         if why is not None:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MegakernelError
 from ...isa import BUFFERS, OPERATIONS, Buffer, Dims, Dtype, Forward, Phase, Space, StepTable, record
 from ...isa.context import Context
 from ...isa.integers import Codes, codes
@@ -41,14 +40,7 @@ class ReferenceBackend:
     name = "reference"
     queues = False
 
-    def __init__(
-        self, checkpoint: Checkpoint, dims: Dims, pages: int, *, dtype: Dtype, seed: int | None = None
-    ) -> None:
-        if dtype != dims.model.dtype:
-            raise MegakernelError(
-                f"cannot create the reference backend: dtype is {dtype.name}, "
-                f"but dims.dtype is {Dtype(dims.model.dtype).name}"
-            )
+    def __init__(self, checkpoint: Checkpoint, dims: Dims, pages: int, *, seed: int | None = None) -> None:
         self.pages = pages
         self.link_bytes = np.zeros(dims.split.tp, np.int64)
         self._order = None if seed is None else np.random.default_rng(seed)

@@ -142,8 +142,8 @@ def step_of(name: str, config: ModelConfig, program: Program, rng: np.random.Gen
     table = build_step(d, chunks)
     no_compiler()
     checkpoint = RandomCheckpoint(name, config)
-    gpu = CudaBackend(checkpoint, d, len(pages), dtype=Dtype.BF16, timeout_s=1e6)
-    reference = ReferenceBackend(checkpoint, d, len(pages), dtype=Dtype.BF16)
+    gpu = CudaBackend(checkpoint, d, len(pages), timeout_s=1e6)
+    reference = ReferenceBackend(checkpoint, d, len(pages))
     for buffer in (Buffer.K_CACHE, Buffer.V_CACHE):
         for rank in range(d.split.tp):
             for layer in range(d.model.layers):
@@ -220,7 +220,7 @@ def answered(kind: str) -> list[str]:
     d = program.dims
     chunk = Chunk(0, 0, _PROMPT, range(d.bucket.pages_per_seq), [SampleRow(len(_PROMPT) - 1)])
     gpu, reference = (
-        backend(checkpoint, d, d.bucket.pages_per_seq, dtype=Dtype.BF16, **more)
+        backend(checkpoint, d, d.bucket.pages_per_seq, **more)
         for backend, more in ((CudaBackend, {"timeout_s": 1e6}), (ReferenceBackend, {}))
     )
     step = Step("the default model", program, build_step(d, [chunk]), gpu, reference, [chunk])
