@@ -42,6 +42,7 @@ from .isa import (
     phases,
     record,
 )
+from .isa.dtypes import BLOCKS
 from .isa.operations import experts
 from .isa.phases import NO_BUFFER
 from .targets import launch, pages
@@ -212,6 +213,13 @@ def _enum(name: str, values: Iterable[IntEnum]) -> str:
     return f"enum class {name} : int32_t {{ {members} }};"
 
 
+def _block(dtype: Dtype) -> str:
+    if (block := BLOCKS.get(dtype)) is None:
+        return "{}"
+    low, high = (f"{{{', '.join(map(str, fields))}}}" for fields in (block.low, block.high))
+    return f"{{{block.bytes}, {low}, {high}}}"
+
+
 def _camel(name: str) -> str:
     return "".join(part.capitalize() for part in name.lower().split("_"))
 
@@ -235,6 +243,11 @@ def header() -> str:
         *_constants(_COMMON),
         "",
         "enum class Dtype : int32_t { " + ", ".join(f"{d.name} = {d.value}" for d in Dtype) + " };",
+        "",
+        "// The layouts of quantised blocks, by type. megakernel/isa/dtypes.py explains them.",
+        "struct Fields { int32_t offset, width, run; };",
+        "struct BlockLayout { int32_t bytes; Fields low, high; };",
+        f"constexpr BlockLayout kBlockLayouts[] = {{{', '.join(map(_block, Dtype))}}};",
         "",
         "enum class Buffer : int32_t {",
         f"  kNone = {NO_BUFFER},",

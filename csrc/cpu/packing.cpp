@@ -21,6 +21,8 @@ struct Columns {
   int64_t count, k;
 };
 
+constexpr BlockLayout layout(Dtype type) { return kBlockLayouts[static_cast<int32_t>(type)]; }
+
 // Packs weights that are not quantised. kPair successive elements of a column are stored side by side, in
 // reverse order. So the first of two bfloat16 elements becomes the upper half of a 32-bit word.
 template <class T, int kPair>
@@ -37,138 +39,38 @@ void pack_plain(const Columns& columns, char* packed) {
   }
 }
 
-// -- The blocks in which GGML stores the rows of quantised types. `scales` copies a block's scales to column
-// c of a panel's scales, and `values` expands its values to one byte each.
+// Copies the scales of a quantised block to column c of a panel's scales.
+void copy_scales(const char* block, int c, Scale& out) { memcpy(&out.scale[c], block, 2); }
 
-template <class P>
-struct RowBlock;
-
-void unpack_nibbles(const uint8_t* bytes, uint8_t* values) {
-  for (int i = 0; i < 16; ++i) {
-    values[i] = bytes[i] & 15;
-    values[i + 16] = bytes[i] >> 4;
-  }
+void copy_scales(const char* block, int c, ScaleAndMinimum& out) {
+  memcpy(&out.scale[c], block, 2);
+  memcpy(&out.minimum[c], block + 2, 2);
 }
 
-void add_fifth_bits(const uint8_t (&bits)[4], uint8_t* values) {
-  uint32_t word;
-  memcpy(&word, bits, sizeof word);
-  for (int i = 0; i < 32; ++i) values[i] |= (word >> i & 1) << 4;
+void copy_scales(const char* block, int c, SuperScaleAndMinimum& out) {
+  memcpy(&out.scale[c], block, 2);
+  memcpy(&out.minimum[c], block + 2, 2);
+  for (int i = 0; i < 3; ++i) memcpy(&out.six[i][c], block + 4 + 4 * i, 4);
 }
 
-struct OneScale {
-  uint16_t scale;
-
-  void scales(Scale& out, int c) const { out.scale[c] = scale; }
-};
-
-struct ScaleWithMinimum {
-  uint16_t scale, minimum;
-
-  void scales(ScaleAndMinimum& out, int c) const {
-    out.scale[c] = scale;
-    out.minimum[c] = minimum;
-  }
-};
-
-template <class Scales>
-struct FourBits : Scales {
-  uint8_t nibbles[16];
-
-  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
-};
-
-template <class Scales>
-struct FiveBits : Scales {
-  uint8_t high[4], nibbles[16];
-
-  void values(uint8_t* out) const {
-    unpack_nibbles(nibbles, out);
-    add_fifth_bits(high, out);
-  }
-};
-
-template <>
-struct RowBlock<PackedQ8_0> : OneScale {
-  int8_t bytes[32];
-
-  void values(uint8_t* out) const { memcpy(out, bytes, sizeof bytes); }
-};
-
-template <>
-struct RowBlock<PackedQ4_0> : FourBits<OneScale> {};
-
-template <>
-struct RowBlock<PackedQ4_1> : FourBits<ScaleWithMinimum> {};
-
-template <>
-struct RowBlock<PackedQ5_0> : FiveBits<OneScale> {};
-
-template <>
-struct RowBlock<PackedQ5_1> : FiveBits<ScaleWithMinimum> {};
-
-struct SuperBlock {
-  uint16_t scale, minimum;
-  uint8_t six[12];
-
-  void scales(SuperScaleAndMinimum& out, int c) const {
-    out.scale[c] = scale;
-    out.minimum[c] = minimum;
-    for (int i = 0; i < 3; ++i) memcpy(&out.six[i][c], six + 4 * i, 4);
-  }
-};
-
-// Expands 256 4-bit values to one byte each. For every 64 values, GGML stores the first 32 in the low halves
-// of 32 bytes, and the other 32 in the high halves of the same bytes.
-void unpack_runs(const uint8_t* nibbles, uint8_t* values) {
-  for (int i = 0; i < 256; ++i) values[i] = nibbles[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+void copy_scales(const char* block, int c, SuperScale& out) {
+  memcpy(&out.scale[c], block + 208, 2);
+  for (int i = 0; i < 16; ++i) out.eight[i][c] = block[192 + i];
 }
 
-template <>
-struct RowBlock<PackedQ4_K> : SuperBlock {
-  uint8_t nibbles[128];
+void copy_scales(const char* block, int c, Exponent& out) { memcpy(&out.exponent[c], block, 1); }
 
-  void values(uint8_t* out) const { unpack_runs(nibbles, out); }
-};
-
-template <>
-struct RowBlock<PackedQ5_K> : SuperBlock {
-  uint8_t high[32], nibbles[128];
-
-  void values(uint8_t* out) const {
-    unpack_runs(nibbles, out);
-    for (int i = 0; i < 256; ++i) out[i] |= (high[i % 32] >> (i / 32) & 1) << 4;
-  }
-};
-
-template <>
-struct RowBlock<PackedQ6_K> {
-  uint8_t low[128], high[64];
-  int8_t eight[16];
-  uint8_t scale[2];
-
-  void scales(SuperScale& out, int c) const {
-    memcpy(&out.scale[c], scale, 2);
-    for (int i = 0; i < 16; ++i) out.eight[i][c] = eight[i];
-  }
-  void values(uint8_t* out) const {
-    for (int half = 0; half < 2; ++half) {
-      for (int i = 0; i < 128; ++i) {
-        const int nibble = low[half * 64 + i % 64] >> (i / 64 * 4) & 15;
-        const int pair = high[half * 32 + i % 32] >> (i / 32 * 2) & 3;
-        out[half * 128 + i] = static_cast<uint8_t>(nibble | pair << 4);
-      }
+// Adds bit fields of a quantised block, shifted left, to its values, which have one byte each.
+template <int kOffset, int kWidth, int kRun, size_t kCount>
+void add_fields(const char* block, int shift, uint8_t (&values)[kCount]) {
+  if constexpr (kWidth > 0) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(block) + kOffset;
+    for (uint8_t* run = values; run < values + kCount; bytes += kRun) {
+      for (int bit = 0; bit < 8; bit += kWidth, run += kRun)
+        for (int i = 0; i < kRun; ++i) run[i] |= (bytes[i] >> bit & ((1 << kWidth) - 1)) << shift;
     }
   }
-};
-
-template <>
-struct RowBlock<PackedMXFP4> {
-  uint8_t exponent, nibbles[16];
-
-  void scales(Exponent& out, int c) const { out.exponent[c] = exponent; }
-  void values(uint8_t* out) const { unpack_nibbles(nibbles, out); }
-};
+}
 
 // Stores 32 successive values of one row in column c of a unit (32 steps along K) of a panel.
 template <int kBits>
@@ -190,16 +92,16 @@ void store_values(const uint8_t* values, int c, Values<kBits>& out) {
 
 template <class P>
 void pack_blocks(const Columns& columns, char* packed) {
+  constexpr BlockLayout kLayout = layout(P::kType);
   const int64_t blocks = (columns.k + P::kSteps - 1) / P::kSteps;
   P* out = reinterpret_cast<P*>(packed);
-  uint8_t values[P::kSteps];
   for (int c = 0; c < columns.count; ++c) {
     for (int64_t b = 0; b < blocks; ++b) {
-      RowBlock<P> block;
-      memcpy(static_cast<void*>(&block), columns.rows + (c * blocks + b) * int64_t{sizeof block},
-             sizeof block);
-      block.scales(out[b].scales, c);
-      block.values(values);
+      const char* block = columns.rows + (c * blocks + b) * kLayout.bytes;
+      uint8_t values[P::kSteps] = {};
+      add_fields<kLayout.low.offset, kLayout.low.width, kLayout.low.run>(block, 0, values);
+      add_fields<kLayout.high.offset, kLayout.high.width, kLayout.high.run>(block, kLayout.low.width, values);
+      copy_scales(block, c, out[b].scales);
       for (int i = 0; i < P::kUnits; ++i)
         store_values<P::kValueBits>(values + i * kUnit, c, out[b].values[i]);
     }
@@ -221,9 +123,8 @@ void pack_panel(const Columns& columns, char* packed) {
 }
 
 int64_t row_bytes(Dtype type, int64_t k) {
-  return with_packed(type, k * (type == Dtype::F32 ? 4 : 2), [&]<class P>() {
-    return (k + P::kSteps - 1) / P::kSteps * static_cast<int64_t>(sizeof(RowBlock<P>));
-  });
+  return with_packed(type, k * (type == Dtype::F32 ? 4 : 2),
+                     [&]<class P>() { return (k + P::kSteps - 1) / P::kSteps * layout(P::kType).bytes; });
 }
 
 // Returns the rows that become the columns of panel number `index`.
@@ -240,7 +141,6 @@ Columns columns_of(const Matrix& m, int64_t index) {
 }  // namespace
 
 Packed pack(const Matrix& matrix, const Packed& old, Arena& arena, int threads) {
-  constexpr int64_t kAlign = 64;
   const int64_t panels = matrix.stacked * matrix.panels();
   const int64_t n = std::max<int64_t>(1, std::min<int64_t>(threads, panels / 8));
   std::vector<std::thread> pool;
@@ -249,7 +149,7 @@ Packed pack(const Matrix& matrix, const Packed& old, Arena& arena, int threads) 
   std::vector<int64_t> begin{0};
   for (int64_t p = 0; p < panels; ++p) {
     columns.push_back(columns_of(matrix, p));
-    begin.push_back(begin.back() + (panel_bytes(columns[p].type, matrix.k) + kAlign - 1) / kAlign * kAlign);
+    begin.push_back(begin.back() + rounded_up(panel_bytes(columns[p].type, matrix.k), Arena::kAlign));
   }
   const bool fits = old.data != nullptr && old.bytes == begin.back();
   const Packed out = fits ? old

@@ -54,29 +54,46 @@ class Dtype(IntEnum):
         return -(-elements // block.weights) * block.bytes if block else elements * self.itemsize
 
 
+class Fields(NamedTuple):
+    """Fields of `width` bits, from byte `offset` of a block on. Each run of `run` bytes has first the lowest field of
+    every byte, then the next field of every byte, and so on."""
+
+    offset: int
+    width: int
+    run: int
+
+
 class Block(NamedTuple):
-    """The layout of a quantised block: neighbouring weights that share a scale. csrc/cpu/simd/packed.h explains the
-    bytes.
+    """The layout of a quantised block: neighbouring weights that share a scale.
 
     `scales` has the byte offset of the block's float16 scale. In types with a float16 minimum, `scales` also has the
     minimum's offset. All other bytes are integers. MXFP4 differs: its block is an exponent and then 4-bit floats.
+    `low` has the lowest bits of the weights' integers, and `high` has the others, if there are more.
     """
 
     weights: int
     bytes: int
     scales: tuple[int, ...]
+    low: Fields
+    high: Fields = Fields(0, 0, 0)
+
+    @property
+    def zero(self) -> int:
+        """The integer that stands for 0 in types without a minimum, whose integers are then unsigned; 0 in others."""
+        bits = self.low.width + self.high.width
+        return 0 if len(self.scales) == 2 or bits == 8 else 1 << bits - 1
 
 
 BLOCKS = {
-    Dtype.Q8_0: Block(32, 34, (0,)),
-    Dtype.Q4_0: Block(32, 18, (0,)),
-    Dtype.Q4_1: Block(32, 20, (0, 2)),
-    Dtype.Q5_0: Block(32, 22, (0,)),
-    Dtype.Q5_1: Block(32, 24, (0, 2)),
-    Dtype.Q4_K: Block(256, 144, (0, 2)),
-    Dtype.Q5_K: Block(256, 176, (0, 2)),
-    Dtype.Q6_K: Block(256, 210, (208,)),
-    Dtype.MXFP4: Block(32, 17, ()),
+    Dtype.Q8_0: Block(32, 34, (0,), Fields(2, 8, 32)),
+    Dtype.Q4_0: Block(32, 18, (0,), Fields(2, 4, 16)),
+    Dtype.Q4_1: Block(32, 20, (0, 2), Fields(4, 4, 16)),
+    Dtype.Q5_0: Block(32, 22, (0,), Fields(6, 4, 16), Fields(2, 1, 1)),
+    Dtype.Q5_1: Block(32, 24, (0, 2), Fields(8, 4, 16), Fields(4, 1, 1)),
+    Dtype.Q4_K: Block(256, 144, (0, 2), Fields(16, 4, 32)),
+    Dtype.Q5_K: Block(256, 176, (0, 2), Fields(48, 4, 32), Fields(16, 1, 32)),
+    Dtype.Q6_K: Block(256, 210, (208,), Fields(0, 4, 64), Fields(128, 2, 32)),
+    Dtype.MXFP4: Block(32, 17, (), Fields(1, 4, 16)),
 }
 _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 

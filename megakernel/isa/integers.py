@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .dtypes import BLOCKS, Dtype
+from .dtypes import BLOCKS, Block, Dtype, Fields
 
 UNIT = 32  # neighbouring elements of a row of activations that share a scale
 WORD = 4  # neighbouring elements of a unit that have the same number of bits
@@ -98,67 +98,37 @@ def _fma(a: F32, b: F32, c: F32) -> F32:
 
 def codes(rows: NDArray[np.uint8], dtype: Dtype) -> Codes:
     """Decode rows of quantised blocks, uint8 [rows, bytes], to integers and scales."""
-    block = BLOCKS[dtype]
+    block, shape = BLOCKS[dtype], (len(rows), -1)
     blocks = rows.reshape(-1, block.bytes)
-    halves = (np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16) for at in block.scales)
-    values, groups, offsets = _DECODERS[dtype](blocks, *(half.astype(np.float32) for half in halves))
-    shape = (len(rows), -1)
-    each = block.weights // groups.shape[1]
-    offset = None if offsets is None else offsets.reshape(shape)
-    return Codes(values.astype(np.int64).reshape(*shape, each), groups.reshape(shape), offset)
+    values = _fields(blocks, block, block.low) | _fields(blocks, block, block.high) << block.low.width
+    halves = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32) for at in block.scales]
+    if dtype is Dtype.MXFP4:
+        values, halves = _DOUBLED[values], [np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)]
+    else:
+        values = values.view(np.int8) - np.int8(block.zero)
+    if dtype is Dtype.Q6_K:
+        halves[0] = halves[0] * blocks[:, 192:208].view(np.int8)
+    if dtype in (Dtype.Q4_K, Dtype.Q5_K):
+        # The scales and the minima of the eight groups, 6 bits each, are packed into 12 bytes.
+        first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+        scales = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
+        minima = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
+        halves = [halves[0] * scales, halves[1] * -minima.astype(np.float32)]
+    scale, *offsets = (half.reshape(shape) for half in halves)
+    each = block.weights // halves[0].shape[1]
+    return Codes(values.astype(np.int64).reshape(*shape, each), scale, *offsets)
 
 
-def _nibbles(packed: NDArray[Any], run: int) -> NDArray[Any]:
-    """Unpack 4-bit values, two per byte. Each run of `run` bytes gives first its low halves, then its high halves."""
-    packed = packed.reshape(len(packed), -1, 1, run)
-    return np.concatenate([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
-
-
-def _bits(packed: NDArray[Any], width: int, run: int) -> NDArray[Any]:
-    """Unpack fields of `width` bits. Each run of `run` bytes gives the lowest field of every byte, then the next."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    packed = packed.reshape(len(packed), -1, 1, run)
-    return (packed >> shifts & (1 << width) - 1).reshape(len(packed), -1)
-
-
-def _fifth(packed: NDArray[Any]) -> NDArray[Any]:
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
-
-
-def _k_scales(packed: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The scales and the minima of the eight groups of a Q4_K or Q5_K block, 6 bits each, packed into 12 bytes."""
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scale = np.concatenate([first & 63, third & 15 | first >> 2 & 48], axis=1)
-    minimum = np.concatenate([second & 63, third >> 4 | second >> 2 & 48], axis=1)
-    return scale, minimum
-
-
-def _k(b: NDArray[Any], scale: F32, minimum: F32, values: NDArray[Any]) -> tuple[Any, F32, F32]:
-    scales, minima = _k_scales(b[:, 4:16])
-    return values, scale * scales, minimum * -minima.astype(np.float32)
+def _fields(blocks: NDArray[np.uint8], block: Block, fields: Fields) -> NDArray[np.uint8]:
+    """Unpack bit fields of blocks, uint8 [blocks, bytes]: one integer for each weight; 0 if there are no fields."""
+    if not fields.width:
+        return np.zeros((len(blocks), block.weights), np.uint8)
+    shifts = np.arange(0, 8, fields.width, dtype=np.uint8)[:, None]
+    end = fields.offset + block.weights * fields.width // 8
+    packed = blocks[:, fields.offset : end].reshape(len(blocks), -1, 1, fields.run)
+    out: NDArray[Any] = (packed >> shifts & (1 << fields.width) - 1).reshape(len(blocks), -1)
+    return out
 
 
 # Twice the values of 4-bit floats, because some values are not integers.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-
-# For each type, a function that decodes n blocks. Its arguments are the blocks [n, bytes], their scales and, for types
-# with minima, the minima. It returns the integer values, and the scale and the offset (or None) of each group.
-_DECODERS: dict[Dtype, Any] = {
-    Dtype.Q8_0: lambda b, s: (b[:, 2:].view(np.int8), s, None),
-    Dtype.Q4_0: lambda b, s: (_nibbles(b[:, 2:], 16).astype(np.int8) - 8, s, None),
-    Dtype.Q4_1: lambda b, s, m: (_nibbles(b[:, 4:], 16), s, m),
-    Dtype.Q5_0: lambda b, s: ((_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6])).astype(np.int8) - 16, s, None),
-    Dtype.Q5_1: lambda b, s, m: (_nibbles(b[:, 8:], 16) | _fifth(b[:, 4:8]), s, m),
-    Dtype.Q4_K: lambda b, s, m: _k(b, s, m, _nibbles(b[:, 16:], 32)),
-    Dtype.Q5_K: lambda b, s, m: _k(b, s, m, _nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 1, 32) << 4),
-    Dtype.Q6_K: lambda b, s: (
-        (_nibbles(b[:, :128], 64) | _bits(b[:, 128:192], 2, 32) << 4).astype(np.int8) - 32,
-        s * b[:, 192:208].view(np.int8),
-        None,
-    ),
-    Dtype.MXFP4: lambda b: (
-        _DOUBLED[_nibbles(b[:, 1:], 16)],
-        np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128),
-        None,
-    ),
-}

@@ -161,9 +161,9 @@ MK_INLINE U32 codes(const Values<P::kValueBits>& values, uint32_t j, int at) {
   return P::kFloats ? doubled_floats(words) : words;
 }
 
-template <class S, int kBits, int kCount>
-class Reader<PackedBlock<S, kBits, kCount>> {
-  using P = PackedBlock<S, kBits, kCount>;
+template <Dtype kDtype, class S, int kBits, int kCount>
+class Reader<PackedBlock<kDtype, S, kBits, kCount>> {
+  using P = PackedBlock<kDtype, S, kBits, kCount>;
 
  public:
   MK_INLINE void open(const char* panel, int step) {

@@ -101,9 +101,10 @@ struct Exponent {
 constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
 
 // The quantisation blocks of a panel's 16 columns that begin at the same step along K.
-template <class S, int kBits, int kCount>
+template <Dtype kDtype, class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;
+  static constexpr Dtype kType = kDtype;
   static constexpr int kValueBits = kBits, kUnits = kCount, kSteps = kCount * kUnit;
   static constexpr bool kOffset = S::kOffset;  // whether weights have a minimum
   static constexpr int kGroups = S::kGroups;   // groups of steps in kUnit steps, each with its own scales
@@ -115,46 +116,25 @@ struct PackedBlock {
   Values<kBits> values[kCount];
 };
 
-using PackedQ8_0 = PackedBlock<Scale, 8, 1>;
-using PackedQ4_0 = PackedBlock<Scale, 4, 1>;
-using PackedQ4_1 = PackedBlock<ScaleAndMinimum, 4, 1>;
-using PackedQ5_0 = PackedBlock<Scale, 5, 1>;
-using PackedQ5_1 = PackedBlock<ScaleAndMinimum, 5, 1>;
-using PackedQ4_K = PackedBlock<SuperScaleAndMinimum, 4, 8>;
-using PackedQ5_K = PackedBlock<SuperScaleAndMinimum, 5, 8>;
-using PackedQ6_K = PackedBlock<SuperScale, 6, 8>;
-using PackedMXFP4 = PackedBlock<Exponent, 4, 1>;
+template <class... kPacked>
+struct Types {};
+// The packed form of each quantised type.
+using AllPacked =
+    Types<PackedBlock<Dtype::Q8_0, Scale, 8, 1>, PackedBlock<Dtype::Q4_0, Scale, 4, 1>,
+          PackedBlock<Dtype::Q4_1, ScaleAndMinimum, 4, 1>, PackedBlock<Dtype::Q5_0, Scale, 5, 1>,
+          PackedBlock<Dtype::Q5_1, ScaleAndMinimum, 5, 1>,
+          PackedBlock<Dtype::Q4_K, SuperScaleAndMinimum, 4, 8>,
+          PackedBlock<Dtype::Q5_K, SuperScaleAndMinimum, 5, 8>, PackedBlock<Dtype::Q6_K, SuperScale, 6, 8>,
+          PackedBlock<Dtype::MXFP4, Exponent, 4, 1>>;
 
-// If `type` is quantised, calls f.template operator()<P>(), where P is the packed form of the type
-// (PackedQ8_0 for Q8_0), and returns the result of the call. Otherwise returns `none`.
+// If `type` is quantised, calls f.template operator()<P>(), where P is the packed form of the type, and
+// returns the result of the call. Otherwise returns `result`.
 template <class F, class R>
-R with_packed(Dtype type, R none, const F& f) {
-  switch (type) {
-    case Dtype::Q8_0:
-      return f.template operator()<PackedQ8_0>();
-    case Dtype::Q4_0:
-      return f.template operator()<PackedQ4_0>();
-    case Dtype::Q4_1:
-      return f.template operator()<PackedQ4_1>();
-    case Dtype::Q5_0:
-      return f.template operator()<PackedQ5_0>();
-    case Dtype::Q5_1:
-      return f.template operator()<PackedQ5_1>();
-    case Dtype::Q4_K:
-      return f.template operator()<PackedQ4_K>();
-    case Dtype::Q5_K:
-      return f.template operator()<PackedQ5_K>();
-    case Dtype::Q6_K:
-      return f.template operator()<PackedQ6_K>();
-    case Dtype::MXFP4:
-      return f.template operator()<PackedMXFP4>();
-    case Dtype::F32:
-    case Dtype::BF16:
-    case Dtype::F16:
-    case Dtype::I32:  // no weights have this type
-      break;
-  }
-  return none;
+R with_packed(Dtype type, R result, const F& f) {
+  return [&]<class... P>(Types<P...>) {
+    ((type == P::kType && (result = f.template operator()<P>(), true)) || ...);
+    return result;
+  }(AllPacked{});
 }
 
 // Returns the size in bytes of a packed panel: 16 columns of k weights each.
