@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -36,6 +37,24 @@ _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
 }
 
 
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """Return the body. Unlike Python's own decoder, this one refuses text that UTF-8 cannot represent."""
+        return msgspec.json.decode(await self.body())
+
+
+class _Route(APIRoute):
+    """A route whose requests are `_JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return answer
+
+
 def create_app(service: Service, root_path: str = "") -> FastAPI:
     """Create the server's ASGI application, which a reverse proxy may serve under `root_path`. Its lifespan opens and
     closes the connection to the engine."""
@@ -57,6 +76,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = _Route
     app.root_path = root_path  # FastAPI warns of the parameter, which users of `serve` cannot avoid
     for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, *TOO_DEEP, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -65,8 +85,8 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     async def nothing_there(request: Request, _: Exception) -> Response:
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
         where = shortened(f"{request.method} {request.url.path}")
-        error = APIError(404, f"there is no route {where}: this server has {', '.join(listed)}")
-        return error.response(request.scope["path"])
+        told = f"there is no route {where}: this server has {', '.join(listed)}"
+        return APIError(404, told).response(request.scope["path"])
 
     @app.post("/v1/completions", responses=_GENERATE)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -140,8 +160,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         has had work but completed no step for longer than the stall timeout."""
         if service.engine.dead:
             raise service.engine.dead
-        stalled = service.engine.stalled_for()
-        if stalled > service.limits.stall_timeout:
+        if (stalled := service.engine.stalled_for()) > service.limits.stall_timeout:
             raise APIError(503, f"the engine is stalled: it has work, but no step has ended for {stalled:.0f} s")
         return Response()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -19,27 +18,19 @@ from megakernel.model.limited import HelperLost
 from megakernel.serving.server.client import EngineDead, Overloaded
 
 _SHOWN = 120  # maximum characters of a client's input that an error quotes
+# By status: the type of an error in vLLM, and in Anthropic's API.
 _TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
+    400: ("BadRequestError", "invalid_request_error"),
+    401: ("AuthenticationError", "authentication_error"),
+    403: ("PermissionDeniedError", "permission_error"),
+    404: ("NotFoundError", "not_found_error"),
+    405: ("MethodNotAllowedError", "invalid_request_error"),
+    408: ("RequestTimeoutError", "timeout_error"),
+    413: ("RequestTooLargeError", "request_too_large"),
+    415: ("UnsupportedMediaTypeError", "invalid_request_error"),
+    500: ("InternalServerError", "api_error"),
+    503: ("ServiceUnavailableError", "overloaded_error"),
 }
-_MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
-
 
 # Exceptions of the libraries that convert a request back to JSON.
 TOO_DEEP = (RecursionError, PydanticSerializationError)
@@ -69,12 +60,11 @@ class APIError(Exception):
     def body(self, path: str = "") -> bytes:
         """Return the error as JSON, in the shape of the API that has the route `path`. Characters that UTF-8 cannot
         represent are escaped."""
+        kind, named = _TYPES.get(self.status, _TYPES[400])
         if is_messages(path):
-            named = _MESSAGES_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
             more = {"details": self._details} if self._details else {}
             error = {"type": named, "message": printable(self.message), **more}
             return msgspec.json.encode({"type": "error", "error": error})
-        kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
         told = {"message": printable(self.message), "type": kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": told})
 
@@ -90,7 +80,7 @@ def as_api_error(error: Exception) -> APIError:
         return _validation(error.errors())
     if isinstance(error, HTTPException):
         cause = error.__cause__  # why a body cannot be parsed; FastAPI's own message lacks it
-        told = f"the body cannot be read as JSON: {shortened(str(cause))}" if cause else str(error.detail)
+        told = f"the body is not JSON: {shortened(str(cause))}" if cause else str(error.detail)
         return APIError(error.status_code, told, headers=error.headers)
     if isinstance(error, TOO_DEEP):
         return APIError(400, "the JSON of the request is nested too deeply")
@@ -161,9 +151,6 @@ def _validation(errors: Sequence[Any]) -> APIError:
     """Return the first validation error of a request body as an error of one line."""
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "[key]") and not str(part).startswith("(")]
-    if first["type"] == "json_invalid":
-        why = first["ctx"]["error"].removesuffix(" at")
-        return APIError(400, f"the body is not JSON: {why} at character {first['loc'][-1]}")
     if not path and isinstance(first["input"], bytes):
         return APIError(400, "the body must be JSON, with the header Content-Type: application/json")
     name = ".".join(str(part) for part in path)

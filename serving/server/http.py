@@ -20,7 +20,6 @@ from megakernel.serving.server.limits import (
     TURNS,
     AccessRules,
     Limits,
-    check_text,
     has_more_values,
 )
 from megakernel.serving.server.service import ANSWERS, CLIENT
@@ -96,7 +95,6 @@ class Gate:
                         await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
                 raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
-            check_text(body)
             messages = [{"type": "http.request", "body": body, "more_body": False}]
             del body
 

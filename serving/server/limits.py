@@ -10,15 +10,13 @@ import base64
 import binascii
 import hashlib
 import hmac
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import ip_address
-from typing import Any
 
-from megakernel.serving.server.errors import APIError, quoted, shortened
+from megakernel.serving.server.errors import APIError, quoted
 
 BODY_SECONDS = 60.0  # Maximum seconds for a body to arrive. Until then, a slow client occupies memory.
 LARGE_BODY = 1 << 18  # A body of more bytes takes milliseconds to parse, so short requests go first.
@@ -68,39 +66,6 @@ def has_more_values(body: bytes, most: int) -> bool:
     if plain.count(b'"') > 4 * most:  # A value needs at most four quotes: two around itself and two around its key.
         return True
     return _marks(b"".join(plain.split(b'"')[::2])) >= most
-
-
-# A JSON escape for half a character (a surrogate) without the other half, or text that only looks like such an escape.
-# Or the bytes that UTF-8 would have for a surrogate if it allowed one: the JSON parser accepts these bytes.
-_HALF = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
-    rb"|\xed[\xa0-\xbf]"
-)
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_PATH = 200  # characters of the path to a field that an error shows
-
-
-def check_text(body: bytes) -> None:
-    """Raise a 400, which names the field, if a JSON body has text with half a character (a lone surrogate), which UTF-8
-    cannot represent. To save time, the body is parsed only if its bytes may contain a surrogate, or a zero byte, which
-    means that the encoding is not UTF-8."""
-    if not _HALF.search(body) and b"\0" not in body:
-        return
-    try:
-        waiting: list[tuple[str, Any]] = [("", json.loads(body))]
-    except (ValueError, RecursionError):
-        return  # not JSON: an error is reported later, when the body is parsed
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, (dict, list)):
-            inner = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, one in inner:
-                waiting.append((f"{path}.{name}"[:_PATH], one))
-                if _SURROGATE.search(str(name)):
-                    waiting.append((f"{path}.{name}"[:_PATH], name))
-        elif isinstance(value, str) and _SURROGATE.search(value):
-            where = shortened(path.removeprefix(".")) or "the body"
-            raise APIError(400, f"{where} must be text without lone surrogates", param=where)
 
 
 def _marks(text: bytes) -> int:

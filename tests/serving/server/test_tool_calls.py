@@ -354,35 +354,14 @@ def test_a_call_that_is_cut_says_so_and_may_be_sent_back(live: Live) -> None:
         live.post("/v1/responses", {"input": [{"role": "user", "content": "x"}, back], "max_output_tokens": 1})
 
 
-PLACES: list[tuple[str, Any, str]] = [
-    (CHAT, {"messages": [{"role": "user", "content": "HALF"}]}, "messages.0.content"),
-    (CHAT, {"tools": [{"function": {"description": "HALF"}}]}, "tools.0.function.description"),
-    (CHAT, {"tools": [{"function": {"parameters": {"enum": [1, "HALF"]}}}]}, "parameters.enum.1"),
-    (CHAT, {"tools": [{"function": {"parameters": {"properties": {"HALF": {}}}}}]}, "parameters.properties"),
-    (CHAT, {"messages": [{"tool_calls": [{"function": {"arguments": "HALF"}}]}]}, "function.arguments"),
-    (CHAT, {"HALF": 1}, "ud800"),
-    ("/v1/completions", {"prompt": ["a", "HALF"]}, "prompt.1"),
-    ("/v1/completions", {"prompt": "a", "guided_json": {"const": "HALF"}}, "guided_json.const"),
-    ("/v1/responses", {"input": "x", "metadata": {"a": "HALF"}}, "metadata.a"),
-    ("/v1/responses", {"input": "x", "tools": [{"name": "f", "description": "HALF"}]}, "description"),
-    ("/tokenize", {"prompt": "HALF"}, "prompt"),
-    ("/detokenize", "HALF", "the body"),
-]
-
-
-# Every place with one half character, and every other half character in one place.
-@pytest.mark.parametrize(
-    ("path", "body", "where", "half"),
-    [(*place, r"\ud83d\ude00\ude00") for place in PLACES]
-    + [(*PLACES[0], half) for half in (r"\ud800", r"\uDC00", r"\ud83d\ud83d\ude00")],
-)
-def test_half_characters_are_refused_wherever_they_are(live: Live, path: str, body: Any, where: str, half: str) -> None:
-    text = json.dumps(body).replace("HALF", f"é{half}" if where != "ud800" else r"x\ud800")
-    raw = re.sub(r"\\u(\w{4})", lambda found: chr(int(found[1], 16)), text).encode(errors="surrogatepass")
-    for data in (text.encode(), text.encode("utf-16"), raw):
-        status, _, answer = live.request("POST", path, data, {"Content-Type": "application/json"})
-        error = json.loads(answer)["error"]
-        assert status == 400 and "without lone surrogates" in error["message"] and where in error["param"], error
+@pytest.mark.parametrize("half", [r"\ud800", r"\uDC00", r"\ud83d\ud83d\ude00", r"\ud83d\ude00\ude00"])
+def test_half_characters_are_refused(live: Live, half: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1, f"é{half}"]}}}
+    text = json.dumps({"messages": MESSAGES, "tools": [tool]}).replace("\\\\", "\\")
+    raw = re.sub(r"\\u(d\w{3})", lambda found: chr(int(found[1], 16)), text, flags=re.I).encode(errors="surrogatepass")
+    for data in (text.encode(), raw):
+        status, _, answer = live.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
+        assert status == 400 and "the body is not JSON" in json.loads(answer)["error"]["message"]
 
 
 def test_whole_characters_are_no_half_ones(live: Live) -> None:
