@@ -28,7 +28,7 @@ from megakernel.serving.server.limits import MAX_LOGPROBS, MAX_WATCHED, THREADS,
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.requests import Choices, Sampled, Truncated
-from megakernel.serving.server.writer import REPLAYED, Asked, EventStream, WholeAnswer, Writer, created, encode_json
+from megakernel.serving.server.writer import REPLAYED, Asked, EventStream, WholeAnswer, Writer, created
 from megakernel.serving.text.codec import Codec, Conversation
 from megakernel.serving.text.tool_calls import Reader
 
@@ -121,7 +121,6 @@ class Service:
         self.names = names or [description.name]
         self._turns = ThreadTurns(THREADS)
         self._seeds = None if seed is None else Random(f"{seed} {number}")
-        self._longest = codec.tokenizer.longest if codec.tokenizer else 0
         self._most = max_values(description.max_context)  # tokens of all prompts of a request together
         self.started = int(time.time())
         self.engine = EngineClient(description, identity)
@@ -153,7 +152,6 @@ class Service:
         self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool, limit: Limit | None = None
     ) -> list[TokenIds]:
         """Return the token ids of each prompt of a completion request. `limit` is what the method `limit` returns."""
-        self._check_text(limit, *(prompt for prompt in prompts if isinstance(prompt, str)))
         found = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -172,11 +170,6 @@ class Service:
 
     async def encode_chat(self, asked: Conversation, limit: Limit | None = None) -> TokenIds:
         """Return the token ids of a conversation, up to where the answer begins. `limit` comes from `self.limit`."""
-        told = [encode_json(asked.tools).decode()] if asked.tools else []
-        told += [encode_json(calls).decode() for message in asked.messages if (calls := message.get("tool_calls"))]
-        self._check_text(
-            limit, "".join([*(m["content"] + m.get("reasoning_content", "") for m in asked.messages), *told])
-        )
         dated = replace(asked, values={**asked.values, "now": created()})
         return await self._ids(partial(self.codec.chat_ids, dated, limit or Limit(self.max_context)), limit)
 
@@ -195,17 +188,6 @@ class Service:
 
     def _too_long(self, why: str) -> APIError:
         return APIError(400, f"This model's maximum context length is {self.max_context} tokens{why}")
-
-    def _check_text(self, limit: Limit | None, *texts: str) -> None:
-        """Raise a 400, without tokenizing, for a text that certainly does not fit the context, unless only its last
-        tokens are wanted. Such a text has more bytes than `max_context` copies of the vocabulary's longest token."""
-        most = self.max_context * self._longest
-        size = max((len(text.encode("utf-8", "surrogatepass")) for text in texts), default=0)
-        if self._longest and size > most and not (limit and limit.last):
-            raise self._too_long(
-                f", and its longest token has {self._longest} bytes, so a text may have at most {most} bytes,"
-                f" not {size}: shorten the prompt"
-            )
 
     def room(self, prompts: list[TokenIds], wanted: int | None) -> None:
         """Raise a 400 if a prompt and the `wanted` tokens after it (None: at least one) exceed the context, or if all
