@@ -340,7 +340,7 @@ class Engine:
             results.heard[row] = sequence.finish_reason is None  # not finished but without a slot: it was preempted
             if results.heard[row] and turns.samples[row]:
                 results.first[row] = sequence.outputs == 0
-                results.finish[row] = sequence.append(int(tokens[row]), now)
+                results.finish[row] = sequence.append(int(tokens[row]))
         sampling = alive & turns.samples
         if verified:
             self._verify(part, sampling, tokens, now, results)

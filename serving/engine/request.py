@@ -47,8 +47,6 @@ class Sequence:
     slot: int = -1
     sampling: bool = False
     finish_reason: str | None = None
-    first_token_at: float = 0.0  # like last_token_at, kept in `slots` instead while the choice runs
-    last_token_at: float = 0.0
     admitted_at: float = 0.0  # time at which the choice began to run
     saved: TokenIds = field(init=False)  # its tokens, up to the time when it last left its slot
     _hashes: list[bytes] = field(default_factory=list)
@@ -81,11 +79,10 @@ class Sequence:
         request = self.request
         return request.scores_prompt(self.choice) and request.scored < len(request.prompt_ids) - 1
 
-    def append(self, token: int, now: float) -> int:
+    def append(self, token: int) -> int:
         """Append a token that was being sampled when the sequence was preempted and lost its slot. Returns
         0, or an index into FINISH if the token ends the sequence."""
         self.saved = np.append(self.saved, np.int32(token))
-        self.first_token_at, self.last_token_at = self.first_token_at or now, now
         self.sampling = False
         return 1 if token in self.request.stop_ids else 2 * (len(self.saved) >= self.length_limit)
 
@@ -177,7 +174,7 @@ class Slots:
         self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
         self.constraints = 0  # how many running sequences have one
-        self.first_token_at, self.last_token_at = np.zeros((2, n))
+        self.last_token_at = np.zeros(n)  # 0 for a sequence that has no token since its admission
         self.pages = SequencePages(dims)
         self.sampling = Sampling(2 * n + 1)  # one row per slot, then one for use before min_tokens is reached
         self._tickets = 0
@@ -201,8 +198,7 @@ class Slots:
         self.holds[slot] = sequence.choice == 0 and bool(request.held)
         self.constrained[slot] = sequence.constraint is not None
         self.constraints += sequence.constraint is not None
-        self.first_token_at[slot] = sequence.first_token_at
-        self.last_token_at[slot] = sequence.last_token_at
+        self.last_token_at[slot] = 0.0
         self.sampling.set(slot, sequence.sample_row(early=False))
         if request.params.min_tokens:
             self.sampling.set(slot + len(self.ticket), sequence.sample_row(early=True))
@@ -215,8 +211,6 @@ class Slots:
         """Remove a sequence from its slot, copy its tokens to the sequence, and return its KV pages."""
         slot = sequence.slot
         sequence.saved = self.known_tokens(slot).copy()
-        sequence.first_token_at = float(self.first_token_at[slot])
-        sequence.last_token_at = float(self.last_token_at[slot])
         sequence.slot, self.ticket[slot], self.sequence[slot], self.constrained[slot] = -1, -1, None, False
         self.constraints -= sequence.constraint is not None
         self.order = self.order[self.order != slot]
@@ -288,12 +282,10 @@ class Slots:
         self.tokens[slots, known] = tokens
         self.known[slots] = after = known + 1
         self.last_token_at[slots] = now
-        if np.count_nonzero(first := known == self.prompt[slots]):
-            self.first_token_at[slots[first]] = now
         finish = 2 * (after >= self.limit[slots])
         if np.count_nonzero(stop := self.stop_ids[slots] == tokens[:, None]):
             finish[stop.any(axis=1)] = 1
-        return first, finish
+        return known == self.prompt[slots], finish
 
 
 class _Row(NamedTuple):

@@ -236,8 +236,9 @@ class Batch:
     def add(self, request: Request) -> None:
         """Queue the choices (completions) of a request. If the prompt is longer than a page, only the first choice is
         queued. The others wait until the first one has computed the prompt, because they can then share at least one of
-        the prompt's pages."""
-        now = len(request.choices) if len(request.prompt_ids) <= self._page else 1
+        the prompt's pages. They also wait if the prompt is scored, because readers need the scores first."""
+        waits = len(request.prompt_ids) > self._page or request.scores_prompt(0)
+        now = 1 if waits else len(request.choices)
         self.waiting.append(request.client, request.choices[:now])
         request.held = request.choices[now:]
 

@@ -65,13 +65,13 @@ class Answers:
     Only the event loop's thread may use it. A caller that stops before `finished` is true must call `close`.
 
     Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
-    text of each choice. `times` has the times of its first and its last token, 0 before the first. `cached` counts the
-    prompt tokens that were found in the prefix cache, over all prompts that have begun. `unenforced` has the JSON
-    Schema keywords that the answers may violate, and None until the engine has accepted the prompts.
+    text of each choice. `cached` counts the prompt tokens that were found in the prefix cache, over all prompts that
+    have begun. `unenforced` has the JSON Schema keywords that the answers may violate, and None until the engine has
+    accepted the prompts.
 
     If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
     element for each prompt token except the first. The first list has the log-probability of each token, and the second
-    list has the most likely ids at the token's position. The entry of a prompt appears with its first generated token.
+    list has the most likely ids at the token's position. They are complete when the prompt's first token arrives.
 
     `pooled` maps the number of a prompt to its last or mean hidden state, if `params.pooling` asks for that.
     """
@@ -88,7 +88,6 @@ class Answers:
         self.first, self.n, self.choices = first, params.n, len(transcripts)
         self.submitted_at = perf_counter()
         self.transcripts = transcripts
-        self.times = [(0.0, 0.0)] * len(transcripts)
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
         self.unenforced: tuple[str, ...] | None = None
         self.pooled: dict[int, NDArray[np.float32]] = {}
@@ -98,12 +97,9 @@ class Answers:
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
-        self._scored = params.prompt_logprobs is not None
         work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
         self._most = max(1, MOST_WORK // work)  # maximum number of tokens of one `take`
         self._tokens: dict[int, list[Token]] = {}
-        self._held: dict[int, list[Token]] = {}
-        self._parts: dict[int, tuple[list[float], list[dict[int, float]]]] = {}  # of `scores` that are incomplete
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -147,14 +143,11 @@ class Answers:
         else:
             tokens.append(token)
 
-    def put_scores(self, part: Score, *, last: bool) -> None:
+    def put_scores(self, part: Score) -> None:
         """Keep a part of a prompt's log-probabilities."""
-        number = (part.choice - self.first) // self.n
-        logprobs, tops = self._parts.setdefault(number, ([], []))
+        logprobs, tops = self.scores.setdefault((part.choice - self.first) // self.n, ([], []))
         logprobs += part.logprobs
         tops += part.tops
-        if last:
-            self.scores[number] = self._parts.pop(number)
 
     def accept(self, unenforced: tuple[str, ...]) -> None:
         self.unenforced = unenforced
@@ -179,7 +172,7 @@ class Answers:
         if self._metrics and self._prompts:  # tokens arrived, so the engine accepted the prompts
             self._metrics.prompts(self._prompts)
         self._prompts = ()
-        return self._with_scores(taken) if self._scored else taken
+        return taken
 
     async def _woken(self) -> None:
         if self._error is not None:
@@ -198,43 +191,29 @@ class Answers:
             left = max(0, left - len(tokens))
         return taken
 
-    def _with_scores(self, taken: dict[int, list[Token]]) -> dict[int, list[Token]]:
-        """Return the tokens of those choices whose prompt's log-probabilities have arrived. Keep all other tokens for a
-        later call. The engine sends a prompt's log-probabilities with the first token of its first choice."""
-        for index, tokens in taken.items():
-            self._held.setdefault(index, []).extend(tokens)
-        known = [index for index in self._held if index // self.n in self.scores]
-        return {index: self._held.pop(index) for index in known}
-
     def _add(self, index: int, tokens: list[Token]) -> Delta:
         """Append tokens to a choice. Returns what is new."""
         transcript, metrics = self.transcripts[index], self._metrics
         delta = Delta(index, index // self.n)
         if transcript.finish_reason is not None:
             return delta  # a stop string has ended this choice, but the engine did not know that yet
-        first_at, last_at = self.times[index]
         for token in tokens:
+            before = transcript.last_at
             delta.text += transcript.add(token)
             delta.tokens.append(token)
-            at = token.at
-            if not first_at:
-                first_at = at
-                if metrics:
-                    metrics.first_token(at - self.submitted_at)
+            if metrics and before:
+                metrics.next_token(token.at - before)
             elif metrics:
-                metrics.next_token(at - last_at)
-            last_at = at
+                metrics.first_token(token.at - self.submitted_at)
             if transcript.finish_reason is not None:
                 delta.finish_reason = reason = "stop" if transcript.finish_reason == "stop" else "length"
                 delta.stop_reason = transcript.stop_reason
                 self._client.stop(self, index)  # no effect if the engine has already ended the choice
                 self._left -= 1
                 if metrics:
-                    metrics.finished(
-                        reason, len(transcript.token_ids), self.submitted_at, self.admitted[index], first_at, at
-                    )
+                    times = self.submitted_at, self.admitted[index], transcript.first_at, token.at
+                    metrics.finished(reason, len(transcript.token_ids), *times)
                 break
-        self.times[index] = first_at, last_at
         self.completion_tokens += len(delta.tokens)
         return delta
 
@@ -358,7 +337,7 @@ class EngineClient:
                     self._deliver(message)
                 case Score():
                     if answers := self._choices.get(message.choice):
-                        answers.put_scores(message, last=False)
+                        answers.put_scores(message)
                     break
                 case messages.Refused(first, why, later):
                     if answers := self._choices.get(first):
@@ -380,7 +359,7 @@ class EngineClient:
         choices = self._choices
         for score in tokens.scores:
             if answers := choices.get(score.choice):
-                answers.put_scores(score, last=True)
+                answers.put_scores(score)
         for number, cached in tokens.cached.items():
             if answers := choices.get(number):
                 answers.cached += cached

@@ -182,6 +182,7 @@ class _Noted:
 
     def log(self, path: str, seconds: float, answers: list[Answers]) -> None:
         read, made = (sum(getattr(a, name) for a in answers) for name in ("prompt_tokens", "completion_tokens"))
-        first = min((at - a.submitted_at for a in answers for at, _ in a.times if at), default=seconds)
+        begun = (one.first_at - a.submitted_at for a in answers for one in a.transcripts if one.first_at)
+        first = min(begun, default=seconds)
         told = "%s POST %.200r: status %d, %d prompt tokens, %d generated, first after %.3f s, %.3f s in all"
         log.info(told, self._id.decode(), path, self.status, read, made, first, seconds)

@@ -103,7 +103,6 @@ class EngineLoop:
         self._jobs: dict[_Key, _Job] = {}
         self._job_of: dict[Request, _Job] = {}
         self._readers: list[bytes] = []  # frontends that have sent jobs; `Request.reader` is an index of this list
-        self._open = 0  # number of unfinished choices
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: OrderedDict[str, list[_Key]] = OrderedDict()  # by client: the jobs whose grammar waits
@@ -323,7 +322,6 @@ class EngineLoop:
         accepted = messages.Accepted(first, constraint.left if constraint else ())
         self._socket.send_multipart([frontend, messages.encode(accepted)])
         self._job_of.update(dict.fromkeys(job.requests, job))
-        self._open += job.open
         self._open_of[job.client] += job.open
 
     def _stop(self, frontend: bytes, asked: messages.Stop) -> None:
@@ -344,7 +342,6 @@ class EngineLoop:
     def _ended(self, job: _Job, choices: int) -> None:
         """Record that `choices` more choices of a job have ended. When all have, the job is forgotten."""
         job.open -= choices
-        self._open -= choices
         self._open_of[job.client] -= choices
         if not self._open_of[job.client]:
             del self._open_of[job.client]
@@ -379,13 +376,13 @@ class EngineLoop:
     def _waiting(self) -> int:
         """Return the number of choices that have not taken part in a step yet."""
         compiling = sum(len(asked.prompts) * asked.params.n for asked in self._compiling.values())
-        return max(0, self._open - self.engine.stats.running) + compiling
+        return max(0, self._open_of.total() - self.engine.stats.running) + compiling
 
     def _tell(self) -> None:
         """Write the engine's state and counters to the shared memory from which every HTTP server process reads
         them."""
-        stats = dict(vars(self.engine.stats))
-        self.row.put(**vars(stats.pop("counts")), **(stats | {"open": self._open, "waiting": self._waiting()}))
+        stats = dict(vars(self.engine.stats)) | {"open": self._open_of.total(), "waiting": self._waiting()}
+        self.row.put(**vars(stats.pop("counts")), **stats)
         self.row.count_cpu()
 
 

@@ -56,10 +56,7 @@ class AsyncLLM:
         try:
             while not answers.finished:
                 await answers.take()
-                outputs = [
-                    question.output(i, text, (answers.submitted_at, *times))
-                    for i, (text, times) in enumerate(zip(answers.transcripts, answers.times, strict=True))
-                ]
+                outputs = [question.output(i, text, answers.submitted_at) for i, text in enumerate(answers.transcripts)]
                 yield question.result(outputs, answers.scores.get(0, ([], [])), answers.cached)
         finally:
             answers.close()

@@ -49,7 +49,8 @@ class Transcript:
     `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
     transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
     `Engine.stop`. Tokens that arrive later are dropped. `stop_reason` is the stop string or the id of `stop_token_ids`
-    that ended the choice, and None for other ends."""
+    that ended the choice, and None for other ends. `first_at` and `last_at` are the times of the first and the last
+    token, 0 before the first."""
 
     def __init__(self, params: SamplingParams, decoder: TextStream | None, keeps: bool = True) -> None:
         self.token_ids: list[int] = []
@@ -57,6 +58,7 @@ class Transcript:
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.first_at = self.last_at = 0.0
         self._min_tokens, self._matchers = params.min_tokens, [_Matcher(stop) for stop in params.stop_strings]
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder, self._keeps = decoder, keeps
@@ -76,6 +78,7 @@ class Transcript:
         if self._keeps:
             self.logprobs.append(token.logprob)
             self.top_logprobs.append(token.top_logprobs)
+        self.first_at, self.last_at = self.first_at or token.at, token.at
         self.finish_reason = token.finish_reason
         unseen = False  # whether this token adds nothing to the text
         if token.finish_reason == "stop":

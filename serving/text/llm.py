@@ -204,10 +204,7 @@ class LLM:
         results = []
         for given_as, request, transcripts in zip(asked, requests, texts, strict=True):
             question = Question(str(request.id), given_as, request.prompt_ids.tolist(), request.params, self.tokenizer)
-            outputs = [
-                question.output(i, text, (request.added_at, choice.first_token_at, choice.last_token_at), "abort")
-                for i, (text, choice) in enumerate(zip(transcripts, request.choices, strict=True))
-            ]
+            outputs = [question.output(i, text, request.added_at, "abort") for i, text in enumerate(transcripts)]
             scores = request.prompt_logprobs, request.prompt_top_logprobs
             results.append(question.result(outputs, scores, request.cached_tokens or 0))
         return results

@@ -163,17 +163,14 @@ class Question:
             num_cached_tokens=cached,
         )
 
-    def output(
-        self, index: int, transcript: Transcript, times: tuple[float, float, float], reason: str | None = None
-    ) -> CompletionOutput:
-        """Copy the tokens and text that a choice has so far. Later tokens do not change the copy. The `times` are those
-        at which the request was added and the choice got its first and its last token. `reason` is the finish reason of
-        a choice that has not ended."""
+    def output(self, index: int, transcript: Transcript, added: float, reason: str | None = None) -> CompletionOutput:
+        """Copy the tokens and text that a choice has so far. Later tokens do not change the copy. `added` is the time
+        at which the request was added. `reason` is the finish reason of a choice that has not ended."""
         scores, count = None, self.params.logprobs
         if count is not None:
             each = zip(transcript.top_logprobs, transcript.token_ids, transcript.logprobs, strict=True)
             scores = [scores_of(self.tokenizer, top, count, token, logprob) for top, token, logprob in each]
-        later, (added, first, last) = len(transcript.token_ids) - 1, times
+        later = len(transcript.token_ids) - 1
         return CompletionOutput(
             index=index,
             text=transcript.text,
@@ -182,8 +179,8 @@ class Question:
             logprobs=scores,
             finish_reason=transcript.finish_reason or reason,
             stop_reason=transcript.stop_reason,
-            ttft_s=first - added if later >= 0 else None,
-            tpot_s=(last - first) / later if later > 0 else None,
+            ttft_s=transcript.first_at - added if later >= 0 else None,
+            tpot_s=(transcript.last_at - transcript.first_at) / later if later > 0 else None,
         )
 
 

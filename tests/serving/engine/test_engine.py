@@ -39,14 +39,6 @@ def test_a_long_prompt_is_cut_to_the_step_budget() -> None:
     assert output_ids(request.choices[0]) == [19, 20, 21]
 
 
-def test_a_choice_knows_when_its_first_and_its_last_token_came() -> None:
-    engine, _ = fake_engine(step_tokens=8)
-    one, several = (engine.add([1, 2], SamplingParams(max_tokens=n)).choices[0] for n in (1, 4))
-    finish(engine)
-    assert several.request.added_at < several.first_token_at < several.last_token_at
-    assert 0 < one.first_token_at == one.last_token_at
-
-
 def test_decoding_sequences_come_before_prompts() -> None:
     engine, backend = fake_engine(step_tokens=8)
     first = engine.add([1, 2], SamplingParams(max_tokens=6))

@@ -200,9 +200,9 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM, monkey
     """They are sent in parts, so that no part takes a frontend long to read."""
     put, sizes = Answers.put_scores, set[int]()
 
-    def noted(self: Answers, part: Any, *, last: bool) -> None:
+    def noted(self: Answers, part: Any) -> None:
         sizes.add(len(part.tops))
-        put(self, part, last=last)
+        put(self, part)
 
     monkeypatch.setattr(loop, "_SCORES", 1)
     monkeypatch.setattr(Answers, "put_scores", noted)
