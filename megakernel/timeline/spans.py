@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..isa.ragged import ragged
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -48,13 +46,6 @@ class Spans:
     def total(self) -> int:
         return int((self.end - self.begin).sum())
 
-    def without(self, begin: Ints, end: Ints) -> Spans:
-        """Return this set without the given intervals, which must be disjoint and inside the set."""
-        starts = np.sort(np.concatenate([self.begin, end]), kind="stable")
-        stops = np.sort(np.concatenate([self.end, begin]), kind="stable")
-        some = stops > starts
-        return Spans(starts[some], stops[some])
-
 
 def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
     """Count how many lanes (workers) are active at each time. Time is divided wherever an interval of any group begins
@@ -68,23 +59,3 @@ def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
         np.add.at(change, np.searchsorted(edges, end), -1)
         counts.append(np.cumsum(change)[:-1])
     return np.diff(edges), counts
-
-
-def disjoint(begin: Ints, end: Ints, what: Ints) -> tuple[Ints, Ints, Ints]:
-    """Sort intervals by begin, and remove from each what earlier ones cover. Leave out those that are then empty."""
-    order = np.argsort(begin, kind="stable")
-    begin, end, what = begin[order], end[order], what[order]
-    reach = np.maximum.accumulate(end)
-    begin[1:] = np.maximum(begin[1:], reach[:-1])
-    some = end > begin
-    return begin[some], end[some], what[some]
-
-
-def overlaps(begin: Ints, end: Ints, others: Spans) -> tuple[Ints, Ints, Ints, Ints]:
-    """Intersect sorted, disjoint intervals with `others`. Return the begins and ends of the results, and for each the
-    indices of the two intervals that it comes from."""
-    first = np.searchsorted(others.end, begin, side="right")
-    count = np.maximum(np.searchsorted(others.begin, end, side="left") - first, 0)
-    at, nth = ragged(count)
-    other = first[at] + nth
-    return np.maximum(begin[at], others.begin[other]), np.minimum(end[at], others.end[other]), at, other

@@ -8,9 +8,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from ..isa.ragged import ragged
 from ..trace import IntervalKind, Role
 from .resolve import Resolved
-from .spans import Floats, Ints, Mask, Spans, disjoint, overlaps
+from .spans import Floats, Ints, Mask
 
 _MOST_PLACES = 12
 
@@ -60,24 +61,31 @@ class Pieces:
 
 def pieces(resolved: Resolved) -> Pieces:
     """Divide the workers' time into pieces with one state each. Where several states apply, the first one counts."""
-    period = resolved.period
+    period, launches, every = resolved.period, resolved.launches, np.arange(resolved.lanes)
     base = resolved.lane * period
-    first, last = resolved.launch_spans
-    starts = (np.arange(resolved.lanes) * period)[:, None]
-    free = Spans.union((starts + first).ravel(), (starts + last).ravel())
-    parts = []
-    for state, chosen in _states(resolved):
+    begin, end = base + resolved.begin, base + resolved.end
+    # For each launch of each lane: its begin, its end, and the end of the lane's last interval in it.
+    first, last = ((every[:, None] * period + edge).ravel() for edge in resolved.launch_spans)
+    late = first.copy()
+    np.maximum.at(late, resolved.lane * launches + resolved.launch, end)
+    edges = np.unique(np.concatenate([first, last, late, begin, end]))
+    state, interval = np.full(len(edges), -1, np.int8), np.full(len(edges), -1)  # of the time after each edge
+
+    def paint(value: State, begin: Ints, end: Ints, what: Ints) -> None:
+        at = np.searchsorted(edges, begin)
+        which, nth = ragged(np.searchsorted(edges, end) - at)
+        state[at[which] + nth], interval[at[which] + nth] = value, what[which]
+
+    paint(State.END, first, last, np.full(len(first), -1))
+    paint(State.IDLE, first, late, np.full(len(first), -1))
+    for value, chosen in reversed(_states(resolved)):
         i = np.flatnonzero(chosen)
-        begin, end, i = disjoint(base[i] + resolved.begin[i], base[i] + resolved.end[i], i)
-        begin, end, at, _ = overlaps(begin, end, free)
-        parts.append((begin, end, np.full(len(begin), state, np.int8), i[at]))
-        free = free.without(begin, end)
-    parts.append((free.begin, free.end, _idle(resolved, free), np.full(len(free.begin), -1)))
-    begin, end, states, interval = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], end[order]
-    lane = begin // period
-    return Pieces(lane, begin - lane * period, end - lane * period, states[order], interval[order])
+        i = i[np.argsort(begin[i], kind="stable")[::-1]]  # of two that overlap, the one that begins first is kept
+        paint(value, begin[i], end[i], i)
+    at = np.flatnonzero(np.append(True, (np.diff(state) != 0) | (np.diff(interval) != 0)))
+    at, following = at[:-1][state[at[:-1]] >= 0], at[1:][state[at[:-1]] >= 0]
+    lane = edges[at] // period
+    return Pieces(lane, edges[at] - lane * period, edges[following] - lane * period, state[at], interval[at])
 
 
 def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
@@ -92,17 +100,6 @@ def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
         (State.PAGE, resolved.kind(IntervalKind.PAGE_WAIT)),
         (State.LOAD, resolved.kind(IntervalKind.LOAD)),
     ]
-
-
-def _idle(resolved: Resolved, free: Spans) -> NDArray[np.int8]:
-    """Return IDLE or END for each span of time in `free`, in which no interval is recorded."""
-    lane = free.begin // resolved.period
-    begin = free.begin - lane * resolved.period
-    launch = np.searchsorted(resolved.launch_spans[0], begin, side="right") - 1
-    latest = np.full(resolved.lanes * resolved.launches, -1)
-    np.maximum.at(latest, resolved.lane * resolved.launches + resolved.launch, resolved.end)
-    over = begin >= latest[lane * resolved.launches + launch]
-    return np.where(over, State.END, State.IDLE).astype(np.int8)
 
 
 @dataclass(frozen=True)
