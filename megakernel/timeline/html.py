@@ -21,6 +21,7 @@ from .compare import Comparison, identity, in_common, match
 from .resolve import Resolved, by_phase
 from .resources import RESOURCES, curves, peaks
 from .spans import Floats, Ints
+from .states import State, pieces
 from .summary import Summary
 from .template import asset, fill, policy, timeline_script
 from .waterfall import FAR
@@ -162,18 +163,19 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
     """Return the page's columns: those of all traces, one trace after another. Indices of intervals, records, lanes and
     causes are shifted accordingly."""
     parts = [_columns(s, unit_s) for s in sources]
-    shifted = {"record": 0, "releaser": 0, "lane": 0, "causesFirst": 0, "causesLater": 0, "regionStart": 0}
+    starts = ("regionStart", "pieceStart")  # one more than the things whose first regions or pieces they tell
+    shifted = dict.fromkeys(("record", "releaser", "pieceOf", "lane", "causesFirst", "causesLater", *starts), 0)
     for source, part in zip(sources, parts, strict=True):
         for name, by in shifted.items():
             part[name] = np.where(part[name] < 0, part[name], part[name] + by).astype(part[name].dtype)
         shifted["record"] += len(source.resolved.records)
-        shifted["releaser"] += len(source.resolved)
+        shifted["releaser"] = shifted["pieceOf"] = shifted["releaser"] + len(source.resolved)
         shifted["lane"] += source.resolved.lanes
         shifted["causesFirst"] += len(source.resolved.causes.names)
         shifted["causesLater"] = shifted["causesFirst"]
-        shifted["regionStart"] = int(part["regionStart"][-1])
-        if source is not sources[-1]:
-            part["regionStart"] = part["regionStart"][:-1]
+        for name in starts:
+            shifted[name] = int(part[name][-1])
+            part[name] = part[name] if source is sources[-1] else part[name][:-1]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return {"twin": _twins(sources), **joined}
 
@@ -185,14 +187,22 @@ def _columns(source: _Source, unit_s: float) -> Columns:
     region_start, regions = _regions(resolved)
     records = resolved.records.copy()
     records[:, 0] = source.places[rec.phase_number(records)]
-    begin = np.floor(resolved.begin * factor)
+    begin, end = np.floor(resolved.begin * factor), np.floor(resolved.end * factor)
+    found = pieces(resolved)
+    # The page draws loads apart from all else, and idle time not at all.
+    shown = np.flatnonzero(~found.of(State.LOAD, State.IDLE, State.END))
+    of = found.interval[shown]
     tops = np.maximum(source.curves.max(axis=(0, 2)), np.finfo(float).tiny)
     return {
         "begin": begin.astype(np.uint32),
-        "length": (np.floor(resolved.end * factor) - begin).astype(np.uint32),
+        "length": (end - begin).astype(np.uint32),
         "record": resolved.record.astype(np.uint32),
         "releaser": resolved.releaser.astype(np.int32),
         "records": records.ravel(),
+        "pieceStart": np.searchsorted(found.lane[shown], np.arange(resolved.lanes + 1)).astype(np.uint32),
+        "pieceOf": of.astype(np.uint32),
+        "pieceAfter": (np.floor(found.begin[shown] * factor) - begin[of]).astype(np.uint32),
+        "pieceBefore": (end[of] - np.floor(found.end[shown] * factor)).astype(np.uint32),
         "regionStart": region_start.astype(np.uint32),
         "regions": regions.astype(np.int32).ravel(),
         "lane": resolved.lane.astype(np.uint16),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,7 @@ class Pieces:
         return np.bincount(self.lane[here], self.length[here], minlength=lanes).astype(np.int64)
 
 
+@lru_cache(maxsize=2)
 def pieces(resolved: Resolved) -> Pieces:
     """Divide the workers' time into pieces with one state each. Where several states apply, the first one counts."""
     period, launches, every = resolved.period, resolved.launches, np.arange(resolved.lanes)

@@ -1,56 +1,12 @@
 // Keeps drawing fast in long traces. The time of a lane (one worker) is cut into pieces that do not overlap. A row with
 // many pieces is not drawn piece by piece: their times are summed over bins of time in advance, for several bin widths.
 
-// A worker has several warps, so its intervals may overlap. A piece then shows the first of these: work, a store by the
-// storer warp, a wait of the consumer warps (which compute), another wait for a counter, a wait for a page. This order must be that
-// of State in megakernel/timeline/states.py.
-let pieceStart, pieceBegin, pieceEnd, pieceOf, piecePart, pieceWhole; // pieceWhole: the length of the interval that a piece belongs to
-function cutPieces() {
-  pieceStart = new Uint32Array(lanes + 1);
-  const b = [], e = [], of = [];
-  for (let l = 0; l < lanes; l++) {
-    const lists = [[], [], [], [], []];
-    for (let n = groupStart[l * ROLES]; n < groupStart[(l + 1) * ROLES]; n++) {
-      const i = order[n], shape = shapeOf[i], wait = kind[i] === PAGE_WAIT ? 4 : role[i] === CONSUMER ? 2 : 3;
-      if (shape !== SHAPE.load) lists[shape === SHAPE.work ? 0 : shape === SHAPE.store ? 1 : wait].push(i);
-    }
-    if (rolesOf(l).length > 1) for (const list of lists) list.sort((x, y) => begin[x] - begin[y]);
-    const found = [];
-    let taken = [];
-    for (const list of lists) {
-      const own = [];
-      let at = 0, last = -Infinity;
-      for (const i of list) {
-        let t = Math.max(begin[i], last);
-        const end = endOf(i);
-        last = Math.max(last, end);
-        while (at < taken.length && taken[at + 1] <= t) at += 2;
-        for (let n = at; t < end; n += 2) {
-          const stop = n < taken.length ? Math.min(end, Math.max(taken[n], t)) : end;
-          if (stop > t) { found.push([t, stop, i]); own.push(t, stop); }
-          t = n < taken.length ? Math.max(stop, taken[n + 1]) : end;
-        }
-      }
-      taken = taken.length ? merged(taken, own) : own;
-    }
-    if (found.length > lists[0].length) found.sort((x, y) => x[0] - y[0]);
-    for (const [t, stop, i] of found) { b.push(t); e.push(stop); of.push(i); }
-    pieceStart[l + 1] = b.length;
-  }
-  pieceBegin = Float64Array.from(b); pieceEnd = Float64Array.from(e); pieceOf = Uint32Array.from(of);
-  piecePart = Uint8Array.from(of, partOf); pieceWhole = Uint32Array.from(of, (i) => length[i]);
-}
-/** Merge two sorted flat lists [begin, end, begin, end, ..] of disjoint ranges into one. */
-function merged(a, b) {
-  const out = [];
-  for (let m = 0, n = 0; m < a.length || n < b.length; ) {
-    const [t, stop] = n >= b.length || (m < a.length && a[m] <= b[n]) ? [a[m], a[(m += 2) - 1]] : [b[n], b[(n += 2) - 1]];
-    if (out.length && t <= out[out.length - 1]) out[out.length - 1] = Math.max(out[out.length - 1], stop);
-    else out.push(t, stop);
-  }
-  return out;
-}
-cutPieces();
+// A worker has several warps, so its intervals may overlap. A piece then shows the one whose state comes first in State
+// of megakernel/timeline/states.py, which cuts the pieces. They begin and end with their interval, or inside it.
+const { pieceStart, pieceOf } = data;
+const pieceBegin = Float64Array.from(pieceOf, (i, n) => begin[i] + data.pieceAfter[n]);
+const pieceEnd = Float64Array.from(pieceOf, (i, n) => endOf(i) - data.pieceBefore[n]);
+const piecePart = Uint8Array.from(pieceOf, partOf), pieceWhole = Uint32Array.from(pieceOf, (i) => length[i]); // of the interval
 
 // -- bins
 const FINEST = 16384, COARSEST = 1024;
