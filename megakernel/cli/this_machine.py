@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .. import machine as machines
 from ..machine import Hardware, Machine
 from ..program import Program
-from ..roofline import Ceilings
+from ..roofline import Ceilings, machine_ceilings
 from . import output
 
 if TYPE_CHECKING:
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 def measured_ceilings(llm: LLM) -> Ceilings:
     """Return this machine's maximum rates. They come from the datasheet for a GPU; on a CPU, they are measured with as
     many threads as `llm` uses."""
-    from megakernel.serving.bench.ceilings import device_ceilings
-
     if llm.engine.backend.name == "cuda":
-        return device_ceilings(llm.machine, llm.engine.dims.split.tp)
+        return machine_ceilings(llm.machine, llm.engine.dims.split.tp)
     found = host_ceilings(llm.threads)
     return found.of_integers if llm.activations == "q8" else found
 

@@ -124,15 +124,16 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) ->
     )
 
 
-def machine_ceilings(machine: Machine) -> Ceilings:
-    """Return the maximum rates of a machine according to its datasheet. For `host`, they are rough estimates."""
+def machine_ceilings(machine: Machine, devices: int = 1) -> Ceilings:
+    """Return the sum of the datasheet rates of `devices` such devices, and the rate at which each of them sends. For
+    `host`, they are rough estimates."""
     return Ceilings(
-        machine.memory_bytes_per_s,
-        machine.matrix_flops,
-        machine.workers,
+        devices * machine.memory_bytes_per_s,
+        devices * machine.matrix_flops,
+        devices * machine.workers,
         f"datasheet: {machine.name}",
         machine.link_bytes_per_s,
-        machine.cache_bytes_per_s,
+        devices * machine.cache_bytes_per_s or None,
     )
 
 

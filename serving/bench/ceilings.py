@@ -1,4 +1,4 @@
-"""Roofline ceilings: measured with the native library for this machine's CPU, and from datasheets for GPUs."""
+"""Roofline ceilings of this machine's CPU, measured with the native library, and a rank's share of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from megakernel.machine import HOST, Machine
-from megakernel.roofline import Ceilings, kept, machine_ceilings, measure
+from megakernel.roofline import Ceilings, kept, measure
 from megakernel.runtime.cpu.native import probe_fma, probe_read, simd
 
 
@@ -36,16 +36,4 @@ def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
         vector_flops=(ceilings.vector_flops or ceilings.flops) / ranks,
         cache_bytes_per_s=cache,
         worker_bytes_per_s=cache / machine.workers,
-    )
-
-
-def device_ceilings(machine: Machine, ranks: int) -> Ceilings:
-    """Return the sum of the datasheet rates of `ranks` devices of type `machine`."""
-    one = machine_ceilings(machine)
-    return replace(
-        one,
-        read_bytes_per_s=ranks * one.read_bytes_per_s,
-        flops=ranks * one.flops,
-        threads=ranks * one.threads,
-        cache_bytes_per_s=ranks * one.cache_bytes_per_s if one.cache_bytes_per_s else None,
     )
