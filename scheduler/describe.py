@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ from numpy.typing import NDArray
 
 from megakernel.isa import MAX_PHASES, Dims, Forward, Units, link_bytes
 from megakernel.isa import record as rec
-from megakernel.isa.record import Records
 from megakernel.program import Program
 
 
@@ -18,8 +16,7 @@ def describe(program: Program) -> dict[str, Any]:
     """Return counts for one launch, that is, one execution of the program, ready for JSON.
 
     instructions            of all ranks, with those of a layer counted once per layer
-    by_opcode               the same instructions, counted by the name of their phase (operation)
-    per_layer               the instructions of one layer, counted by the name of their phase
+    per_layer               the instructions of one layer, counted by the name of their phase (operation)
     workers, ranks, layers, counters (over all layers), bytes (size of the program file)
     matmul                  dots (dot products on CUDA cores) or tensor (matrix units); None for a CPU
     lowering                where norms are computed and what ranks share, see the function `lowering`
@@ -27,13 +24,10 @@ def describe(program: Program) -> dict[str, Any]:
     link_bytes              bytes that the instructions of one launch store on other ranks"""
     dims, layers = program.dims, program.dims.model.layers
     layer, ends = _link(program, 1), _link(program, 0) + _link(program, 2)
-    prologue, body, epilogue = (_names(program, program.numbered(segment)[0]) for segment in range(3))
-    by_phase = Counter({name: count * layers for name, count in body.items()})
-    by_phase += Counter(prologue) + Counter(epilogue)
+    counts = np.bincount(rec.phase_number(program.numbered(1)[0]), minlength=MAX_PHASES + 1).tolist()
     return {
         "instructions": program.instructions,
-        "by_opcode": dict(by_phase),
-        "per_layer": body,
+        "per_layer": {phase.name: counts[n] for n, phase in program.forward.by_number.items() if counts[n]},
         "workers": program.workers,
         "ranks": program.ranks,
         "layers": layers,
@@ -64,8 +58,3 @@ def _link(program: Program, segment: int) -> NDArray[np.int64]:
     for phase, dims, _, columns in program.by_phase(segment):
         out[dims.split.rank] += link_bytes(phase, columns, dims)
     return out
-
-
-def _names(program: Program, records: Records) -> dict[str, int]:
-    counts = np.bincount(rec.phase_number(records), minlength=MAX_PHASES + 1).tolist()
-    return {phase.name: counts[n] for n, phase in program.forward.by_number.items() if counts[n]}

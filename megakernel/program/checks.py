@@ -8,6 +8,7 @@ of instructions: it proves that the program ends, and that it computes the same 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -67,22 +68,15 @@ class Checks:
 _SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # programs without violations; was `whole` checked too?
 
 
-def violation(program: Program, *, whole: bool = True) -> str | None:
-    """Describe a program's first violation, or return None. A program without violations is not checked again. With
-    `whole`, each rank must have all attention instructions of a step, as compiled programs do; benchmarks leave some
-    out."""
-    if _SOUND.get(program, -1) >= whole:
-        return None
-    found = next((found for stage in Checks(program).stages(whole=whole) for found in stage), None)
-    if found is None:
-        _SOUND[program] = whole
-    return found
-
-
 def check(program: Program, name: str = "the program", *, whole: bool = True) -> None:
-    """Raise MegakernelError if the program has a violation. The error calls the program `name`."""
-    if (found := violation(program, whole=whole)) is not None:
+    """Raise MegakernelError, which calls the program `name`, if it has a violation. A program without violations is not
+    checked again. With `whole`, each rank must have all attention instructions of a step, as compiled programs do;
+    benchmarks leave some out."""
+    if _SOUND.get(program, -1) >= whole:
+        return
+    if (found := next(itertools.chain.from_iterable(Checks(program).stages(whole=whole)), None)) is not None:
         raise MegakernelError(f"{name} is wrong: {found}: compile it again")
+    _SOUND[program] = whole
 
 
 def _arrays(program: Program) -> Iterator[str]:

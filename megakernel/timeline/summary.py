@@ -91,7 +91,6 @@ class Summary:
     resources: list[Resource]
     without_attention: bool
     instructions: list[PhaseTime]
-    families: dict[str, float]
     waits: list[WaitTime]
     per_worker: list[WorkerTimes]
     critical_path: CriticalPath
@@ -107,9 +106,6 @@ def summarise(resolved: Resolved) -> Summary:
     busy = [w.busy for w in workers]
     mean = sum(busy) / len(busy)
     instructions, used = _instructions(resolved, far), resources(resolved)
-    families: dict[str, float] = {}
-    for item in instructions:
-        families[item.family] = families.get(item.family, 0.0) + item.share
     return Summary(
         step_s=resolved.step_s,
         launches=resolved.launches,
@@ -130,7 +126,6 @@ def summarise(resolved: Resolved) -> Summary:
         resources=used,
         without_attention=resolved.attention is None and len(resolved.of_attention) > 0,
         instructions=instructions,
-        families=families,
         waits=_waits(resolved, found, which, names),
         per_worker=workers,
         critical_path=critical_path(resolved),

@@ -202,7 +202,7 @@ def test_parts_add_up(case: Case) -> None:
         w["busy"] + w["wait"] + w["idle"] == pytest.approx(1) and min(w["wait"], w["idle"]) >= -1e-9 for w in each
     )
     assert sum(w["total_s"] for w in s["waits"]) == pytest.approx(sum(w["wait"] for w in each) * steps, abs=case.tick)
-    for shares in ([i["share"] for i in s["instructions"]], s["families"].values(), [w["share"] for w in s["waits"]]):
+    for shares in ([i["share"] for i in s["instructions"]], [w["share"] for w in s["waits"]]):
         assert not shares or sum(shares) == pytest.approx(1)
     computed = sum(row.end - row.begin for row in case.rows if row.kind in (COMPUTE, IntervalKind.STORE))
     assert sum(i["total_s"] for i in s["instructions"]) == pytest.approx(computed * case.tick)
