@@ -110,10 +110,19 @@ class Program:
         ranks = np.concatenate([ranks, np.repeat(queues, np.diff(self.queues.offsets))])
         return np.concatenate([segment.records, self.queues.records]), ranks
 
-    def by_phase(self, index: int) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
+    @property
+    def every(self) -> tuple[Records, NDArray[np.int64], NDArray[np.int64]]:
+        """The records of all segments, one segment after another in the order of `numbered`, and for each record the
+        index of its segment and its rank."""
+        parts = [self.numbered(index) for index in range(len(SEGMENTS))]
+        records, ranks = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return records, np.repeat(np.arange(len(parts)), [len(own) for own, _ in parts]), ranks
+
+    def by_phase(self, index: int | None = None) -> Iterator[tuple[Phase, Dims, NDArray[np.int64], dict[str, Column]]]:
         """For each phase with records in a segment and each rank, yield the phase, the rank's sizes, the indices of the
-        records in `numbered(index)`, and their operands. Phases come in the order of their numbers."""
-        records, ranks = self.numbered(index)
+        records in `numbered(index)`, and their operands. Phases come in the order of their numbers. Without `index`,
+        the records are those of all segments, with their indices in `every`."""
+        records, ranks = self.every[::2] if index is None else self.numbered(index)
         key = phase_number(records) * np.int64(self.ranks) + ranks
         order = np.argsort(key, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):

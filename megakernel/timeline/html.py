@@ -18,7 +18,7 @@ from ..isa import access as acc
 from ..isa import record as rec
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Role
 from .compare import Comparison, identity, in_common, match
-from .resolve import Resolved, by_phase
+from .resolve import Resolved
 from .resources import RESOURCES, curves, peaks
 from .spans import Floats, Ints
 from .states import State, pieces
@@ -234,7 +234,7 @@ def _regions(resolved: Resolved) -> tuple[Ints, Ints]:
     index of each record's first region in the second, which has all regions. A region is (buffer, access kind, row,
     row_end, col, col_end, index, rank). Its rank is a number, OWN, EVERY or _OWNERS (the ranks that own its rows)."""
     owner, boxes = [np.zeros(0, np.int64)], [np.zeros((0, 8), np.int64)]
-    for phase, dims, mine, columns in by_phase(resolved.program):
+    for phase, dims, mine, columns in resolved.program.by_phase():
         for a in accesses(phase, columns, dims):
             rank = _OWNERS if a.rank is None else a.rank
             what = int(a.buffer), _ACCESS_KINDS.index(a.kind)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..isa import MAX_PHASES, cost
 from ..trace import IntervalKind
-from .resolve import WAIT, Resolved, by_phase
+from .resolve import WAIT, Resolved
 from .spans import Ints, Mask, Spans, active
 
 
@@ -72,7 +72,7 @@ def compute_bound(resolved: Resolved) -> set[int]:
     program, exceed the ratio of the machine's peak rates. All other phases count as memory-bound. So does attention,
     whose work depends on the step's sequences."""
     work = np.zeros((MAX_PHASES + 1, 2))
-    for phase, dims, _, columns in by_phase(resolved.program):
+    for phase, dims, _, columns in resolved.program.by_phase():
         done = cost(phase, columns, dims)
         work[phase.number] += done.matrix_flops.sum(), done.memory_bytes.sum()
     flops, bytes_ = work.T

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from .. import machine as machines
 from ..errors import MegakernelError
-from ..isa import CONTROL, Column, Dims, Operation, Phase
+from ..isa import CONTROL, Operation, Phase
 from ..isa import record as rec
 from ..isa.ragged import ragged
 from ..isa.record import Records
@@ -103,13 +102,12 @@ class Resolved:
     @cached_property
     def records(self) -> Records:
         """The records of all three segments, one segment after another, in the order in which a trace numbers them."""
-        return np.concatenate([self.program.numbered(segment)[0] for segment in range(3)])
+        return self.program.every[0]
 
     @cached_property
     def record(self) -> Ints:
         """For each interval, the index of its instruction in `records`."""
-        starts = np.cumsum([0, *(len(self.program.numbered(s)[0]) for s in range(2))])
-        index: Ints = starts[self.segment] + self.rows["instruction"]
+        index: Ints = np.searchsorted(self.program.every[1], self.segment) + self.rows["instruction"]
         return index
 
     @cached_property
@@ -222,15 +220,6 @@ class Resolved:
         return int(self.rows["layer"][i]) if self.segment[i] == 1 else None
 
 
-def by_phase(program: Program) -> Iterator[tuple[Phase, Dims, Ints, dict[str, Column]]]:
-    """Yield what `Program.by_phase` yields for each segment, with indices of records in `Resolved.records`."""
-    start = 0
-    for segment in range(3):
-        for phase, dims, rows, columns in program.by_phase(segment):
-            yield phase, dims, start + rows, columns
-        start += len(program.numbered(segment)[0])
-
-
 def machine_name(program: Program, trace: Trace) -> str:
     """Return the name of the machine that a trace is from, or else of the one that its program was compiled for."""
     name = trace.header.machine
@@ -252,7 +241,7 @@ def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> R
         raise MegakernelError(f"the trace's intervals span more than {MOST_TICKS} ticks: the trace is damaged")
     layer = rows["layer"].astype(np.int64)
     segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
-    counts = np.array([len(program.numbered(s)[0]) for s in range(3)])
+    counts = np.bincount(program.every[1], minlength=3)
     index = rows["instruction"].astype(np.int64)
     layers = program.dims.model.layers
     bad = (

@@ -12,7 +12,7 @@ from ..machine import Machine
 from ..targets.hopper import loads
 from ..targets.issue import issued, own_paths
 from ..trace import IntervalKind
-from .resolve import Resolved, by_phase
+from .resolve import Resolved
 from .spans import Floats, Ints, Mask
 
 # The resources, with the unit of their rate. The cache is the last-level cache. "link out" is what a rank sends to
@@ -113,7 +113,7 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
     bytes sent to each rank."""
     count, ranks = len(resolved.records), resolved.program.ranks
     work, link = np.zeros((count, 4)), np.zeros((count, ranks))
-    for phase, dims, rows, columns in by_phase(resolved.program):
+    for phase, dims, rows, columns in resolved.program.by_phase():
         if not phase.control:
             done = cost(phase, columns, dims)
             loaded = loads(phase, columns, dims).all
@@ -127,7 +127,7 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 def issue_seconds(resolved: Resolved) -> Floats:
     """Return the seconds to issue each record's machine code, [records, 3]: weight loader, input loader, consumers."""
     found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
-    for phase, dims, rows, columns in by_phase(resolved.program):
+    for phase, dims, rows, columns in resolved.program.by_phase():
         roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
         if roles is not None:
             found[rows] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)

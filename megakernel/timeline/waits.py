@@ -84,9 +84,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 def causes(program: Program) -> Causes:
     """The causes of all waits of a program. Inside, a set of phases is an integer in which bit n stands for phase n."""
-    numbered = [program.numbered(segment) for segment in range(3)]
-    records, ranks = (np.concatenate(column) for column in zip(*numbered, strict=True))
-    segment = np.repeat(np.arange(3), [len(own) for own, _ in numbered])
+    records, segment, ranks = program.every
     waits, signals = Waits.of(program, records), Signals.of(program, records)
     ahead, signalling = signals.ahead == 1, segment[signals.record]
     # The prologue signals block 0, the epilogue the last block, and a layer its own block or the next.

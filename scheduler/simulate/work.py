@@ -150,14 +150,12 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
 def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
     """Return the records (instructions) of all workers and queues; the rank of each record; the number of each record
     in a trace; and the offsets at which each worker's records begin in each segment, and each queue's records."""
-    segments = [program.numbered(segment) for segment in range(len(SEGMENTS))]
-    ends = np.cumsum([len(records) for records, _ in segments])
-    begins = 0, ends[0], ends[1], ends[0] + len(program.body.records)
+    records, segment, ranks = program.every
+    starts = np.searchsorted(segment, np.arange(len(SEGMENTS)))
+    begins = *starts, starts[1] + len(program.body.records)
     lists = program.prologue, program.body, program.epilogue, program.queues
     offsets = [(each.offsets + begin).astype(np.int32) for each, begin in zip(lists, begins, strict=True)]
-    number = np.concatenate([np.arange(len(records), dtype=np.int32) for records, _ in segments])
-    every, ranks = (np.concatenate(each) for each in zip(*segments, strict=True))
-    return every, ranks, number, offsets
+    return records, ranks, (np.arange(len(records)) - starts[segment]).astype(np.int32), offsets
 
 
 class _Keys:
