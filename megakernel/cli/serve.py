@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -116,7 +117,10 @@ def _flags(path: Path) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | float) or (isinstance(item, int) and abs(item) < 1 << 63) for item in values):
             raise MegakernelError(f"{path}: the value of {key} is not text, a number or a list of them")
-        line += [f"--{name}", *(str(item) for item in values)]
+        texts = [str(item) for item in values]
+        if bad := re.search("[\0\ud800-\udfff]", "".join(texts)):  # a command line cannot have these characters
+            raise MegakernelError(f"{path}: the value of {key} has the character {bad[0]!r}: remove it")
+        line += [f"--{name}", *texts]
     return line
 
 

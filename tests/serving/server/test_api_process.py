@@ -185,6 +185,8 @@ def test_wrong_ways_to_listen_are_one_line(cli: Cli, tmp_path: Path) -> None:
         ("port: " + "9" * 5000 + "\n", "is not YAML"),
         ("port: {a: 1}\n", "the value of port is not text, a number"),
         ("port: &a [x, x]\nhost: [*a, *a]\n", "the value of host is not text, a number"),
+        ('ssl-certfile: "a\\0b"\n', r"the value of ssl-certfile has the character '\x00'"),
+        ('uds: ["\\ud800"]\n', r"the value of uds has the character '\ud800'"),
         (None, "cannot read"),
     ],
 )
