@@ -58,6 +58,9 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
         return None
     with backend_errors(f"cannot use the tokens that other files add to {path}"):
         backend.add_tokens(_added(backend, folder, config, special, listed))
+    for token in backend.get_added_tokens_decoder().values() if backend.normalizer else ():
+        if token.normalized and not backend.normalizer.normalize_str(token.content):
+            raise UnknownTokenizer(f"{path}: its normalizer leaves nothing of the token {short(token.content)}")
     return Tokenizer(backend, special=special, **more)
 
 

@@ -38,6 +38,11 @@ def check_parts(declared: dict[str, Any]) -> None:
             if name == "TemplateProcessing":
                 growth += len(str(part)) / MOST_TOKEN_CHARACTERS
                 _check_template(part)
+            pattern = part.get("pattern")
+            if "" in (part.get("prepend"), *(pattern.values() if isinstance(pattern, dict) else ())):
+                raise ValueError(f"its {kind} has an empty text")
+            if name == "BPE":
+                _check_merges(part)
             if name == "Precompiled" and not _sound(part.get("precompiled_charsmap")):
                 raise ValueError("the table of its normalizer is damaged")
     if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
@@ -47,12 +52,28 @@ def check_parts(declared: dict[str, Any]) -> None:
 
 
 def _check_template(part: dict[str, Any]) -> None:
-    """Raise ValueError if a template uses a special token that it does not define, which the package finds too late."""
+    """Raise ValueError if a template uses a special token that it does not define, or a second text. The package finds
+    that too late."""
     known, steps = part.get("special_tokens"), part.get("single")
     for step in steps if isinstance(steps, list) else []:
-        token = step.get("SpecialToken") if isinstance(step, dict) else None
+        token, text = (step.get("SpecialToken"), step.get("Sequence")) if isinstance(step, dict) else (None, None)
+        if isinstance(text, dict) and text.get("id") != "A":
+            raise ValueError("its template for one text has a second one")
         if isinstance(token, dict) and isinstance(known, dict) and token.get("id") not in known:
             raise ValueError(f"its template has the token {token.get('id')!s:.40}, which it does not define")
+
+
+def _check_merges(model: dict[str, Any]) -> None:
+    """Raise ValueError for a merge whose parts together are longer than every token, or whose second part lacks the
+    prefix of parts inside a word. The package removes the prefix without looking, and aborts if it cuts a character."""
+    prefix, merges, tokens = model.get("continuing_subword_prefix") or "", model.get("merges"), model.get("vocab")
+    longest = max((len(text.encode()) for text in (*tokens, "")) if isinstance(tokens, dict) else [0])
+    longest += len(f" {prefix}".encode())
+    for merge in merges if isinstance(merges, list) else []:
+        pair = merge if isinstance(merge, str) else " ".join(map(str, merge)) if isinstance(merge, list) else ""
+        too_long = 4 * len(pair) > longest and len(pair.encode()) > longest
+        if too_long or not pair.partition(" ")[2].startswith(prefix):
+            raise ValueError(f"its merge {pair:.60} makes no token")
 
 
 def _parts(part: Any, kind: str) -> Iterator[dict[str, Any]]:

@@ -229,6 +229,10 @@ DOUBLING: dict[str, Any] = {"type": "Replace", "pattern": {"String": "a"}, "cont
 UNIGRAM: dict[str, Any] = {"type": "Unigram", "unk_id": 0}
 MANY = {"<s>": {"id": "<s>", "ids": [1] * 100_000, "tokens": ["<s>"] * 100_000}}
 UNDEFINED = {"SpecialToken": {"id": "<x>", "type_id": 0}}
+SECOND = {"Sequence": {"id": "B", "type_id": 0}}
+MERGE = {"type": "BPE", "vocab": {"é": 0, "ab": 1, "#": 2}, "merges": []}
+STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
+STRIPPED = changed("normalizer", value=STRIP).replace(b'"<s>"', b'" "').replace(b'd": false', b'd": true')
 PROCESSOR = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": MANY}
 
 
@@ -252,13 +256,19 @@ PROCESSOR = {"type": "TemplateProcessing", "single": [], "pair": [], "special_to
         (changed("added_tokens", value="x"), "cannot read"),
         *((changed("normalizer", value=PRECOMPILED | {"precompiled_charsmap": t}), "is damaged") for t in TABLES),
         (changed("normalizer", value={"type": "Sequence", "normalizers": [DOUBLING] * 60}), "texts too long"),
-        (changed("normalizer", value=DOUBLING | {"pattern": {"Regex": ""}, "content": "a" * 99}), "texts too long"),
+        (changed("normalizer", value=DOUBLING | {"pattern": {"Regex": "."}, "content": "a" * 99}), "texts too long"),
         (changed("pre_tokenizer", value={"type": "FixedLength", "length": 0}), "a pre_tokenizer of type FixedLength"),
         (changed("post_processor", value=PROCESSOR), "texts too long"),
         (changed("post_processor", value=PROCESSOR | {"single": [UNDEFINED]}), "the token <x>, which it does not"),
         (changed("model", value=UNIGRAM | {"vocab": [["a" * 300_000, -1.0]]}), "a token of more than 8192 characters"),
         (changed("model", value=UNIGRAM | {"vocab": [["a", float("nan")]]}), "is not finite"),
-        (changed("model", "continuing_subword_prefix", value="a" * 999), "a token of more than"),
+        (changed("model", value=MERGE | {"continuing_subword_prefix": "a" * 999}), "a token of more than"),
+        (changed("model", value=MERGE | {"merges": ["é é"], "continuing_subword_prefix": "#"}), "makes no token"),
+        (changed("model", value=MERGE | {"merges": [["ab", "é"]]}), "makes no token"),
+        (changed("normalizer", value={"type": "Prepend", "prepend": ""}), "its normalizer has an empty text"),
+        (changed("normalizer", value=DOUBLING | {"pattern": {"Regex": ""}}), "its normalizer has an empty text"),
+        (changed("post_processor", value=PROCESSOR | {"single": [SECOND]}), "a second one"),
+        (STRIPPED, "its normalizer leaves nothing of the token"),
     ],
 )
 def test_hostile_tokenizers_are_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
