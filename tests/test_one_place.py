@@ -15,7 +15,7 @@ from sizes import least_dims
 
 from megakernel import codegen, library
 from megakernel.errors import MegakernelError
-from megakernel.isa import DIM_FIELDS, Bucket, Dims, Dtype, ModelSizes, Split, Worker
+from megakernel.isa import Dtype
 from megakernel.library import structure
 from megakernel.model import KNOWN_SHAPES
 from megakernel.model.families import FAMILIES, forward
@@ -137,12 +137,3 @@ def test_structs_that_python_cannot_read_are_refused(tmp_path: Path, monkeypatch
 def test_an_expression_that_has_no_translation_is_refused() -> None:
     with pytest.raises(AssertionError, match="cannot translate"):
         codegen._c(ast.parse("[x for x in y]", mode="eval").body)
-
-
-def test_methods_of_dims_that_c_lacks_are_python_s_alone() -> None:
-    """Every method of Dims, and of the four classes that it combines, has a C++ version, except those listed here."""
-    records = (ModelSizes, Split, Bucket, Worker, Dims)
-    own = {name for record in records for name in vars(record) if not name.startswith("_")} - set(dict(DIM_FIELDS))
-    alone = {"spans", "query_heads", "owners", "on", "ranks", "model", "flat", "of", "changed", "stack", "qkv_rows"}
-    alone |= {"native", "first_block", "equal_experts", "parts"}
-    assert own - set(codegen._DERIVED) - set(codegen._FUNCTIONS) <= alone

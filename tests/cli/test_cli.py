@@ -170,16 +170,9 @@ def test_damaged_programs_are_one_line(cli: Cli, tmp_path: Path, tiny_shape: str
     whole = file.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    for data, message in (
-        (bytes(flipped), "damaged"),
-        (whole[:-4], "damaged"),
-        (whole[:7] + bytes([99]) + whole[8:], "format version 99"),
-        (b"hello", "not a megakernel program"),
-        (b"", "not a megakernel program"),
-    ):
-        file.write_bytes(data)
-        for verb in ("disasm", "verify"):
-            assert message in cli.fails(verb, str(file))
+    file.write_bytes(flipped)
+    for verb in ("disasm", "verify"):
+        assert "damaged" in cli.fails(verb, str(file))
     nowhere = str(tmp_path / "missing" / "a.mkp")
     assert "cannot read program" in cli.fails("verify", nowhere)
     assert "cannot write" in cli.fails("compile", "--model", tiny_shape, "-o", nowhere)

@@ -271,20 +271,15 @@ def test_bench_serve_json(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("tiny_shape")
 def test_servers_take_turns() -> None:
-    turns: list[str] = []
+    asked: list[dict[str, Any]] = []
 
-    class Noting(FakeServer):
-        async def _completion(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
-            turns.append(self.model)
-            await super()._completion(writer, request)
-
-    async def taken(*urls: str) -> list[list[dict[str, Any]]]:
-        servers = [ServerClient(url, model="m") for url in urls]
+    async def taken(**urls: str) -> list[list[dict[str, Any]]]:
+        servers = [ServerClient(url, model=name) for name, url in urls.items()]
         return await alternate(servers, Workload("w", jobs((2, 2))), Load(warm_up=0), 2)
 
-    with running(Noting(model="a")) as a, running(Noting(model="b")) as b:
-        figures = asyncio.run(taken(a.url, b.url))
-    assert turns == ["a", "b", "a", "b"] and [len(each) for each in figures] == [2, 2]
+    with running(FakeServer(requests=asked)) as a, running(FakeServer(requests=asked)) as b:
+        figures = asyncio.run(taken(a=a.url, b=b.url))
+    assert [one["model"] for one in asked] == ["a", "b", "a", "b"] and [len(each) for each in figures] == [2, 2]
 
 
 @pytest.mark.usefixtures("tiny_shape")

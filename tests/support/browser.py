@@ -7,13 +7,14 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from api_support import until
 
 from megakernel.timeline.template import policy
 
@@ -75,11 +76,7 @@ class Browser:
     def visit(self, url: str, ready: str) -> None:
         """Load an address and wait until the expression `ready` is true."""
         self._do("/url", {"url": url})
-        deadline = time.monotonic() + 30
-        while not self.run(f"return !!({ready})"):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the page {url} did not become ready: {self.log()}")
-            time.sleep(0.05)
+        until(lambda: self.run(f"return !!({ready})"), pause=0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self._do("/execute/sync", {"script": script, "args": list(arguments)})
@@ -137,7 +134,7 @@ def browser(width: int = 1600, height: int = 900) -> Iterator[Browser]:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         driver = subprocess.Popen(["chromedriver", f"--port={port}"], **quiet)  # type: ignore[call-overload]
         try:
-            _wait_for(port, driver)
+            until(lambda: _answers(port), pause=0.05)
             session = Browser(port, width, height, profile)
             try:
                 yield session
@@ -148,13 +145,6 @@ def browser(width: int = 1600, height: int = 900) -> Iterator[Browser]:
             driver.wait()
 
 
-def _wait_for(port: int, driver: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            if driver.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("chromedriver did not start") from None
-            time.sleep(0.05)
+def _answers(port: int) -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0

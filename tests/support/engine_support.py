@@ -192,22 +192,14 @@ class EvenTimes:
         pass
 
 
-class Reader:
-    """A proposer that keeps the tokens of its sequence."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def read(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-
-
-class Known(Reader):
+class Known:
     """A draft proposer that knows `texts`. It proposes the next tokens, or wrong ones where `wrong(position)` holds."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: Callable[[int], bool] = lambda place: False) -> None:
-        super().__init__()
-        self.texts, self.wrong = texts, wrong
+        self.texts, self.wrong, self.tokens = texts, wrong, list[int]()
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
 
     def propose(self, count: int) -> tuple[list[int], int]:
         n = len(self.tokens)

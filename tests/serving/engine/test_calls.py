@@ -1,6 +1,5 @@
 """Calls that a model begins of its own accord: a grammar constrains them, and the text around them is free."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving import StructuredOutputsParams
 from megakernel.serving.engine.grammars import Calls, Grammars
 from megakernel.serving.text.codec import Codec
-from megakernel.serving.text.tool_calls import Piece
 from megakernel.serving.text.tool_formats import FORMATS
 
 FUNCTIONS: dict[str, Any] = {
@@ -171,12 +169,3 @@ def test_every_call_matches_and_the_text_around_it_is_free(model: str) -> None:
             begun += 1
             assert part[0] == "{" and part[1:4].isdigit() and part[4] == "}", choice.text
     assert begun > 20
-
-
-def test_a_written_call_is_read(tokenizer: Tokenizer) -> None:
-    """What the grammar of calls in tags allows is what their reader reads, with the types of the schema."""
-    reader = Codec("m", tokenizer, "hermes").reader(FUNCTIONS)
-    text = "<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\n7\n</parameter>\n</function>"
-    assert reader is not None
-    [name, arguments] = reader.add(text, "stop")
-    assert name == Piece("call", "weather") and json.loads(arguments.text) == {"days": 3, "city": "7"}

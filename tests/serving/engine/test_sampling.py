@@ -71,12 +71,3 @@ def test_ids_and_biases() -> None:
     refused("logit_bias=.*at most 300", logit_bias=biases | {299: 0.0, 300: 0.0})
     for value in (math.nextafter(100.0, 200.0), math.nextafter(-100.0, -200.0), float("nan"), True):
         refused("logit_bias=", logit_bias={0: value})
-
-
-def test_defaults_are_those_of_vllm() -> None:
-    params = SamplingParams()
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
-    assert (params.n, params.best_of, params.max_tokens, params.min_tokens) == (1, None, 16, 0)
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
-    assert (params.seed, params.logprobs, params.prompt_logprobs, params.ignore_eos) == (None, None, None, False)
-    assert (params.stop_strings, params.stop_token_ids, params.logit_bias) == ((), (), {})

@@ -52,13 +52,6 @@ def test_every_answer_to_random_schemas_validates(llm: LLM) -> None:
         jsonschema.validate(json.loads(result.text), schema)
 
 
-def test_a_json_object_is_one(llm: LLM) -> None:
-    found = llm.generate("abc", params(1, max_tokens=900, structured_outputs=wants(json_object=True)))[0]
-    assert found.text is not None and found.text.startswith("{")
-    if found.finish_reason == "stop":
-        assert isinstance(json.loads(found.text), dict)
-
-
 def test_forced_tokens_take_one_step(llm: LLM) -> None:
     steps: list[Step] = []
     only = {"const": "a long text of which every byte is forced"}

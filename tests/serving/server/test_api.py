@@ -77,17 +77,7 @@ def test_chat_stream_by_sdk(client: openai.OpenAI) -> None:
     assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
     assert all(part.usage is None for part in parts)
-
-
-def test_errors_by_sdk(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here: the models are bytes"):
-        client.completions.create(model="gpt-5", prompt="x")
-    with pytest.raises(openai.BadRequestError) as e:
-        client.completions.create(model="bytes", prompt="x", temperature=3)
-    assert e.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("nobody")
-    assert [model.id for model in client.models.list()] == [client.models.retrieve("bytes").id] == ["bytes"]
+    assert client.models.retrieve("bytes").id == "bytes"
 
 
 # -- what is generated

@@ -10,7 +10,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import extras
@@ -33,7 +32,7 @@ import yaml
 from api_support import Live, by_choice, until
 from commands import Cli, command
 from model_helpers import byte_model
-from serve_process import SMALL, at
+from serve_process import SMALL, at, begin_stream, process, rest
 
 from megakernel.cli import main, parser
 from megakernel.errors import MegakernelError
@@ -222,14 +221,14 @@ class Fleet:
             if fields[3] == "0A":
                 listening[f"socket:[{fields[9]}]"] = int(fields[1].partition(":")[2], 16)
         found = {}
-        for process in Path("/proc").glob("[0-9]*"):
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended
-                ours = self.folder.encode() in (process / "environ").read_bytes()
-                if ours and b"--port\0000\0--config\0/dev/stdin" in (process / "cmdline").read_bytes():
-                    for descriptor in list((process / "fd").iterdir()):
+                ours = self.folder.encode() in (entry / "environ").read_bytes()
+                if ours and b"--port\0000\0--config\0/dev/stdin" in (entry / "cmdline").read_bytes():
+                    for descriptor in list((entry / "fd").iterdir()):
                         with contextlib.suppress(OSError):  # the file has been closed
                             if port := listening.get(str(descriptor.readlink())):
-                                found[int(process.name)] = at(f"http://127.0.0.1:{port}")
+                                found[int(entry.name)] = at(f"http://127.0.0.1:{port}")
         return found
 
     def join(self, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -243,22 +242,13 @@ class Fleet:
 
 @contextmanager
 def two_replicas(model: str) -> Iterator[Fleet]:
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # paths of Unix sockets must be short
     token = secrets.token_hex(16)
-    environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    arguments = command("serve", "--replicas", "2", "--port", "0", "--json", "--model", model, *LIMITS)
-    process = subprocess.Popen(arguments, env=environment, stdout=PIPE, stderr=PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        facts = json.loads(line)
-        assert (facts["replicas"], facts["threads"], facts["routing"]) == (2, 1, "prefix")
-        yield Fleet(process, folder, facts["ray_address"], at(facts["url"]), token, model)
-    finally:
-        process.kill()
-        process.communicate()
-        shutil.rmtree(folder, ignore_errors=True)
+    short = {"prefix": "ray-", "dir": "/tmp"}  # paths of Unix sockets must be short
+    with tempfile.TemporaryDirectory(**short, ignore_cleanup_errors=True) as folder:
+        ray = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        with mock.patch.dict(os.environ, ray), process("--replicas", "2", "--model", model) as (server, facts, live):
+            assert (facts["replicas"], facts["threads"], facts["routing"]) == (2, 1, "prefix")
+            yield Fleet(server, folder, facts["ray_address"], live, token, model)
 
 
 def running(server: Live) -> float:
@@ -271,23 +261,6 @@ def generated(server: Live) -> float:
 
 def some(**fields: Any) -> dict[str, Any]:
     return {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True, **fields}
-
-
-def begun(fleet: Fleet, tokens: int) -> socket.socket:
-    """Start a streamed request and return its connection once the answer has begun."""
-    stream = fleet.live.send("/v1/completions", some(max_tokens=tokens, stream=True))
-    assert stream.recv(100_000).startswith(b"HTTP/1.1 200 OK")
-    return stream
-
-
-def to_end(stream: socket.socket) -> str:
-    """Return the rest of a stream up to [DONE]. The connection must not be closed before that."""
-    data = b""
-    while b"data: [DONE]" not in data:
-        piece = stream.recv(100_000)
-        assert piece, data[-500:]
-        data += piece
-    return data.decode()
 
 
 def it_is_the_same_server(fleet: Fleet) -> None:
@@ -303,8 +276,8 @@ def it_is_the_same_server(fleet: Fleet) -> None:
 
 
 def requests_are_shared_batched_and_cancelled(fleet: Fleet) -> None:
-    streams = [begun(fleet, 1900) for _ in range(4)]
-    assert [running(server) for server in fleet.servers().values()] == [2, 2]
+    streams = [begin_stream(fleet.live, 1900) for _ in range(4)]
+    assert [running(server) for server in fleet.servers().values()] == [4, 4]  # each request has two choices
     for stream in streams:
         stream.close()
     idle_servers(fleet)
@@ -330,11 +303,6 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def victims(one: int, other: int) -> list[int]:
-    """Return the processes to kill at the same time: the Ray actor of one replica, and the server of the other."""
-    return [parent(one), other]
-
-
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "minLength": 60, "maxLength": 60}},
@@ -343,19 +311,17 @@ PERSON = {
 }
 CALL = {"tools": [{"type": "function", "function": {"name": "f", "parameters": PERSON}}]}
 CALL |= {"tool_choice": "required", "parallel_tool_calls": False}
-FORM = {"guided_json": PERSON}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"seed": 5, "stop": ["zzz", "\ufffd" * 9]}),
     ("/v1/completions", {"temperature": 0, "logprobs": 1, "stream_options": {"include_usage": True}}),
-    ("/v1/completions", {"n": 2, "seed": 6}),
     ("/v1/completions", {"return_token_ids": True, "logprobs": 0}),  # without a seed
     ("/v1/chat/completions", {"seed": 7, **CALL}),
-    ("/v1/chat/completions", {"seed": 8, "n": 2, **FORM}),
+    ("/v1/chat/completions", {"seed": 8, "n": 2, "guided_json": PERSON}),
     ("/v1/chat/completions", {"seed": 9, "stream": False, **CALL}),
     ("/v1/responses", {"seed": 1}),
 ]
 
-REQUESTS = 3 * len(KINDS)
+REQUESTS = 24
 
 
 def varied(number: int) -> tuple[str, dict[str, Any]]:
@@ -410,7 +376,8 @@ def a_lost_replica_loses_nothing(fleet: Fleet, expected: list[bytes]) -> None:
     before = {pid: generated(server) for pid, server in servers.items()}
     answers = ask_all(fleet, range(REQUESTS))
     until(lambda: all(generated(server) > before[pid] + 60 for pid, server in servers.items()))
-    for pid in victims(*servers):
+    one, other = servers
+    for pid in (parent(one), other):  # the Ray actor of one replica, and the server of the other
         os.kill(pid, signal.SIGKILL)
     for number, answer in enumerate(answers):
         status, _, data = answer.result()
@@ -449,9 +416,10 @@ def replicas_are_replaced_without_a_failed_request(fleet: Fleet) -> None:
 
 
 def the_end_leaves_nothing_behind(fleet: Fleet) -> None:
-    stream = begun(fleet, 60)
+    stream = begin_stream(fleet.live, 60)
     fleet.process.terminate()
-    assert '"finish_reason":"length"' in to_end(stream)
+    text = rest(stream)
+    assert text.count(b'"finish_reason":"length"') == 2 and b"data: [DONE]" in text
     assert fleet.process.wait(60) == 0
     until(lambda: not fleet.servers(), pause=0.2)
 

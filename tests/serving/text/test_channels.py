@@ -219,14 +219,6 @@ def test_json_is_written_in_the_channel_for_answers(live: Live) -> None:
     assert len(choice["token_ids"]) > len("<|channel|>final<|message|>[1]")  # a token is a character, or the end
 
 
-def test_an_impossible_tool_is_named(live: Live) -> None:
-    form = {"title": "Weather", "type": "object", "properties": {"x": {"$ref": "#/nowhere"}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": form}}
-    body = asked(tools=[tool], tool_choice="required")
-    status, _, data = live.request("POST", "/v1/chat/completions", body)
-    assert status == 400 and b"the tool f" in data
-
-
 def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     byte_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
