@@ -144,14 +144,16 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
     move_rows(table, rows)
 
 
-def move_rows(table: StepTable, rows: StepRows) -> None:
-    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup."""
+def move_rows(table: StepTable, rows: StepRows, before: StepRows | None = None) -> None:
+    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup, perhaps with the
+    tokens of `before`."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count
         position = np.arange(live) + np.repeat(rows.start - first, lineup.count)
     table.positions[:live] = position
-    table.token_ids[:live] = np.where(rows.tokens < 0, -1 - table.row_seq[:live], rows.tokens)
+    if before is None or rows.tokens is not before.tokens:
+        table.token_ids[:live] = np.where(rows.tokens < 0, -1 - table.row_seq[:live], rows.tokens)
     table.sample_position[: len(lineup.chunk)] = rows.position
 
 
@@ -219,21 +221,16 @@ class Steps:
         self._kept[self._turn] = new = _Kept(kept.table)
         table, lineup = kept.table, rows.lineup
         before = last.rows if last and last.table.dims is dims else None
-        same = before and before.lineup is lineup and len(rows.tokens) == len(rows.start)
-        if (
-            last
-            and before
-            and same
-            and rows.start.tobytes() == (before.start + 1).tobytes()
-            and not moves(dims, rows.start)
-        ):
-            new.dealt = last.dealt  # each sequence goes on by one token, in the same KV blocks
+        if last and before and before.lineup is lineup and len(rows.tokens) == len(rows.start):
+            by_one = rows.start.tobytes() == (before.start + 1).tobytes()
+            if by_one and not moves(dims, rows.start):
+                new.dealt = last.dealt  # each sequence goes on by one token, in the same KV blocks
         if not new.dealt:
             new.dealt = deal_items(dims, lineup.slot, rows.start, lineup.count)
         if new.dealt is not kept.dealt:
             write_items(table, new.dealt)
         if kept.rows and kept.rows.lineup is lineup:
-            move_rows(table, rows)
+            move_rows(table, rows, kept.rows)
         else:
             fill_rows(table, rows, self._sampling)
         if len(stale := changed.nonzero()[0]):

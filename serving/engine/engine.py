@@ -54,20 +54,31 @@ _NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 @dataclass
 class Step:
-    """A finished launch, with the tokens that it generated. `rows` has the number of tokens that the step computed for
-    each of its sequences, and `contexts` the number of tokens of each sequence in the KV cache after the step.
-    `output.logits` and `output.hidden` have only the rows that requests needed on the host."""
+    """A finished launch, with the tokens that it generated. `output.logits` and `output.hidden` have only the rows that
+    requests needed on the host."""
 
     program: Program
-    rows: list[int]
-    contexts: list[int]
-    logit_rows: int
+    part: PlannedRows
     output: Output
     failed: list[Sequence]  # sequences that ended because their constraint allows no continuation
     tokens: Tokens
     # The following arrays have one element for each generated token.
     sequence: Objects
     reader: NDArray[np.int64]  # `Request.reader`
+
+    @property
+    def rows(self) -> list[int]:
+        """The number of tokens that the step computed for each of its sequences."""
+        return self.part.turns.count.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def contexts(self) -> list[int]:
+        """The number of tokens of each sequence in the KV cache after the step."""
+        return (self.part.start + self.part.turns.count).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def logit_rows(self) -> int:
+        return len(self.part.turns.chunk)
 
 
 @dataclass
@@ -403,7 +414,7 @@ def _index(rows: NDArray[np.bool_]) -> NDArray[np.bool_] | slice:
 
 def _report(running: _Running, output: Output, results: _Results, failed: list[Sequence], ended: float) -> Step:
     """Return the finished step, and append the log-probabilities of scored prompt tokens to their requests."""
-    turns, start, _ = running.part
+    turns = running.part.turns
     logits = iter(output.logits) if turns.read else iter(())
     told, best = results.heard & turns.samples, {}
     for row in turns.reported:
@@ -449,9 +460,7 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
     )
     return Step(
         program=running.program,
-        rows=turns.count.tolist(),
-        contexts=(start + turns.count).tolist(),
-        logit_rows=len(turns.chunk),
+        part=running.part,
         output=output,
         failed=failed,
         tokens=tokens,

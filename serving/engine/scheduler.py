@@ -31,7 +31,7 @@ _Queue = OrderedDict[Sequence, None]
 SCORED_ROWS = 64  # maximum logit rows per step for scoring prompts; each has a logit per vocabulary entry
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """Numbers of tokens, summed over steps."""
 
