@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import Limit, TextStream, Tokenizer, UnknownTokenizer
 from megakernel.serving.engine.sampling import FINISH, SamplingParams, StructuredOutputsParams, Tokens
 from megakernel.serving.text.channels import ChannelReader
-from megakernel.serving.text.tool_calls import CallReader, Functions, Reader
+from megakernel.serving.text.tool_calls import CallReader, Functions, Reader, beginning
 from megakernel.serving.text.tool_formats import CallsGrammar, ToolFormat, tool_format, with_tools
 
 _NO_TOP: dict[int, float] = {}
@@ -103,9 +103,9 @@ class Transcript:
 
     def _append(self, piece: str) -> bool:
         """Append `piece` to the text. If the text now contains a stop string, end the text there and return True."""
-        before = len(self._text)
         self._text += piece
-        ends = [(before + end - len(one.stop), one.stop) for one in self._matchers if (end := one.read(piece))]
+        found = [(one.read(self._text, len(piece)), one.stop) for one in self._matchers]
+        ends = [end for end in found if end[0] >= 0]
         if not ends or len(self.token_ids) < self._min_tokens:
             return False
         at, stop = min(ends)
@@ -115,35 +115,18 @@ class Transcript:
 
 
 class _Matcher:
-    """Finds a stop string in a text that arrives in pieces (the algorithm of Knuth, Morris and Pratt). `matched` is the
-    length of the longest suffix of the text that is the beginning of the stop string."""
+    """Finds a stop string in a text that grows. `matched` is the length of the longest end of the text with which the
+    stop string may begin."""
 
     def __init__(self, stop: str) -> None:
-        self.stop, self.matched, self._shorter = stop, 0, _shorter(stop)
+        self.stop, self.matched = stop, 0
 
-    def read(self, piece: str) -> int:
-        """Read more text. Returns the number of its characters that first complete the stop string, or 0 if none do."""
-        stop, shorter, matched, found = self.stop, self._shorter, self.matched, 0
-        for at, character in enumerate(piece, 1):
-            while matched and character != stop[matched]:
-                matched = shorter[matched - 1]
-            matched += character == stop[matched]
-            if matched == len(stop):
-                found, matched = found or at, shorter[-1]
-        self.matched = matched
-        return found
-
-
-@lru_cache(256)
-def _shorter(stop: str) -> list[int]:
-    """Return, for each beginning of a stop string, the longest shorter beginning that is its suffix."""
-    found, length = [0] * len(stop), 0
-    for at in range(1, len(stop)):
-        while length and stop[at] != stop[length]:
-            length = found[length - 1]
-        length += stop[at] == stop[length]
-        found[at] = length
-    return found
+    def read(self, text: str, new: int) -> int:
+        """Read a text whose last `new` characters are new. Returns where the first stop string begins that they
+        complete, or -1. The number of comparisons does not grow with the stop string, because `matched` grows by at
+        most `new`."""
+        self.matched = beginning(text, self.stop, self.matched + new)
+        return text.find(self.stop, max(0, len(text) - new - len(self.stop) + 1))
 
 
 @dataclass(frozen=True)

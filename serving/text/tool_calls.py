@@ -4,6 +4,7 @@ has begun, so the text of a call is as that grammar writes it. Text that is writ
 from __future__ import annotations
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -199,6 +200,6 @@ def _may_be_head(text: str) -> bool:
     )
 
 
-def beginning(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+def beginning(text: str, mark: str, most: int = sys.maxsize) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`, and not above `most`."""
+    return next((n for n in range(min(len(mark) - 1, len(text), most), 0, -1) if mark.startswith(text[-n:])), 0)
