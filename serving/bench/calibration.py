@@ -71,7 +71,7 @@ def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int]
         on_round(number + 1, _ROUNDS)
     most = min(alone.flops, ceilings.flops / ceilings.threads)
     matmul, attention, vector = (_fastest([one[i] for one in rounds], most) for i in range(3))
-    dispatch, launch, signal = _synchronisation(ceilings.threads, idle)
+    dispatch, launch, signal = _synchronisation(idle)
     core = Core(alone.read_bytes_per_s, *_columns(matmul), *_columns(attention), *vector.values())
     return Calibration(ceilings, core, launch, dispatch, signal, busy.others(begin, busy.now()))
 
@@ -215,36 +215,27 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
     return replace(program, prologue=nothing, body=body, epilogue=nothing, **unsignalled)
 
 
-def _idle(cores: int) -> list[float]:
-    """Return the seconds of four launches without arithmetic: few and many layers on one worker, then on `cores`."""
-    return [null_step(workers, layers)[0] for workers in (1, cores) for layers in (_FEW, _MANY)]
+def _idle(cores: int) -> list[tuple[float, int, int]]:
+    """Return `null_step` of four launches: few and many layers on one worker, then on `cores`."""
+    return [null_step(workers, layers) for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 
-def _synchronisation(cores: int, rounds: list[list[float]]) -> tuple[float, float, float]:
+def _synchronisation(rounds: list[list[tuple[float, int, int]]]) -> tuple[float, float, float]:
     """Return the seconds of an instruction's set-up, of a launch and of a signal, from the shortest of the launches
     that `_idle` timed. The first two come from launches on one worker. The cost of a signal is the additional time per
     phase (operation) on all cores: a layer with one row is a chain of phases, and each phase waits for all workers."""
-    few_s, many_s, few_all_s, many_all_s = map(min, zip(*rounds, strict=True))
-    few, many, few_all, many_all = (_instructions(n, layers) for n in (1, cores) for layers in (_FEW, _MANY))
+    shortest = map(min, zip(*rounds, strict=True))
+    (few_s, few, phases), (many_s, many, _), (few_all_s, few_all, _), (many_all_s, many_all, _) = shortest
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))
-    hops = (_MANY - _FEW) * len(_null_program(1, _FEW).forward.body)
-    signal = (many_all_s - few_all_s - (many_all - few_all) * dispatch) / hops
+    signal = (many_all_s - few_all_s - (many_all - few_all) * dispatch) / ((_MANY - _FEW) * phases)
     return dispatch, max(_LEAST_S, few_s - few * dispatch), max(_LEAST_S, signal)
-
-
-def _null_program(workers: int, layers: int) -> Program:
-    return _compiled(_config(layers), workers, 1)
-
-
-def _instructions(workers: int, layers: int) -> int:
-    return _null_program(workers, layers).instructions // workers
 
 
 def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple[float, int, int]:
     """Time launches of a one-token step whose instructions do no arithmetic. Returns the seconds of the shortest
     launch, the number of instructions of each worker and the number of phases of a layer. Each worker has a thread,
     unless `threads` says otherwise."""
-    program = _null_program(workers, layers)
+    program = _compiled(_config(layers), workers, 1)
     null = _backend("null", _config(layers), program.dims, threads or workers)
     table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.bucket.pages_per_seq))])
     seconds = _best(lambda: null.launch(program, table))

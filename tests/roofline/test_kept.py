@@ -189,17 +189,17 @@ def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.Mon
     rounds = iter([({1: 5.0, 96: 9.0}, {4: 2.0}, {96: 1.0}), ({1: 6.0, 96: 7.0}, {4: 3.0}, {96: 0.5})] * 2)
     monkeypatch.setattr(calibration, "_ROUNDS", 2)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: next(rounds))
-    idle = iter([[30e-6, 62e-6, 40e-6, 90e-6], [31e-6, 60e-6, 39e-6, 100e-6]])
+    sizes = [(20, 5), (320, 5)] * 2  # instructions and phases of few and many layers, on one worker and on all
+    seconds = [(30e-6, 62e-6, 40e-6, 90e-6), (31e-6, 60e-6, 39e-6, 100e-6)]
+    idle = iter([[(one, *size) for one, size in zip(each, sizes, strict=True)] for each in seconds])
     monkeypatch.setattr(calibration, "_idle", lambda cores: next(idle))
     done: list[tuple[int, int]] = []
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
     found = calibration.calibrate(most, most, lambda *progress: done.append(progress))
     assert found.core == Core(1e9, (1.0, 96.0), (6.0, 8.0), (4.0,), (3.0,), 1.0) and done == [(1, 2), (2, 2)]
-    few, many = (calibration._instructions(1, layers) for layers in (2, 62))
-    dispatch = 30e-6 / (many - few)  # 60 us - 30 us, each the shortest time of all rounds
-    assert (found.dispatch_s, found.launch_s) == pytest.approx((dispatch, 30e-6 - few * dispatch))
-    phases = (many - few) / 60
-    assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * phases))
+    # 60 us - 30 us, each the shortest time of all rounds
+    assert (found.dispatch_s, found.launch_s) == pytest.approx((30e-6 / 300, 28e-6))
+    assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * 5))
 
 
 def test_ranks_of_a_host_share_all_rates_but_a_gpu_keeps_its_own() -> None:
@@ -227,7 +227,7 @@ def test_the_rate_of_integers_limits_matmuls_only_if_it_is_known(q8: int, rate: 
 def test_a_core_has_its_share_of_what_all_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_ROUNDS", 1)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 50.0}, {4: 60.0}, {96: 1.0}))
-    monkeypatch.setattr(calibration, "_idle", lambda cores: [30e-6, 62e-6, 40e-6, 90e-6])
+    monkeypatch.setattr(calibration, "_idle", lambda cores: [(30e-6, 20, 5), (62e-6, 320, 5)] * 2)
     alone, both = (Ceilings(1e9, flops, cores, "made up", 1e9) for flops, cores in ((11.0, 1), (16.0, 2)))
     found = calibration.calibrate(both, alone, lambda *progress: None)
     assert found.core == Core(1e9, (1.0,), (8.0,), (4.0,), (8.0,), 1.0)
@@ -250,7 +250,7 @@ def test_a_worker_has_a_thread_unless_it_is_told_otherwise(monkeypatch: pytest.M
 def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (calibration._rate(6.0, 2.0), calibration._rate(6.0, -1e-9), calibration._rate(6.0, 0.0)) == (3.0, 0.0, 0.0)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 5.0}, {4: 0.0}, {96: 1.0}))
-    monkeypatch.setattr(calibration, "_idle", lambda cores: [1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(calibration, "_idle", lambda cores: [(1.0, 20, 5), (2.0, 320, 5)] * 2)
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
     with pytest.raises(MegakernelError, match="other processes disturb every measurement"):
         calibration.calibrate(most, most, lambda *progress: None)
