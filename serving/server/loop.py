@@ -36,8 +36,7 @@ from megakernel.serving.server.client import Overloaded
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONTROL = b"server"  # name of the server itself among the senders of messages; only it may send Gone and Close
-_BESIDE = b"beside"  # name of the threads that do slow work beside the engine; only they may send Done
+CONTROL = b"server"  # name of the server itself among the senders; only it may send Gone, Done and Close
 _GRAMMARS, _TIMELINE = "grammars", "timeline"  # the kinds of slow work
 _SCORES = 2048  # Maximum log-probabilities of a prompt in a message, so that a frontend decodes each in a few ms.
 _Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the number of the job's first choice there
@@ -86,10 +85,7 @@ class EngineLoop:
         self._control = context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
-        self._beside = context.socket(zmq.DEALER)  # the other threads report here that their work has ended
-        self._beside.set(zmq.IDENTITY, _BESIDE)
-        self._beside.connect(address)
-        self._beside_lock = threading.Lock()
+        self._control_lock = threading.Lock()
         self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, _TIMELINE)}
@@ -120,20 +116,23 @@ class EngineLoop:
         self._compiler.start()
 
     def forget(self, frontend: bytes) -> None:
-        """Abort all jobs of a frontend that has exited. `forget` and `close` must be called from the same thread."""
-        self._control.send(messages.encode(messages.Gone(frontend)))
+        """Abort all jobs of a frontend that has exited."""
+        self._tell_engine(messages.Gone(frontend))
 
     def close(self) -> None:
         """Let the threads finish the current step and compilation, end them, and abort the remaining requests."""
         self._stop_compiling.set()
-        self._control.send(messages.encode(messages.Close()))
+        self._tell_engine(messages.Close())
         self._thread.join()
         self._compiler.join()
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
-        self._beside.close(linger=0)
         self._control.close(linger=0)
         self._socket.close(linger=1000)
+
+    def _tell_engine(self, message: messages.ToEngine) -> None:
+        with self._control_lock:
+            self._control.send(messages.encode(message))
 
     # -- the thread
 
@@ -179,14 +178,13 @@ class EngineLoop:
         if frontend == CONTROL:
             if isinstance(message, messages.Close):
                 self._closing = True
+            elif isinstance(message, messages.Done):
+                self._ended_beside.get()()
             elif isinstance(message, messages.Gone):
                 self._gone.add(message.frontend)
                 self._frontends.discard(message.frontend)
                 for job in [job for job in (*self._jobs, *self._compiling) if job[0] == message.frontend]:
                     self._abort(*job)
-            return
-        if frontend == _BESIDE and isinstance(message, messages.Done):
-            self._ended_beside.get()()
             return
         if frontend in self._gone:
             return
@@ -263,8 +261,7 @@ class EngineLoop:
                 log.exception("%s: work beside the engine failed", kind)
                 result = MegakernelError("internal error, see the server's log")
             self._ended_beside.put(partial(then, result))
-            with self._beside_lock:
-                self._beside.send(messages.encode(messages.Done()))
+            self._tell_engine(messages.Done())
 
         self._threads[kind].submit(run)
 
