@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -111,7 +110,8 @@ class Grammar(Constraint):
     so the tokens do not depend on how many steps output them."""
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
-        """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens."""
+        """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens. So one `Grammar`
+        may serve as the pattern of many, if only its copies follow an output."""
         self._start, self.executor, self.left = matcher, executor, left
         self._read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
@@ -233,13 +233,6 @@ def write_masks(masks: NDArray[np.int32], constraints: Sequence[Constraint]) -> 
             one.fail()
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    matcher: LLMatcher
-    left: tuple[str, ...]
-    size: int  # bytes
-
-
 class Grammars:
     """Makes the constraints that sampling parameters ask for, and caches compiled grammars. It is thread-safe."""
 
@@ -250,14 +243,13 @@ class Grammars:
         `most_bytes` of compiled grammars; the least recently used one is dropped first."""
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # with its bytes
         self._kept_bytes, self._most_bytes = 0, most_bytes
         self._checker: LimitedProcess | None = None
-        self._library: LLTokenizer | None = None
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
 
     def known(self, params: SamplingParams) -> Constraint | None:
-        """Return a new constraint if the grammar that `params` ask for is in the cache, otherwise None."""
+        """Return the constraint that `params` ask for if its grammar is in the cache, otherwise None."""
         wanted = params.grammar
         found = None if wanted is None else self._kept(wanted.source())
         return self._placed(wanted, found) if wanted and found else None
@@ -304,7 +296,7 @@ class Grammars:
             if (found := self._known.get(key)) is None:
                 return None
             self._known.move_to_end(key)
-            return Grammar(found.matcher, self._executor, found.left)
+            return found[0]
 
     def _grammar(self, wanted: StructuredOutputsParams) -> Grammar:
         if (found := self._kept(key := wanted.source())) is not None:
@@ -319,23 +311,23 @@ class Grammars:
                 raise
             source, left, size = self._checked(key[0], loosened(key[1]))
             left = ["tools", *left]
-        matcher = LLMatcher(self._tokens(), source, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._library, source, log_level=0, limits=LIMITS)
         if not matcher.is_error():
             # The library does part of its work for the first mask. Compute one now, so that no step has to wait.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(matcher.get_error())
-        self._keep(key, compiled := _Compiled(matcher, tuple(left), size + len(key[1])))
-        return Grammar(matcher, self._executor, compiled.left)
+        self._keep(key, grammar := Grammar(matcher, self._executor, tuple(left)), size + len(key[1]))
+        return grammar
 
-    def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
+    def _keep(self, key: tuple[str, str], grammar: Grammar, size: int) -> None:
         with self._lock:
             dropped = [self._known.pop(key)] if key in self._known else []
-            self._known[key] = compiled
-            self._kept_bytes += compiled.size - sum(one.size for one in dropped)
+            self._known[key] = grammar, size
+            self._kept_bytes += size - sum(size for _, size in dropped)
             while len(self._known) > _MOST_KEPT or self._kept_bytes > self._most_bytes:
                 dropped.append(self._known.popitem(last=False)[1])
-                self._kept_bytes -= dropped[-1].size
+                self._kept_bytes -= dropped[-1][1]
         if dropped:
             dropped.clear()
             release_memory()
@@ -359,12 +351,9 @@ class Grammars:
         grammar, left, size = json.loads(text)
         return grammar, left, size
 
-    def _tokens(self) -> LLTokenizer:
-        with self._lock:
-            if self._library is None:
-                wrapper = TokenizerWrapper(self._vocabulary)
-                self._library = LLTokenizer(wrapper, eos_token=self._eos_ids)
-            return self._library
+    @cached_property
+    def _library(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(self._vocabulary), eos_token=self._eos_ids)
 
     @cached_property
     def _vocabulary(self) -> _Vocabulary:
