@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median_low
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -198,15 +198,11 @@ class StepTimes:
         distinct = list(dict.fromkeys(buckets))
         known = {bucket: seconds for bucket in distinct if (seconds := self._lately(bucket)) is not None}
         known.setdefault(distinct[0], self._prediction(distinct[0]))
-        ends = [bucket for bucket in distinct if bucket in known]
-        for low, high in pairwise(ends):
-            slope = (known[high] - known[low]) / (sum(high) - sum(low))
-            for bucket in distinct[distinct.index(low) + 1 : distinct.index(high)]:
-                known[bucket] = known[low] + slope * (sum(bucket) - sum(low))
-        last = ends[-1]
+        sizes, times = zip(*sorted((sum(bucket), seconds) for bucket, seconds in known.items()), strict=True)
+        last = max(known, key=sum)
         for bucket in distinct[distinct.index(last) + 1 :]:
             known[bucket] = known[last] * self._prediction(bucket) / self._prediction(last)
-        return [known[bucket] for bucket in buckets]
+        return [known.get(bucket) or float(np.interp(sum(bucket), sizes, times)) for bucket in buckets]
 
     def _lately(self, bucket: Bucket) -> float | None:
         measured = self._measured.get(bucket)
