@@ -69,6 +69,6 @@ def run(args: argparse.Namespace) -> int:
     bench.show_latency(figures)
     if trace is not None:
         output.stdout.print()
-        render(summary, resolved, output.stdout)
+        render(summary, output.stdout)
         output.stdout.print(f"\ntimeline of this step: {page.as_uri()}", style="bold", soft_wrap=True)
     return 0

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler.simulate import simulate
     from megakernel.scheduler.simulate.costs import costs_of
 
-    from ..timeline import render_figures, resolve, summarise
+    from ..timeline import render, resolve, summarise
 
     program, machine, tied = _program(args)
     tokens = args.tokens or program.dims.bucket.tokens
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         ("simulated", f"{program.instructions:,} instructions in {seconds:.2f} s"),
     )
     output.stdout.print()
-    render_figures(summary, output.stdout)
+    render(summary, output.stdout)
     return 0
 
 

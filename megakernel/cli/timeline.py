@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         recorded = {"recorded": times} if args.program is None else {}
         output.emit(asdict(summary) | recorded | ({"comparison": asdict(comparison)} if comparison else {}))
     else:
-        render(summary, step, output.stdout)
+        render(summary, output.stdout)
         if len(traces) > 1:
             output.stdout.print(f"\nthe median of {len(times)} launches of {seconds(times[0])} to {seconds(times[-1])}")
         if comparison:

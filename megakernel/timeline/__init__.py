@@ -5,4 +5,4 @@ from .html import page, write_html
 from .perfetto import write_perfetto
 from .resolve import machine_name, resolve
 from .summary import summarise
-from .text import render, render_comparison, render_figures
+from .text import render, render_comparison

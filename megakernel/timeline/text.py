@@ -10,12 +10,9 @@ from rich.text import Text
 from ..isa import OperationFamily
 from ..units import scaled, seconds
 from .compare import Comparison
-from .resolve import WAIT, WORK, Resolved
-from .spans import Spans
 from .summary import Summary
 from .waterfall import Cause
 
-_LANES = 16  # maximum number of lanes (workers) in the map; if there are more, evenly spaced ones
 _WAITS = 6  # maximum number of rows of the table of waits
 _WIDE = 110  # terminal columns needed to show both tables side by side
 
@@ -23,21 +20,10 @@ _WIDE = 110  # terminal columns needed to show both tables side by side
 _STYLES = {f: "default" if f is OperationFamily.CONTROL else f.value for f in OperationFamily}
 
 
-def render(summary: Summary, resolved: Resolved, console: Console) -> None:
-    """Print a summary, and a map of what each lane (worker) did over time."""
+def render(summary: Summary, console: Console) -> None:
+    """Print a summary: the waterfall, work and waits by phase, resources, overlaps and critical path."""
     console.print(Group(_headline(summary), Text(), _waterfall(summary, console.width), Text()))
-    console.print(Group(_map(resolved, console.width), Text()))
     console.print(_tables(_instructions(summary), _waits(summary), console.width))
-    _figures(summary, console)
-
-
-def render_figures(summary: Summary, console: Console) -> None:
-    """Print the figures that need only the summary: waterfall, resources, overlaps and critical path."""
-    console.print(Group(_waterfall(summary, console.width), Text()))
-    _figures(summary, console)
-
-
-def _figures(summary: Summary, console: Console) -> None:
     if summary.resources:
         console.print(_resources(summary, console.width))
         if summary.without_attention:
@@ -79,39 +65,6 @@ def _headline(s: Summary) -> Text:
     if s.dropped:
         text.append(f"  {s.dropped:,} intervals dropped: what follows is incomplete", "bold red")
     return text
-
-
-def _map(resolved: Resolved, console_width: int) -> Text:
-    """Draw a row per lane (worker). A cell shows the operation that took most of its time, or a wait."""
-    width = max(20, min(console_width, 160) - 14)
-    edges = np.linspace(0, resolved.period, width + 1).astype(np.int64)
-    families = list(OperationFamily)
-    waiting = len(families)
-    of_phase = {number: families.index(p.family) for number, p in resolved.program.forward.by_number.items()}
-    family = np.array([of_phase[number] for number in resolved.number.tolist()])
-    part = np.where(resolved.kind(*WORK), family, np.where(resolved.kind(*WAIT), waiting, -1))
-    lanes = np.unique(np.linspace(0, resolved.lanes - 1, min(resolved.lanes, _LANES)).astype(int))
-    result = Text()
-    for lane in lanes.tolist():
-        time = np.zeros((waiting + 1, width))
-        for row in range(waiting + 1):
-            pick = (resolved.lane == lane) & (part == row)
-            time[row] = Spans.union(resolved.begin[pick], resolved.end[pick]).covered(edges[:-1], edges[1:])
-        rank, worker = divmod(lane, resolved.program.workers)
-        label = f"{rank}:{worker}" if resolved.program.ranks > 1 else f"{worker}"
-        result.append(f"{'worker ' + label:>12}  ")
-        for spent, best, span in zip(time.T, time.argmax(axis=0).tolist(), np.diff(edges), strict=True):
-            if spent.sum() < 0.1 * span:
-                result.append(" ")
-            elif best == waiting:
-                result.append("·", "bright_black")
-            else:
-                result.append("█" if spent[best] * 2 > span else "▄", _STYLES[families[best]])
-        result.append("\n")
-    legend = Text(" " * 14)
-    for f in (families[i] for i in np.unique(family)):
-        legend.append("█ ", _STYLES[f]).append(f.name.lower() + "   ")
-    return result.append_text(legend.append("· ", "bright_black").append("waiting"))
 
 
 def _table(title: str, *columns: str) -> Table:
