@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from megakernel.isa import DRAIN, JOIN, Operation
 from megakernel.isa import record as rec
 from megakernel.isa.record import Records
-from megakernel.program import Program, Segment
+from megakernel.program import SEGMENTS, Program, Segment
+from megakernel.program.program import TOTALS
 from megakernel.scheduler.derive import BODY, EPILOGUE
 from megakernel.scheduler.place import Placed
 from megakernel.scheduler.sync import Join, Sync, Words
@@ -31,21 +32,10 @@ def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -
         segments.append(_streams(records, ranks * workers))
     if sync.barrier:
         segments[EPILOGUE] = _with_barrier(segments[EPILOGUE], sync.barrier, workers)
-    return Program(
-        dims=tasks.dims,
-        forward=tasks.forward,
-        machine=tasks.machine.name,
-        ranks=ranks,
-        workers=workers,
-        counters=sync.totals_first.shape[-1],
-        prologue=segments[0],
-        body=segments[1],
-        epilogue=segments[2],
-        totals_first=sync.totals_first,
-        totals_middle=sync.totals_middle,
-        totals_last=sync.totals_last,
-        queues=queues,
-    )
+    totals = {name: getattr(sync, name) for name in TOTALS}
+    counters, named = sync.totals_first.shape[-1], dict(zip(SEGMENTS, segments, strict=True))
+    machine = tasks.machine.name
+    return Program(tasks.dims, tasks.forward, machine, ranks, workers, counters, **named, **totals, queues=queues)
 
 
 def _records(tasks: PhaseTasks, waits: Words, signals: Words) -> Records:

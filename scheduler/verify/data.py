@@ -11,9 +11,9 @@ access has ended."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,56 +37,47 @@ from megakernel.isa import (
 from megakernel.program import SEGMENTS, Program
 from megakernel.program.part import Use, extent
 from megakernel.program.phases import Ints, phases_of
-from megakernel.scheduler.verify import native as native
+from megakernel.scheduler.verify import native
+from megakernel.scheduler.verify.native import Int32s
 from megakernel.scheduler.verify.order import Events, Unrolled, row_blocks
 
 _HOST = MAX_PHASES + 1  # number of an imaginary last phase, in which the host reads the outputs of rank 0
 _KINDS = {Kind.READ: (native.READ,), Kind.WRITE: (native.WRITE,), Kind.UPDATE: (native.READ, native.WRITE)}
+_Where = tuple[Ints | Column | int, ...]  # the rank, event, row, row_end, col and col_end of accesses
 _LAYERED = np.array([spec.layered for spec in BUFFERS.values()], dtype=np.uint8)
 
 
-class _Touches:
-    """A list of memory accesses, each to a rectangle of rows and columns of a buffer. `pieces` has them in parts, as
-    arrays [8, n]: phase, place (a copy of the buffer on a rank), kind (read or write), event (execution of an
-    instruction), row, row_end, col, col_end."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.pieces: list[NDArray[np.int32]] = []
-
-    def add(
-        self, phase: int, buffer: Buffer, rank: Ints | Column | int, kind: int, event: Ints, *box: Ints | Column
-    ) -> None:
-        place = buffer * self.ranks + rank
-        self.pieces.append(np.array(np.broadcast_arrays(phase, place, kind, event, *box), np.int32))
-
-
-def _touches(program: Program, events: list[Events], found: list[Use]) -> NDArray[np.int32]:
-    out = _Touches(program.ranks)
+def _touches(program: Program, events: list[Events], found: list[Use]) -> Iterator[Int32s]:
+    """Yield all memory accesses, each to a rectangle of rows and columns of a buffer, as arrays [8, n]: phase, place (a
+    copy of the buffer on a rank), kind (read or write), event (execution of an instruction), and the rectangle."""
     by_name = {e.part.name: e for e in events}
     dealt = {a.buffer for use in found for a in use.accesses if a.index is Index.LOGIT_OWNER}
     for use in found:
-        segment, phase = by_name[use.part.name], use.phase.number
+        segment = by_name[use.part.name]
         for access in use.accesses:
-            for kind in _KINDS[access.kind]:
-                if access.index is Index.ITEM:
-                    _items(out, segment, phase, kind, use.dims, access)
-                elif access.index is Index.LOGIT_ROW:
-                    _logit_rows(out, segment, phase, kind, use, access)
-                else:
-                    col, col_end = access.col, access.col_end
-                    if access.buffer in dealt:
-                        # The inputs of a step decide which rows each rank writes, so a proof cannot know them. Instead,
-                        # it treats the share of each rank as one column of the buffer.
-                        mine = access.index is Index.LOGIT_OWNER
-                        col = np.full_like(col, use.dims.split.rank if mine else 0)
-                        col_end = np.full_like(col, use.dims.split.rank + 1 if mine else program.ranks)
-                    for rank in _copies(access, use.dims):
-                        out.add(phase, access.buffer, rank, kind, use.rows, access.row, access.row_end, col, col_end)
+            if access.index is Index.ITEM:
+                touched = list(_items(segment, use.dims, access))
+            elif access.index is Index.LOGIT_ROW:
+                touched = list(_logit_rows(segment, use, access))
+            else:
+                col, col_end = access.col, access.col_end
+                if access.buffer in dealt:
+                    # The inputs of a step decide which rows each rank writes, so a proof cannot know them. Instead, it
+                    # treats the share of each rank as one column of the buffer.
+                    mine = access.index is Index.LOGIT_OWNER
+                    col = np.full_like(col, use.dims.split.rank if mine else 0)
+                    col_end = np.full_like(col, use.dims.split.rank + 1 if mine else program.ranks)
+                box = access.row, access.row_end, col, col_end
+                touched = [(rank, use.rows, *box) for rank in _copies(access, use.dims)]
+            for kind, (rank, *where) in itertools.product(_KINDS[access.kind], touched):
+                yield _touch(use.phase.number, access.buffer * program.ranks + rank, kind, *where)
     for buffer, rank in _declared(program.forward, program.dims)[1]:
-        height, width = extent(buffer, program.dims)
-        out.add(_HOST, buffer, rank, native.HOST, *(np.array([v]) for v in (0, 0, height, 0, width)))
-    return np.concatenate(out.pieces, axis=1)
+        none, height, width = (np.array([edge]) for edge in (0, *extent(buffer, program.dims)))
+        yield _touch(_HOST, buffer * program.ranks + rank, native.HOST, none, none, height, none, width)
+
+
+def _touch(*rows: Ints | Column | int) -> Int32s:
+    return np.array(np.broadcast_arrays(*rows), np.int32)
 
 
 def _copies(access: Access, dims: Dims) -> list[Column | int]:
@@ -103,24 +94,24 @@ def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
     return row, np.minimum(row + dims.bucket.row_block, dims.bucket.tokens)
 
 
-def _items(out: _Touches, events: Events, phase: int, kind: int, dims: Dims, access: Access) -> None:
-    """Add the accesses of attention to `out`: one for each row block and group of KV heads. The attention of such a
-    group counts as one event. It also reads K and V of other row blocks, after waiting for the counters of these
-    blocks. Such a read is recorded once, with the event of the row block that is read. No write must wait for the read,
-    because every layer has its own K and V, so nothing overwrites them."""
+def _items(events: Events, dims: Dims, access: Access) -> Iterator[_Where]:
+    """Yield the accesses of attention: one for each row block and group of KV heads. The attention of such a group
+    counts as one event. It also reads K and V of other row blocks, after waiting for the counters of these blocks. Such
+    a read is recorded once, with the event of the row block that is read. No write must wait for the read, because
+    every layer has its own K and V, so nothing overwrites them."""
     grid = events.items[dims.split.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = _block_rows(dims, blocks)
     edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.split.rank_kv_heads).tolist()
-    columns = [item_columns(access.buffer, dims, first, end) for first, end in pairwise(edges)]
+    columns = [item_columns(access.buffer, dims, first, end) for first, end in itertools.pairwise(edges)]
     col, col_end = np.array(columns)[groups].T
     copies = [dims.owner(row)] if access.rank is None else _copies(access, dims)
     for rank in copies:
-        out.add(phase, access.buffer, rank, kind, grid.event.ravel(), row, row_end, col, col_end)
+        yield rank, grid.event.ravel(), row, row_end, col, col_end
 
 
-def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, access: Access) -> None:
-    """Add the reads of the rows that get logits to `out`. With an indexed wait, an instruction waits for the counter of
+def _logit_rows(events: Events, use: Use, access: Access) -> Iterator[_Where]:
+    """Yield the reads of the rows that get logits. With an indexed wait, an instruction waits for the counter of
     each row block from which the step's inputs select rows. Each row is then read after the counter of its row block.
     Without an indexed wait, all rows are read after the instruction's ordinary waits."""
     d = use.dims
@@ -129,10 +120,10 @@ def _logit_rows(out: _Touches, events: Events, phase: int, kind: int, use: Use, 
     box = (row, row_end, np.zeros_like(row), np.full_like(row, access.col_end[0]))
     plain = use.rows
     for reads in (r for r in events.reads if r.rank == d.split.rank and np.isin(r.records, use.rows).any()):
-        out.add(phase, access.buffer, d.split.rank, kind, reads.event, *box)
+        yield d.split.rank, reads.event, *box
         plain = np.setdiff1d(plain, reads.records)
     for record in plain:
-        out.add(phase, access.buffer, d.split.rank, kind, np.full(len(blocks), record), *box)
+        yield d.split.rank, np.full(len(blocks), record), *box
 
 
 @lru_cache(maxsize=64)
@@ -159,7 +150,7 @@ def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], m
     writes, _ = _declared(program.forward, program.dims)
     segment = phases_of(program.forward).segment[: _HOST + 1].astype(np.int32)
     segment[_HOST] = SEGMENTS.index("epilogue")
-    touches = _touches(program, events, found)
+    touches = np.concatenate([*_touches(program, events, found)], axis=1)
     step = native.order_step(program.ranks, segment, writes, _LAYERED, touches)
     nothing = np.zeros(0, dtype=np.int32)
     ends, lasts = (rows.astype(np.int32) for rows in unrolled.ends()) if program.ranks > 1 else (nothing, nothing)

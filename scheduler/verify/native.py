@@ -68,15 +68,7 @@ def unordered(graph: EventGraph, order: Int32s, step: Any, ends: Int32s, lasts: 
     """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND. `order` is a
     topological order of the graph. Also checks that each node of `lasts` comes after each node of `ends`."""
     found = np.zeros(most, dtype=FOUND)
-    count = load().mk_verify_data(
-        ctypes.byref(graph.native()),
-        order.ctypes.data,
-        ctypes.byref(step),
-        len(ends),
-        ends.ctypes.data,
-        len(lasts),
-        lasts.ctypes.data,
-        most,
-        found.ctypes.data,
-    )
+    what = ctypes.byref(graph.native()), order.ctypes.data, ctypes.byref(step)
+    streams = len(ends), ends.ctypes.data, len(lasts), lasts.ctypes.data
+    count = load().mk_verify_data(*what, *streams, most, found.ctypes.data)
     return found[: _checked(count)]
