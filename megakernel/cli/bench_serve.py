@@ -9,7 +9,6 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from .. import machine
@@ -208,9 +207,7 @@ def show(figures: dict[str, Any]) -> None:
         ratio = "no answers" if other["ratio"] is None else f"{other['ratio']:.2f} x"
         lines.append(("versus", output.bold(ratio, f" the {other['tokens_per_s']:.1f} tokens/s of {url}")))
     output.rows(*lines)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name, justify in (("ms", "left"), ("mean", "right"), ("median", "right"), ("p99", "right")):
-        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    table = output.table("ms", "mean", "median", "p99")
     names = "to first token", "per later token", "between pieces", "whole answer"
     for key, name in zip(("ttft_s", "tpot_s", "itl_s", "e2e_s"), names, strict=True):
         values = [figures[key][column] for column in ("mean", "median", "p99")]

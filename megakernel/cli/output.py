@@ -60,7 +60,7 @@ def rows(*pairs: tuple[str, str | Text]) -> None:
     stdout.print(table)
 
 
-_TEXT = ("phase", "bound by", "question", "what", "numbers of the book")
+_TEXT = ("ms", "phase", "bound by", "question", "what", "numbers of the book")
 
 
 def table(*names: str) -> Table:
