@@ -24,10 +24,6 @@ BF16_DIMS = DIMS.changed(dtype=int(Dtype.BF16), kv_page=128, row_block=64, token
 
 def make(dims: Dims, seed: int = 0) -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1, replicated_o=0, replicated_residual=0))
-    if dims.model.post_norms:
-        checkpoint.config = replace(checkpoint.config, family="glm4", post_norms=True)
-    if dims.model.whole_norms:
-        checkpoint.config = replace(checkpoint.config, family="olmo2", post_norms=True, whole_norms=True)
     if dims.model.clipped_gates:
         checkpoint.config = replace(checkpoint.config, family="gpt_oss")
     return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)

@@ -38,7 +38,7 @@ ON_UNITS = [(*each, units) for each in MATMULS for units in (Units.TENSOR, Units
 
 def make(dims: Dims, *, biased: bool = True, norm: str = "own", family: str = "llama") -> HostTwins:
     checkpoint = RandomCheckpoint(dims.changed(tp=1), biased=biased)
-    checkpoint.config = replace(checkpoint.config, family=family, post_norms=bool(dims.model.post_norms))
+    checkpoint.config = replace(checkpoint.config, family=family)
     return HostTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split, norm), dims)
 
 

@@ -136,7 +136,7 @@ def test_matmuls(twins: CpuTwins, rows: int) -> None:
 def test_norms_of_what_a_layer_adds_and_gelu(simd: str, dtype: Dtype) -> None:
     dims = DIMS.changed(dtype=int(dtype), post_norms=1)
     checkpoint = RandomCheckpoint(dims, biased=False)
-    checkpoint.config = replace(checkpoint.config, family="gemma3_text", post_norms=True)
+    checkpoint.config = replace(checkpoint.config, family="gemma3_text")
     forward = passes.apply(families.forward(checkpoint.config), dims.split)
     twins = CpuTwins(checkpoint, forward, dims)
     tiles = {"o_proj": (16, 56), "gate_up_silu": (32, 72), "down_proj": (16, 56), "post_mlp_norm": ()}
@@ -151,9 +151,7 @@ def test_norms_over_all_heads(simd: str, dtype: Dtype, quantised_kv: int) -> Non
     """Also on the second of two ranks, which has some of the heads that it normalises."""
     for rank, tp in ((0, 1), (1, 2)):
         dims = DIMS.changed(dtype=int(dtype), post_norms=1, whole_norms=1, quantised_kv=quantised_kv, tp=tp)
-        checkpoint = RandomCheckpoint(dims.changed(tp=1))
-        checkpoint.config = replace(checkpoint.config, family="olmo2", post_norms=True, whole_norms=True)
-        twins = CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims)
+        twins = make(dims)
         table = make_table(dims, {0: (30, 12), 1: (100, 28)})
         table.row_seq[37:] = -1
         for name, columns in {"attn_input": (), "qkv": (16, 144), "qk_norm_rope": ()}.items():

@@ -18,4 +18,6 @@ def config_of(d: Dims, **more: Any) -> ModelConfig:
     if m.experts:
         more |= {"family": "mixtral", "experts": m.experts, "experts_per_token": m.experts_per_token}
         more |= {"normalised_routes": bool(m.normalised_routes), "clipped_gates": bool(m.clipped_gates)}
+    if m.post_norms:
+        more |= {"family": "olmo2" if m.whole_norms else "glm4", "post_norms": True, "whole_norms": bool(m.whole_norms)}
     return ModelConfig(*sizes, **more)
