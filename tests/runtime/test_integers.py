@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, PAGES, Array, RandomCheckpoint, make_table
 from handmade import record
-from stored_checkpoints import ODD, SHARED, Mixed, logits, program_of, quantised
+from stored_checkpoints import ODD, SHARED, GivenHead, Mixed, logits, program_of, quantised
 
 from megakernel import LLM
 from megakernel.errors import MegakernelError
-from megakernel.isa import Buffer, Dtype, Split, to_f32
+from megakernel.isa import Buffer, Dtype, to_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.isa.integers import Codes, codes, multiply, rounded
-from megakernel.model.checkpoint import Storage, StoredRows, WeightRows
 from megakernel.runtime.cpu.backend import CpuBackend
 
 # Numbers of rows: one, those of the smallest and largest register blocks, and more than one pass takes.
@@ -86,11 +85,7 @@ def test_bits_are_those_of_the_definition(simd: str, kind: Dtype) -> None:
     head = blocks(kind, COLUMNS)
     dims = DIMS.changed(ffn=32, vocab=COLUMNS, hidden=INNER, layers=1)
 
-    class Head(RandomCheckpoint):
-        def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-            return [WeightRows(kind, head)] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
-
-    checkpoint = Head(dims, storage={Buffer.LM_HEAD: Storage(((StoredRows(kind, COLUMNS),),))})
+    checkpoint = GivenHead(dims, kind, head)
     program = program_of(checkpoint, max(ROWS), q8=True)
     backend = CpuBackend(checkpoint, program.dims, PAGES, threads=1)
     weights = codes(head, kind)

@@ -14,6 +14,7 @@ from stored_checkpoints import (
     ODD,
     SHARED,
     Dequantised,
+    GivenHead,
     Mixed,
     all_logits,
     assert_close,
@@ -25,9 +26,8 @@ from stored_checkpoints import (
 from megakernel import LLM, SamplingParams
 from megakernel.cli import main
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dtype, Split, to_f32
+from megakernel.isa import BUFFERS, Buffer, Dtype, to_f32
 from megakernel.isa.dtypes import BLOCKS
-from megakernel.model.checkpoint import Storage, StoredRows, WeightRows
 from megakernel.model.weight_types import stored_as
 from megakernel.roofline import step_work
 from megakernel.runtime import choose_backend
@@ -90,11 +90,7 @@ def test_every_scale_of_a_block(simd: str) -> None:
     values[:, 0] = -128
     head = np.concatenate([scales[:, None].view(np.uint8), values.view(np.uint8)], axis=1)
 
-    class Scales(RandomCheckpoint):
-        def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-            return [WeightRows(Dtype.Q8_0, head)] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
-
-    checkpoint = Scales(dims, storage={Buffer.LM_HEAD: Storage(((StoredRows(Dtype.Q8_0, len(head)),),))})
+    checkpoint = GivenHead(dims, Dtype.Q8_0, head)
     program = program_of(checkpoint, 5)
     backend = CpuBackend(checkpoint, program.dims, PAGES, threads=1)
     tile = record(program.forward.by_name["lm_head"], 0, 1, 0, dims.model.vocab)

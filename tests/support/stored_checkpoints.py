@@ -41,6 +41,17 @@ class Dequantised:
         return converted(self._quantised.rows(buffer, layer, split), column_share(buffer, split).size, Dtype.F32)
 
 
+class GivenHead(RandomCheckpoint):
+    """A checkpoint whose LM head has these rows of blocks of a type."""
+
+    def __init__(self, dims: Dims, kind: Dtype, head: Array) -> None:
+        super().__init__(dims, storage={Buffer.LM_HEAD: Storage(((StoredRows(kind, len(head)),),))})
+        self._head = WeightRows(kind, head)
+
+    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
+        return [self._head] if buffer is Buffer.LM_HEAD else super().rows(buffer, layer, split)
+
+
 class Mixed:
     """A checkpoint whose matrices each have rows of three types, which differ from layer to layer."""
 
