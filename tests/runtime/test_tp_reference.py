@@ -14,7 +14,6 @@ from mutate import edit, rows_of
 from numpy.typing import NDArray
 from tiny_llama import ROPES, error, hf_logits, make_llama
 
-from megakernel import machine as machines
 from megakernel import trace
 from megakernel.errors import MegakernelError
 from megakernel.isa import (
@@ -39,20 +38,13 @@ from megakernel.model.checkpoint import Checkpoint
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
 from megakernel.runtime.reference import ReferenceBackend
-from megakernel.scheduler import Spec, compile_program
-from megakernel.scheduler.options import Options
 from megakernel.serving import LLM, SamplingParams
 
 torch.set_num_threads(1)
 # (replicated_o, replicated_residual). Only replicated_o changes the numerics class, the set of programs that
 # compute the same bits for the same row.
 LOWERINGS = [(0, 0), (0, 1), (1, 0), (1, 1)]
-SHAPES: dict[str, dict[str, Any]] = {
-    "grouped": {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "rope": ROPES["llama3"]},
-    "one KV head": {"layers": 1, "heads": 8, "kv_heads": 1, "ffn": 96, "vocab": 300},
-    "few heads": {"layers": 1, "heads": 3, "kv_heads": 3, "head_dim": 24, "ffn": 33, "vocab": 31, "tied": True},
-    "biases": {"layers": 1, "heads": 4, "ffn": 300, "vocab": 257, "attention_bias": True, "mlp_bias": True},
-}
+GROUPED: dict[str, Any] = {"heads": 9, "kv_heads": 3, "head_dim": 8, "hidden": 72, "ffn": 137, "rope": ROPES["llama3"]}
 
 
 def rank_dims(dims: Dims, tp: int, lowering: tuple[int, int] = (0, 0)) -> Dims:
@@ -81,26 +73,11 @@ def by_hand(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
     return make_program(config, dims, workers, tile=64)
 
 
-def by_scheduler(config: ModelConfig, dims: Dims, workers: int = 2) -> Program:
-    """Compile a program whose maximum sizes and division among ranks are those of `dims`. The scheduler chooses row
-    blocks (rows that share a counter) and buffer capacities by itself, so they may differ from those of `dims`."""
-    o, residual = (
-        ("sharded", "dealt", "replicated")[i] for i in (2 * dims.split.replicated_o, 1 + dims.split.replicated_residual)
-    )
-    bucket = {name: dims.flat[name] for name in ("tokens", "logit_rows", "max_seqs", "max_context", "tp")}
-    options = Options(o=o, residual=residual)
-    return compile_program(
-        Spec(config, machines.host(workers), dtype=Dtype(dims.model.dtype), options=options, **bucket)
-    )
-
-
-@pytest.mark.parametrize(
-    ("shape", "make", "tp"), [*((shape, by_scheduler, 8) for shape in SHAPES), ("grouped", by_hand, 4)]
-)
-def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig, Dims], Program], tp: int) -> None:
-    hf, checkpoint = make_llama(1, **SHAPES[shape])
+@pytest.mark.parametrize("tp", [4, 8])
+def test_ranks_compute_what_one_computes(tp: int) -> None:
+    hf, checkpoint = make_llama(1, **GROUPED)
     dims = small(checkpoint)
-    one = on_reference(checkpoint, make(checkpoint.config, dims))
+    one = on_reference(checkpoint, by_hand(checkpoint.config, dims))
     expected, made = one.run(), one.tokens
     short = hf_logits(hf, [*one.prompts[0], made[0], made[4]])
     long = hf_logits(hf, [*one.prompts[1], made[3]])
@@ -108,7 +85,7 @@ def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig
     assert error(expected, wanted) < 1e-4 and made == wanted.argmax(axis=1).tolist()
     found = {}
     for lowering in LOWERINGS:
-        ranks = on_reference(checkpoint, make(checkpoint.config, rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
+        ranks = on_reference(checkpoint, by_hand(checkpoint.config, rank_dims(dims, tp, lowering)), seed=tp, noise=1e4)
         found[lowering] = ranks.run()
         assert ranks.tokens == one.tokens
         assert ranks.backend.link_bytes.sum() == ranks.link_bytes > 0
@@ -121,7 +98,7 @@ def test_ranks_compute_what_one_computes(shape: str, make: Callable[[ModelConfig
 
 @pytest.mark.parametrize("replicated_o", [0, 1])
 def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
-    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    checkpoint = make_llama(1, **GROUPED)[1]
     dims = rank_dims(small(checkpoint), 2, (replicated_o, 0))
     few = dims.changed(tokens=2, logit_rows=2, row_block=1, replicated_residual=1)
     many, one = (by_hand(checkpoint.config, d) for d in (dims, few))
@@ -131,7 +108,7 @@ def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
 
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), (4, (1, 1))])
 def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, int]) -> None:
-    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    checkpoint = make_llama(1, **GROUPED)[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
     expected = on_reference(checkpoint, make_program(checkpoint.config, dims)).run()
     for seed, program in (
@@ -192,7 +169,7 @@ def in_order(
 def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]) -> None:
     """An instruction writes exactly the cells that it declares, on every rank. The backend's count of the bytes stored
     on other ranks agrees with the declaration."""
-    checkpoint = make_llama(1, **SHAPES["grouped"] | {"layers": 1})[1]
+    checkpoint = make_llama(1, **GROUPED | {"layers": 1})[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
     mixed = on_reference(checkpoint, make_program(checkpoint.config, dims, 2))
     backend, (program, table) = mixed.backend, mixed.steps()[0]
@@ -287,7 +264,7 @@ def test_a_trace_tells_ranks_and_queued_instructions() -> None:
 def test_an_engine_on_ranks_generates_the_same() -> None:
     """Four ranks generate the same tokens as one. Different ranks sample different requests, and each rank computes
     penalties from its own HISTORY."""
-    checkpoint = make_llama(1, **SHAPES["grouped"])[1]
+    checkpoint = make_llama(1, **GROUPED)[1]
     prompts = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (3, 20, 7)]
     params = [
         SamplingParams(temperature=0, max_tokens=6, logprobs=2),
