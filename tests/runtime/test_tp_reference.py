@@ -23,7 +23,6 @@ from megakernel.isa import (
     Access,
     Buffer,
     Dims,
-    Dtype,
     Forward,
     Index,
     Kind,

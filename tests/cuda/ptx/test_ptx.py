@@ -49,7 +49,6 @@ CHECKS: dict[str, Callable[[str], object]] = {
     "rows alone": lambda kind: ptx_steps.rows_alone(kind, range(RUNS or 3)),
     "aborts": lambda kind: ptx_steps.aborted(kind, range(RUNS or 20)),
     "doctor": ptx_steps.checked,
-    "answer": ptx_steps.answered,
     "faults": lambda kind: ptx_steps.found(kind, () if RUNS or kind in ROWS else SAMPLE),
     "trace": lambda kind: ptx_steps.varied(kind, trace=True),
     "no copies": lambda kind: ptx_steps.varied(kind, ablation=Ablation.COPIES),
@@ -84,12 +83,6 @@ def test_nothing_is_wrong(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_build_for_one_row_computes_the_same_bits(kind: str) -> None:
     assert check("rows alone", kind, BUILDS["dots"]) == []
-
-
-@pytest.mark.slow
-def test_the_default_model_answers() -> None:
-    pytest.importorskip("gguf")
-    assert check("answer", "dots") == []
 
 
 @pytest.mark.slow
