@@ -16,19 +16,16 @@ from runner import Piece, Runner
 from safetensors.torch import save_file
 from tiny_llama import ROPES, error, hf_logits, make_llama, rounded
 from transformers import (
-    AutoModelForImageTextToText,
     Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Mistral3Config,
-    Mistral3ForConditionalGeneration,
     PixtralVisionConfig,
-    PreTrainedModel,
+    PretrainedConfig,
     Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SiglipVisionConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from weights import loaded
 
 from megakernel.cli.options import load
@@ -240,34 +237,24 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "n
 VISION |= {"image_size": 32, "patch_size": 16}
 
 
-def seeing(text: PreTrainedModel) -> PreTrainedModel:
-    """Return a model that also sees images, with the weights of the language model `text`."""
-    inner, shared = text.config, {"tie_word_embeddings": text.config.tie_word_embeddings}
+def seeing(inner: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a model that also sees images, with the language model `inner`."""
+    shared = {"tie_word_embeddings": inner.tie_word_embeddings}
     if inner.model_type == "mistral":
-        vision: Any = PixtralVisionConfig(**VISION)
-        model = Mistral3ForConditionalGeneration(Mistral3Config(text_config=inner, vision_config=vision, **shared))
-    elif inner.model_type == "gemma3_text":
-        vision = SiglipVisionConfig(**VISION)
-        model = Gemma3ForConditionalGeneration(
-            Gemma3Config(text_config=inner, vision_config=vision, mm_tokens_per_image=4, **shared)
-        )
-    else:
-        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-        vision |= {"out_hidden_size": inner.hidden_size}
-        own = {name: value for name, value in inner.to_dict().items() if name not in ("model_type", "architectures")}
-        if inner.model_type == "qwen2":
-            own["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
-            config = Qwen2_5_VLConfig(text_config=own, vision_config=vision, **shared)
-            model = Qwen2_5_VLForConditionalGeneration(config)
-        else:
-            vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
-            own["rope_parameters"] |= {"mrope_section": [8, 6, 6], "mrope_interleaved": True}
-            kind = Qwen3VLConfig if inner.model_type == "qwen3" else Qwen3VLMoeConfig
-            model = AutoModelForImageTextToText.from_config(kind(text_config=own, vision_config=vision, **shared))
-    model.config.get_text_config()._experts_implementation = "eager"
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.lm_head.load_state_dict(text.lm_head.state_dict())
-    return model.eval()
+        return Mistral3Config(text_config=inner, vision_config=PixtralVisionConfig(**VISION), **shared)
+    if inner.model_type == "gemma3_text":
+        vision: Any = SiglipVisionConfig(**VISION)
+        return Gemma3Config(text_config=inner, vision_config=vision, mm_tokens_per_image=4, **shared)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": inner.hidden_size}
+    own = {name: value for name, value in inner.to_dict().items() if name not in ("model_type", "architectures")}
+    if inner.model_type == "qwen2":
+        own["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
+        return Qwen2_5_VLConfig(text_config=own, vision_config=vision, **shared)
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 4}
+    own["rope_parameters"] |= {"mrope_section": [8, 6, 6], "mrope_interleaved": True}
+    kind = Qwen3VLConfig if inner.model_type == "qwen3" else Qwen3VLMoeConfig
+    return kind(text_config=own, vision_config=vision, **shared)
 
 
 PREFIXES = [("language_model.", ""), ("model.language_model.", "model."), ("model.", "model.")]
@@ -294,7 +281,9 @@ def test_text_part_of_a_model_that_sees_images(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str, changes: dict[str, Any], prefixes: tuple[str, str]
 ) -> None:
     text, checkpoint = make_llama(2, family, **SHAPES[family] | changes)
-    seeing(text).save_pretrained(tmp_path)
+    config = seeing(text.config)
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(tmp_path)
     outer, inside = prefixes
     names = {
         outer + name.removeprefix(inside): value.transpose(1, 2).contiguous() if ".experts." in name else value
