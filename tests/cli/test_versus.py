@@ -147,12 +147,7 @@ def test_latency_against_llama_bench(cli: Cli, model: str, native: Path, monkeyp
     assert [int(line) for line in ours.read_text().split()] == [searched, searched + 2, searched + 4]
     assert versus["tokens_per_s"] == versus["tokens_per_s_min"] == 4 / 1.5
     assert len(versus["runs"]) == 3 and versus["runs"][0] == {"decode_s": 1.5, "prefill_s": 1.25}
-    mine = [4 / sum(run["decode_step_s"]) for run in figures["runs"]]
-    assert versus["ours"]["tokens_per_s"] == pytest.approx(np.median(mine))
-    assert versus["ratio"] == pytest.approx(np.median(mine) / (4 / 1.5))
-    assert versus["prefill"]["ratio"] == pytest.approx(
-        np.median([600 / run["prefill_s"] for run in figures["runs"]]) / (600 / 1.25)
-    )
+    assert versus["ours"]["tokens_per_s"] == np.median([4 / sum(run["decode_step_s"]) for run in figures["runs"]])
     settings = versus["settings"]
     assert settings["decode"] == {"threads": 2, "flash_attention": False, "ubatch": 512}
     assert settings["prefill"] == {"threads": 2, "flash_attention": False, "ubatch": 128}
@@ -185,8 +180,6 @@ def test_throughput_against_llama_batched_bench(cli: Cli, model: str, native: Pa
     versus = figures["vs"]["llama.cpp"]
     assert (figures["completed"], figures["input_tokens"], figures["output_tokens"]) == (32, 32 * 64, 32 * 96)
     assert versus["tokens_per_s"] == 32 * 96 / 1.25 and versus["runs"][0] == {"batch_s": 1.25}
-    mine = np.median([32 * 96 / run["duration_s"] for run in figures["runs"]])
-    assert versus["ratio"] == pytest.approx(mine / (32 * 96 / 1.25))
     last = commands(native)[-1]
     assert last["program"] == "llama-batched-bench"
     assert (last["-npp"], last["-ntg"], last["-npl"], last["-c"]) == ("64", "95", "32,32", str(32 * 256))

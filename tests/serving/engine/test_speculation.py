@@ -48,29 +48,6 @@ def test_readers_see_the_same_text_and_the_server_counts_what_it_verified(model:
 # -- KV pages and the step budget
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_pages_with_rejected_tokens_are_not_taken_for_full_ones(share: float) -> None:
-    rng = random.Random(0)
-    guesses = Guesses(lambda place: rng.random() < share)
-    engine, backend = fake_engine(lambda place: place % 60, speculate=(9, guesses))
-    for prompt in ([3] * 10, [7] * 21):
-        request = engine.add(prompt, SamplingParams(max_tokens=60))
-        text = prompt + [place % 60 for place in range(len(prompt) - 1, 100)]
-        guesses.tell(request.choices[0], text)
-        while not engine.idle:
-            engine.step()
-            slots = engine._batch.slots
-            for slot in slots.order:  # other sequences may share only pages of accepted tokens
-                full, pages = slots.known_pages[slot] * 16, slots.pages_of(slot)
-                assert full <= slots.known[slot] and all((pages[i // 16], i % 16) in backend.kv for i in range(full))
-        assert engine.stats.pages_used == 0
-        again = engine.add(request.choices[0].tokens, SamplingParams(max_tokens=1))
-        guesses.tell(again.choices[0], text)
-        for _ in engine.run():
-            pass
-        assert again.cached_tokens == (len(request.choices[0].tokens) - 1) // 16 * 16
-
-
 def test_pages_of_rejected_tokens_are_given_back() -> None:
     guesses = Guesses(lambda place: True)
     engine, _ = fake_engine(lambda place: place % 60, speculate=(4, guesses))

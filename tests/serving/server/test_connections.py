@@ -81,29 +81,17 @@ def test_a_compressed_body_is_a_415(live: Live, coding: str) -> None:
         assert text.startswith(b"HTTP/1.1 415 ") and b"send it without Content-Encoding" in text
 
 
-@pytest.mark.parametrize(
-    ("hosts", "status"),
-    [
-        (["localhost"], 200),
-        (["LOCALHOST:1"], 200),
-        (["127.0.0.1:8000"], 200),
-        (["[::1]:8000"], 200),
-        (["localhost:"], 200),
-        ([""], 403),
-        (["evil.com"], 403),
-        (["127.0.0.1.evil.com"], 403),
-        (["evil.com:localhost"], 400),
-        (["localhost@evil.com"], 400),
-        (["[::1].evil.com"], 400),
-        (["[localhost]"], 400),
-        (["localhost, evil.com"], 400),
-        (["localhost", "evil.com"], 400),
-        (["localhost", "localhost"], 400),
-    ],
-)
-def test_the_host_header_is_one_name(guarded: Live, hosts: list[str], status: int) -> None:
-    lines = ["GET /version HTTP/1.1", *(f"Host: {host}" for host in hosts), CLOSE, "", ""]
-    answer = guarded.said("\r\n".join(lines).encode())
+HOSTS = {
+    200: ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "localhost:"],
+    403: ["", "evil.com", "127.0.0.1.evil.com"],
+    400: ["evil.com:localhost", "localhost@evil.com", "[::1].evil.com", "[localhost]", "localhost, evil.com"],
+}
+HOSTS[400] += [f"localhost\r\nHost: {other}" for other in ("evil.com", "localhost")]
+
+
+@pytest.mark.parametrize(("status", "host"), [(status, host) for status, hosts in HOSTS.items() for host in hosts])
+def test_the_host_header_is_one_name(guarded: Live, status: int, host: str) -> None:
+    answer = guarded.said(f"GET /version HTTP/1.1\r\nHost: {host}\r\n{CLOSE}\r\n\r\n".encode())
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()) and (b"--allowed-hosts" in answer) == (status == 403)
 
 

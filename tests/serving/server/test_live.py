@@ -40,17 +40,17 @@ def test_totals_sum_the_steps() -> None:
 
 
 @contextmanager
-def tiny(backend: str) -> Iterator[Served]:
+def tiny() -> Iterator[Served]:
     """Yield a server whose steps take at least 5 ms. The model's name contains an HTML tag, which pages must escape."""
     checkpoint = RandomCheckpoint("<b>tiny</b>", replace(CONFIG, max_context=4096))
-    with LLM(checkpoint, backend=backend, max_num_seqs=4) as llm, serving(llm) as server:
+    with LLM(checkpoint, backend="null", max_num_seqs=4) as llm, serving(llm) as server:
         server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.005))
         yield server
 
 
 def test_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "TRACE_WAIT_S", 0.05)
-    with tiny("null") as server:
+    with tiny() as server:
         page = server.request("GET", "/chat")[2]
         assert page == server.request("GET", "/")[2]
         assert b"<title>megakernel: chat" in page and b"--panel: #ffffff" in page
@@ -66,7 +66,7 @@ def test_those_who_wait_for_a_step_hold_one_thread() -> None:
         asked.release()
         gate.wait(60)
 
-    with tiny("null") as server:
+    with tiny() as server:
         server.host.loop.timeline = trace
         waiting = [server.connect(b"GET /timeline HTTP/1.1\r\nHost: x\r\n\r\n") for _ in range(40)]
         try:
@@ -82,7 +82,7 @@ def test_those_who_wait_for_a_step_hold_one_thread() -> None:
 
 def test_a_timeline_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """/timeline works even if no temporary file can be written, for example because the disk is full."""
-    with tiny("null") as server:
+    with tiny() as server:
         body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with server.send("/v1/completions", body) as stream:
             assert stream.recv(100).startswith(b"HTTP/1.1 200 ")

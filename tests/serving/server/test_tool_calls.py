@@ -546,7 +546,7 @@ def test_every_name_of_a_form_is_followed(live: Live, given: tuple[dict[str, Any
 
 def test_ids_and_words_can_be_allowed_and_forbidden(live: Live) -> None:
     body = {"messages": MESSAGES, "max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
-    body |= {"allowed_token_ids": [64, 65], "bad_words": ["aa"]}
+    body |= {"allowed_token_ids": [64, 65, 66], "bad_words": ["aa", "c"], "temperature": 2}
     ids = live.post(CHAT, body)["choices"][0]["token_ids"]
     assert set(ids) <= {64, 65} and len(ids) == 30 and (64, 64) not in set(itertools.pairwise(ids))
     assert "vocabulary of 260" in live.post(CHAT, {**body, "allowed_token_ids": [260]}, 400)["error"]["message"]
