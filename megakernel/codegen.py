@@ -2,8 +2,8 @@
 
 csrc/common/isa.h       operations, phases, operand structs, dims, step view, buffers, trace record
 csrc/cuda/params.h      sizes of the CUDA interpreter and of its pages of shared memory
-docs/instructions.md    the reference table
-docs/settings.md        flags and environment variables
+docs/instructions.md    the tables of operations, results and buffers
+docs/settings.md        the table of environment variables
 docs/models.md          the table of model families
 
 The pages of docs/ are committed; `--check` exits with 1 if one of them differs from the tables. setup.py writes the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
@@ -341,32 +342,33 @@ def launch_header() -> str:
     return "\n".join(out)
 
 
-def _columns(titles: str) -> list[str]:
-    """Return the header lines of a Markdown table."""
-    return [f"| {titles} |", f"| {' | '.join('---' for _ in titles.split('|'))} |"]
+_TABLE = re.compile(r"(\| ([^|\n]+) \|.*\n\|(?: --- \|)+\n)(?:\|.*\n)*")  # a Markdown table, and its first title
 
 
-def reference() -> str:
-    """Return the text of docs/instructions.md."""
-    out = [
-        "# Instructions",
-        "",
-        "A disassembly, a timeline and the errors of `verify` name the operations and buffers that this page lists.",
-        "Inputs that differ between steps, such as positions and KV pages, are in the step table, whose fields are in",
-        "`megakernel/isa/step.py`. `megakernel/isa/buffers.py` has shapes and types; the [glossary](glossary.md)",
-        "explains terms. This page is generated from `megakernel/isa` by `python -m megakernel.codegen`.",
-        "",
-        *_columns("number | operation | operands | meaning (`inputs`, `output`: the phase's buffers; r: a row)"),
-    ]
-    for operation, spec in OPERATIONS.items():
-        operands = ", ".join(operation.layout.operands) or "—"
-        meaning = spec.meaning.replace("|", "\\|")
-        out.append(f"| {operation.value} | {operation.name.lower()} | {operands} | {meaning} |")
-    out += ["", "## Results of a matmul", "", *_columns("result | where row r of t = product + bias is stored")]
-    out += [f"| `{result.name}` | {RESULTS[result].meaning} |" for result in Result if result is not Result.NONE]
-    out += ["", "## Buffers", "", *_columns("name | contents")]
-    out += [f"| `{b.name}` | {buffer.what} |" for b, buffer in BUFFERS.items()]
-    return "\n".join(out) + "\n"
+def _pages(root: Path) -> dict[str, str]:
+    """Return the text of each page of docs/ that has generated tables, with new rows in them. All else stays."""
+    from .model.families import FAMILIES  # the build of the package has none of its dependencies
+
+    flags = [(s, f" (flag `{s.flag}`)" if s.flag else "") for s in settings.SETTINGS.values() if s.env]
+    tables: dict[str, list[tuple[str, ...]]] = {
+        "number": [
+            (f"{o.value}", o.name.lower(), ", ".join(o.layout.operands) or "—", spec.meaning.replace("|", "\\|"))
+            for o, spec in OPERATIONS.items()
+        ],
+        "result": [(f"`{result.name}`", RESULTS[result].meaning) for result in Result if result is not Result.NONE],
+        "name": [(f"`{buffer.name}`", spec.what) for buffer, spec in BUFFERS.items()],
+        "environment variable": [(f"`{s.env}`{flag}", s.default, s.what) for s, flag in flags],
+        "`model_type`": [
+            (f"`{f.name}`", ", ".join(f"`{n}`" for n in f.gguf) or "—", f.models) for f in FAMILIES.values()
+        ],
+    }
+
+    def table(found: re.Match[str]) -> str:
+        rows = tables.get(found[2])
+        return found[0] if rows is None else found[1] + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+    paths = (f"docs/{name}.md" for name in ("instructions", "settings", "models"))
+    return {path: _TABLE.sub(table, (root / path).read_text()) for path in paths}
 
 
 def write_headers(root: Path) -> list[str]:
@@ -385,18 +387,8 @@ def _stale(root: Path, files: dict[str, str]) -> list[str]:
     return [path for path, text in files.items() if not (root / path).exists() or (root / path).read_text() != text]
 
 
-def _models(page: str) -> str:
-    """Return the text of docs/models.md with a new table of families."""
-    from .model.families import table  # the build of the package has none of its dependencies
-
-    title = "| `model_type` | architecture in GGUF files | models |\n| --- | --- | --- |\n"
-    before, _, after = page.partition(title)
-    return before + title + table() + "\n" + after.partition("\n\n")[2]
-
-
 def main(arguments: list[str], root: Path) -> int:
-    pages = {"docs/instructions.md": reference(), "docs/settings.md": settings.reference()}
-    pages["docs/models.md"] = _models((root / "docs/models.md").read_text())
+    pages = _pages(root)
     if "--check" in arguments:
         for path in (stale := _stale(root, pages)):
             print(f"{path}: differs from the tables")

@@ -261,24 +261,3 @@ def declared(line: str, readers: dict[str, Callable[[str], Any]]) -> tuple[str, 
 
 
 SETTINGS: dict[str, Setting] = dict(declared(line, {}) for line in lines(_TABLE))
-
-
-def reference() -> str:
-    """Return the text of docs/settings.md."""
-    out = [
-        "# Settings",
-        "",
-        "`megakernel serve --help` lists the flags of `serve` with their defaults, as `--help` does for each command.",
-        "This page lists the environment variables, which suit containers and services; `megakernel doctor` shows",
-        "their values. A flag overrides its variable. With `serve`, a file of flags (`--config FILE`) overrides",
-        "variables, and flags on the command line override the file. `python -m megakernel.codegen` generates this",
-        "page from `megakernel/settings.py`.",
-        "",
-        "| environment variable | default | meaning |",
-        "| --- | --- | --- |",
-    ]
-    for s in SETTINGS.values():
-        if s.env:
-            names = f"`{s.env}` (flag `{s.flag}`)" if s.flag else f"`{s.env}`"
-            out.append(f"| {names} | {s.default} | {s.what} |")
-    return "\n".join(out) + "\n"

@@ -13,12 +13,6 @@ _MODULES = (llama, like_llama, experts, post_norms)
 FAMILIES: dict[str, Family] = {f.name: f for module in _MODULES for f in vars(module).values() if isinstance(f, Family)}
 
 
-def table() -> str:
-    """The table of families in docs/models.md."""
-    names = {f.name: ", ".join(f"`{name}`" for name in f.gguf) or "—" for f in FAMILIES.values()}
-    return "".join(f"| `{f.name}` | {names[f.name]} | {f.models} |\n" for f in FAMILIES.values())
-
-
 def forward(config: ModelConfig) -> Forward:
     """The phases of a model's step on one device."""
     family = FAMILIES[config.family]
