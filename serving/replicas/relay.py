@@ -47,7 +47,7 @@ async def relay(
     sent: Head | None = None  # status and headers that the client has got, if any
     attempts = 0
     while True:
-        head, rest = Head(0, [], ""), b""
+        head, rest = Head(0, [], ""), bytearray()
         try:
             async with aclosing(_parts(ask(replay), any_runs, stall_seconds)) as parts:
                 async for part in parts:
@@ -57,11 +57,12 @@ async def relay(
                             raise _Lost(f"the replica that took over answers otherwise, with status {head.status}")
                         continue
                     rest += part
-                    if not head.streams:
+                    if not head.streams or b"\n" not in part:  # each event and each mark ends with line breaks
                         continue
-                    *known, rest = MARK.split(rest)  # events and the number of their choice, alternately
-                    if rest == WAITING:  # belongs to no token, so it is sent at once
-                        known, rest = [*known, rest], b""
+                    *known, last = MARK.split(rest)  # events and the number of their choice, alternately
+                    if last == WAITING:  # belongs to no token, so it is sent at once
+                        known, last = [*known, last], b""
+                    rest = bytearray(last)
                     if known and sent is None:
                         await _start(head, send)
                         sent = head
@@ -82,10 +83,10 @@ async def relay(
                 if sent is None:
                     await lost.response()(scope, receive, send)
                     return
-                rest = event(lost.body()) + event(b"[DONE]")
+                rest = bytearray(event(lost.body()) + event(b"[DONE]"))
                 break
             await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempts - 1))
-    await send({"type": "http.response.body", "body": rest, "more_body": False})
+    await send({"type": "http.response.body", "body": bytes(rest), "more_body": False})
 
 
 async def _parts(

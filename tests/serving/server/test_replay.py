@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import extras
 import pytest
@@ -261,6 +262,19 @@ def test_the_front_asks_again(attempts: list[list[Any]], status: int, body: byte
     assert found[0] == status and found[1].startswith(body) and next(left, None) is None
     assert TOLD in body or found[1] == body
     assert found[1].endswith(DONE) == (status == 200 and b"data" in body)
+
+
+def test_a_long_event_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front does not look for marks again and again while an event arrives in many parts."""
+    read: list[int] = []
+    mark = Mock(split=lambda data: (read.append(len(data)), MARK.split(data))[1])
+    monkeypatch.setattr(module, "MARK", mark)
+
+    async def ask(replay: Replay) -> AsyncGenerator[Part]:
+        for part in (SSE, b"data: ", *[b"x" * 1000] * 1000, b"\n\n:0\n", b"\n", DONE):
+            yield part
+
+    assert len(asyncio.run(answered(ask))[1]) > 1_000_000 > sum(read) / 4
 
 
 @pytest.mark.parametrize("left", [False, True])
