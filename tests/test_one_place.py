@@ -3,6 +3,7 @@
 import ast
 import ctypes
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -137,3 +138,14 @@ def test_structs_that_python_cannot_read_are_refused(tmp_path: Path, monkeypatch
 def test_an_expression_that_has_no_translation_is_refused() -> None:
     with pytest.raises(AssertionError, match="cannot translate"):
         codegen._c(ast.parse("[x for x in y]", mode="eval").body)
+
+
+def test_tables_of_the_docs_are_current(tmp_path: Path) -> None:
+    """A page with another row differs, and writing it gives the page again."""
+    assert codegen.main(["--check"], ROOT) == 0
+    for folder in ("docs", "csrc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    page = tmp_path / "docs" / "settings.md"
+    page.write_text(page.read_text().replace("| `HF_TOKEN`", "| `HF_TOKENS`"))
+    assert codegen.main(["--check"], tmp_path) == 1 and codegen.main([], tmp_path) == 0
+    assert page.read_text() == (ROOT / "docs" / "settings.md").read_text()
