@@ -1,4 +1,4 @@
-"""Prints docs/fields.md, the page of all request fields: `python -m megakernel.serving.server.routes.fields_page`."""
+"""Prints docs/fields.md, the page of all request fields: `python docs/fields_page.py`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield "# Fields of requests\n"
-    yield "`python -m megakernel.serving.server.routes.fields_page` generates this page from the classes"
-    yield "that check requests. Any other field causes an error that says what to use instead, if there is something,"
-    yield "unless its value is null or has no effect, such as `n_predict: -1`."
+    yield "`docs/fields_page.py` generates this page from the classes that check requests. Any other field causes an"
+    yield "error that says what to use instead, if there is something, unless its value is null or has no effect, such"
+    yield "as `n_predict: -1`."
     yield "\n## Supported\n\n| endpoint or object | supported fields |\n| --- | --- |"
     generating = _BODIES[:4]
     common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]
