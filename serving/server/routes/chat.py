@@ -115,15 +115,21 @@ class Called(Strict):
 
 
 class TextPart(Strict):
-    type: Literal["text"]
+    """A part of a content. The first two types are those of /v1/responses."""
+
+    type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-Parts = list[Annotated[TextPart, typed("a part", ["text"])]]
+Parts = list[Annotated[TextPart, typed("a part", ["input_text", "output_text", "text"])]]
 Content = Annotated[
     Annotated[str, Tag("(text)")] | Annotated[Parts, Field(max_length=MAX_PARTS, fail_fast=True), Tag("(parts)")],
     TEXT_OR_PARTS,
 ]
+
+
+def plain_text(content: str | list[TextPart] | None) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 class Message(Strict):
@@ -143,8 +149,7 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read."""
-        content = self.content or self.refusal
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        text = plain_text(self.content or self.refusal)
         more: dict[str, Any] = {"tool_call_id": self.tool_call_id, "name": self.name}
         more["reasoning_content"] = self.reasoning_content or self.reasoning or self.thinking or None
         if self.tool_calls:

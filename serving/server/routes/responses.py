@@ -13,17 +13,19 @@ from megakernel.serving.server import requests
 from megakernel.serving.server.client import Delta, FinishReason
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.fields import OF_EARLIER_ANSWERS, OF_TEXT
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes.chat import (
     CALLABLE,
     TOOL_CHOICE,
     Arguments,
+    Content,
     FunctionName,
     Mode,
     Reasoning,
     conversation,
     plain_call,
+    plain_text,
     reasoning_values,
 )
 from megakernel.serving.server.scores import Pieces, append, chat_logprobs
@@ -33,22 +35,6 @@ from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request
-
-
-class InputPart(Strict):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-Parts = list[Annotated[InputPart, requests.typed("a part", ["input_text", "output_text", "text"])]]
-Content = Annotated[
-    Annotated[str, Tag("(text)")] | Annotated[Parts, Field(max_length=MAX_PARTS, fail_fast=True), Tag("(parts)")],
-    requests.TEXT_OR_PARTS,
-]
-
-
-def _text(content: str | list[InputPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class _Item(Strict):
@@ -202,9 +188,9 @@ class ResponsesRequest(requests.Sampled):
             said.append({"role": "system", "content": self.instructions})
         for item in [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
             if isinstance(item, InputMessage):
-                said.append({"role": item.role, "content": _text(item.content)})
+                said.append({"role": item.role, "content": plain_text(item.content)})
             elif isinstance(item, InputResult):
-                said.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+                said.append({"role": "tool", "content": plain_text(item.output), "tool_call_id": item.call_id})
             elif isinstance(item, InputCall):
                 last = said[-1] if said else {}
                 if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == MAX_TOOLS:
