@@ -52,16 +52,6 @@ class _Answer(msgspec.Struct):
     error: Any = None
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _ModelNames(msgspec.Struct):
-    """The fields that this client reads in a server's answer to `GET /v1/models`."""
-
-    data: list[_Model]
-
-
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
@@ -103,8 +93,8 @@ class ServerClient:
         if it lists none, and RefusedError if it answers with an error."""
         body = await self.get("/v1/models")
         try:
-            self.model = self.model or msgspec.json.decode(body, type=_ModelNames).data[0].id
-        except (*ERRORS, IndexError):
+            self.model = self.model or str(msgspec.json.decode(body)["data"][0]["id"])
+        except (*ERRORS, LookupError, TypeError):
             raise MegakernelError(f"{self.url}/v1/models names no model: is this an OpenAI API?") from None
 
     async def get(self, path: str) -> bytes:

@@ -58,14 +58,13 @@ class APIError(Exception):
         self._details = details
 
     def body(self, path: str = "") -> bytes:
-        """Return the error as JSON, in the shape of the API that has the route `path`. Characters that UTF-8 cannot
-        represent are escaped."""
+        """Return the error as JSON, in the shape of the API that has the route `path`."""
         kind, named = _TYPES.get(self.status, _TYPES[400])
         if is_messages(path):
             more = {"details": self._details} if self._details else {}
-            error = {"type": named, "message": printable(self.message), **more}
+            error = {"type": named, "message": self.message, **more}
             return msgspec.json.encode({"type": "error", "error": error})
-        told = {"message": printable(self.message), "type": kind, "param": self.param, "code": self.status}
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": told})
 
     def response(self, path: str = "") -> Response:
@@ -102,8 +101,7 @@ def is_messages(path: str) -> bool:
 
 def shortened(text: str) -> str:
     """Return a text that a client sent, cut to a length that an error message may quote."""
-    shown = printable(text[:_SHOWN])
-    return shown if len(text) <= _SHOWN else f"{shown}... ({len(text)} characters)"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def quoted(value: object) -> str:
@@ -112,10 +110,6 @@ def quoted(value: object) -> str:
     if isinstance(value, str):
         return repr(value[:_SHOWN]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN else "")
     return shortened(repr(value))
-
-
-def printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # The error message for each of pydantic's error types.
@@ -129,7 +123,6 @@ _MUST = {
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "string_type": "must be text",
-    "string_unicode": "must be text without lone surrogates",
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
