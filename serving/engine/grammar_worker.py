@@ -41,14 +41,14 @@ _OPTIONS |= {"lenient": False, "coerce_one_of": True}
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
 
 
-class _Vocabulary:
+class Vocabulary:
     """The vocabulary of a model, with the attributes that the grammar library requires from a tokenizer."""
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], special: list[int], eos: int) -> None:
+    def __init__(self, tokens: list[bytes], special: list[int], eos: int | None) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
-        self._ids = {token: number for number, token in enumerate(tokens)}
+        self._ids = {token: number for number, token in enumerate(tokens) if len(token) == 1}
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Split a text into single bytes. Compiling a grammar needs no better tokenization."""
@@ -277,11 +277,11 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
         return {"failed": "it is nested too deeply"}
     except ValueError as e:
         return {"failed": str(e)}
-    matcher = _matcher(tokenizer, grammar)
+    matcher = matcher_of(tokenizer, grammar)
     if matcher.is_error():
         wrong: set[str] = set()
         for schema, written in schemas if notation in ("grammar", "calls") else ():
-            alone = _matcher(tokenizer, LLMatcher.grammar_from_json_schema(written))
+            alone = matcher_of(tokenizer, LLMatcher.grammar_from_json_schema(written))
             if alone.is_error() and notation == "grammar":
                 return {"failed": f"{schema.root.get('title', '%json')}: {alone.get_error()}"}
             wrong |= {json.dumps(schema.root)} if alone.is_error() else set()
@@ -293,7 +293,9 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
     return {"text": json.dumps([grammar, sorted(left), max(_resident() - before, len(grammar))])}
 
 
-def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar. A part of the library's work is done for the first mask, so this computes one, which no step
+    then has to wait for."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -364,7 +366,7 @@ def main(cpu_seconds: float, memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lines = iter(sys.stdin.readline, "")
     given = json.loads(next(lines))
-    vocabulary = _Vocabulary([base64.b64decode(token) for token in given["tokens"]], given["special"], given["eos"][0])
+    vocabulary = Vocabulary([base64.b64decode(token) for token in given["tokens"]], given["special"], given["eos"][0])
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=given["eos"])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     print(json.dumps({"text": ""}), flush=True)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.model.limited import Ended, LimitedProcess
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.grammar_worker import LIMITS, loosened, release_memory
+from megakernel.serving.engine.grammar_worker import Vocabulary, loosened, matcher_of, release_memory
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
 from megakernel.settings import SETTINGS
 
@@ -311,11 +311,7 @@ class Grammars:
                 raise
             source, left, size = self._checked(key[0], loosened(key[1]))
             left = ["tools", *left]
-        matcher = LLMatcher(self._library, source, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            # The library does part of its work for the first mask. Compute one now, so that no step has to wait.
-            matcher.compute_bitmask()
-        if matcher.is_error():
+        if (matcher := matcher_of(self._library, source)).is_error():
             raise _refused(matcher.get_error())
         self._keep(key, grammar := Grammar(matcher, self._executor, tuple(left)), size + len(key[1]))
         return grammar
@@ -361,16 +357,13 @@ class Grammars:
         return _Vocabulary(self._tokenizer, self._vocab, self._eos_ids)
 
 
-class _Vocabulary:
-    """The vocabulary of a model, with the attributes that the grammar library requires from a tokenizer. A model may
-    have token ids that its tokenizer lacks; such ids have no text. End-of-sequence ids count as special tokens."""
-
-    bos_token_id = None
+class _Vocabulary(Vocabulary):
+    """The vocabulary of a model. A model may have token ids that its tokenizer lacks; such ids have no text.
+    End-of-sequence ids count as special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos_ids: list[int]) -> None:
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab)]
-        self.special_token_ids = sorted({*tokenizer.special_ids(), *eos_ids})
-        self.eos_token_id = next(iter(eos_ids), None)
+        tokens = [tokenizer.token_bytes(token) for token in range(vocab)]
+        super().__init__(tokens, sorted({*tokenizer.special_ids(), *eos_ids}), next(iter(eos_ids), None))
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:

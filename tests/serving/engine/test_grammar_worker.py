@@ -13,10 +13,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel, Discriminator, Field, Json, SecretStr, Tag, TypeAdapter, networks, types
 
-from megakernel.serving.engine.grammar_worker import _FORMATS, _compile, _Vocabulary
+from megakernel.serving.engine.grammar_worker import _FORMATS, Vocabulary, _compile
 
 TOKENS = [bytes([byte]) for byte in range(256)]
-TOKENIZER = LLTokenizer(TokenizerWrapper(_Vocabulary([*TOKENS, b""], [256], 256)), eos_token=[256])
+TOKENIZER = LLTokenizer(TokenizerWrapper(Vocabulary([*TOKENS, b""], [256], 256)), eos_token=[256])
 
 
 def compiled(notation: str, text: str) -> tuple[str, list[str]]:

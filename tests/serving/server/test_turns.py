@@ -175,5 +175,4 @@ def test_grammars_are_compiled_in_turn(tmp_path: Path, monkeypatch: pytest.Monke
         assert order == [0, 1, 6, 7, 3, 4, 5]  # 2 was aborted before its turn
         assert not loop._compiling and not loop._uncompiled and not loop._compiles
         loop._control.close()
-        loop._beside.close()
         loop._socket.close()
