@@ -2,22 +2,22 @@
 traces."""
 
 import io
-import json
 import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import synthetic
+from commands import Cli
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from rich.console import Console
 from synthetic import record
 
 from megakernel import machine
-from megakernel.cli import main
 from megakernel.errors import MegakernelError
 from megakernel.isa.record import ALL_RANKS
 from megakernel.isa.record import counter_word as word
@@ -37,6 +37,7 @@ from megakernel.timeline.resources import curves, peaks
 from megakernel.timeline.summary import Summary
 from megakernel.timeline.waits import Causes, Signals
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
+from megakernel.units import bytes_text, milliseconds, scaled, seconds
 
 COMPUTE, WAIT, LOAD, STORE = IntervalKind.COMPUTE, IntervalKind.COUNTER_WAIT, IntervalKind.LOAD, IntervalKind.STORE
 Rows = list[tuple[int, ...]]
@@ -343,9 +344,7 @@ def test_terminal_table() -> None:
         assert wanted in text
 
 
-def test_comparison_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparison_on_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command compares two traces, and computes each set of figures once, whatever files it writes."""
     p = synthetic.llama()
     t = synthetic.run(p)
@@ -360,35 +359,29 @@ def test_comparison_on_the_command_line(
     second.save(files["b.trace"])
     replace(p, machine="h100").save(files["c.program"])
     made: Counter[type] = Counter()
+    for kind in (Resolved, Causes, Signals, Summary, Comparison):
 
-    def count(made_of: type) -> None:
-        start = made_of.__init__
-
-        def counting(self: object, *args: object, **named: object) -> None:
-            made[made_of] += 1
+        def counting(
+            self: object, *args: object, start: Any = kind.__init__, kind: type = kind, **named: object
+        ) -> None:
+            made[kind] += 1
             start(self, *args, **named)
 
-        monkeypatch.setattr(made_of, "__init__", counting)
-
-    for made_of in (Resolved, Causes, Signals, Summary, Comparison):
-        count(made_of)
+        monkeypatch.setattr(kind, "__init__", counting)
     start = ["timeline", str(files["a.program"]), str(files["a.trace"]), "--compare"]
     written = ["-o", str(files["both.html"]), "--perfetto", str(tmp_path / "a.pftrace")]
-    assert main([*start, str(files["b.trace"]), *written]) == 0
+    status, out, _ = cli.run(*start, str(files["b.trace"]), *written)
     # For each of the two traces, signals are decoded twice: to find the cause of each wait, and what ended it.
-    assert made == {Resolved: 2, Causes: 2, Signals: 4, Summary: 2, Comparison: 1}
-    out = capsys.readouterr().out
+    assert status == 0 and made == {Resolved: 2, Causes: 2, Signals: 4, Summary: 2, Comparison: 1}
     assert compared.only_first > 0 and f"{compared.only_first} instructions only in the first" in out
     assert "qkv_rope" in out and re.search(r"  × [\d.]+", out) and files["both.html"].stat().st_size > 0
-    assert main([*start, str(files["b.trace"]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["comparison"]["ratio"] == compared.ratio
+    assert cli.json(*start, str(files["b.trace"]))["comparison"]["ratio"] == compared.ratio
     for wrong, message in (
         ([files["c.program"], files["b.trace"]], "the trace is of program"),
         ([files["b.trace"]] * 3, "PROGRAM TRACE, not 3 files"),
         ([files["a.program"]], "not a trace file"),
     ):
-        assert main([*start, *map(str, wrong)]) == 1
-        assert message in capsys.readouterr().err
+        assert message in cli.fails(*start, *map(str, wrong))
 
 
 def perfetto(r: Resolved, folder: Path) -> tuple[list[pb.TracePacket], dict[int, pb.TrackDescriptor]]:
@@ -485,3 +478,22 @@ def test_ranks_have_as_many_digits_in_perfetto(tmp_path: Path) -> None:
     _, tracks = perfetto(step(ran, p), tmp_path)
     names = [d.process.process_name for d in tracks.values() if d.HasField("process")]
     assert names == sorted(names) and names[-1] == "rank 10" and "rank 02" in names
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (seconds(999.4e-6), "999 µs"),
+        (seconds(999.7e-6), "1 ms"),
+        (seconds(999.7e-9), "1 µs"),
+        (seconds(1234.5), "1234 s"),
+        (scaled(999.7e9), "1 T"),
+        (scaled(999.7e9, "FLOP/s"), "1 TFLOP/s"),
+        (bytes_text(999.97e6), "1.0 GB"),
+        (bytes_text(999), "999 B"),
+        (milliseconds(9.9), "9,900 ms"),
+        (milliseconds(9.9996), "10.00 s"),
+    ],
+)
+def test_a_number_has_the_unit_of_its_rounded_value(shown: str, expected: str) -> None:
+    assert shown == expected
