@@ -13,6 +13,7 @@ import predictions_host
 import pytest
 import small_programs
 from commands import Cli
+from compiled import compiled
 from handmade import handmade, small_dims
 from handmade import llama as hand_llama
 from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, held_up, ordered, step_of, unmet_waits
@@ -27,7 +28,7 @@ from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.roofline import step_work
-from megakernel.scheduler import Options, Spec, compile_program, describe
+from megakernel.scheduler import Options, describe
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work
@@ -84,9 +85,7 @@ def test_a_loader_asks_for_one_load_after_the_other() -> None:
 def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
     """A step takes longer if the loader or the consumers issue instructions slowly."""
     machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
-    program = compile_program(
-        Spec(config, machine, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16)
-    )
+    program = compiled(config, machine, 1, max_context=128)
     table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
     assert costs.paths is not None
     fast = dict.fromkeys(costs.paths, CodePath(0.0, 0.0))
@@ -158,7 +157,7 @@ def test_inputs_of_a_matmul_are_loaded_again_in_each_lap() -> None:
     """The down projection of 8B has 14 pages of weights for 8 columns, and 2 pages of inputs, which all rings of 13
     pages hold together with only 10 pages of weights. The next lap's inputs are late, whatever memory delivers."""
     machine, config = machines.load("h100"), replace(load_config("random:llama-3.1-8b"), layers=1)
-    program = compile_program(Spec(config, machine, Dtype.BF16, 1, 1, 1, 128))
+    program = compiled(config, machine, 1, max_seqs=1, max_context=128)
     costs = costs_of(machine)
     work = make_work(program, decode_step(program.dims, 1, 128), costs)
     assert costs.paths is not None
@@ -339,8 +338,8 @@ def test_ranks_with_equal_parts_are_prepared_as_each_alone(
     """Four ranks divide three KV heads, and neither the FFN nor the vocabulary into equal parts."""
     small = {"layers": 2, "hidden": 96, "ffn": 160, "heads": 6, "kv_heads": 3, "head_dim": 32, "vocab": 491}
     config = replace(load_config("random:llama-3.2-1b"), **small)
-    sizes: dict[str, Any] = {"tokens": 40, "logit_rows": 6, "max_seqs": 6, "max_context": 256, "dtype": Dtype.BF16}
-    program = compile_program(Spec(config, machine, tp=4, options=Options(o=o, residual=residual), **sizes))
+    options = Options(o=o, residual=residual)
+    program = compiled(config, machine, 40, 6, 4, options, max_seqs=6, max_context=256)
     together = make_work(program, step_of(program), costs_of(machine))
     monkeypatch.setattr(Split, "parts", property(lambda split: (split.rank,)))
     alone = make_work(program, step_of(program), costs_of(machine))
@@ -371,8 +370,7 @@ def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto", l
     small = {"layers": layers, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 512}
     config = replace(load_config("random:llama-3.2-1b"), **small)
     machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
-    limits = {"tokens": 96, "logit_rows": 2, "max_seqs": 2, "max_context": 256}
-    return compile_program(Spec(config, machine, dtype=Dtype.BF16, tp=tp, options=Options(queue=queue, o=o), **limits))
+    return compiled(config, machine, 96, 2, tp, Options(queue=queue, o=o), max_seqs=2, max_context=256)
 
 
 @pytest.mark.parametrize(("o", "tolerance"), [("sharded", 0.0), ("replicated", 0.01)])
@@ -490,9 +488,7 @@ def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, 
     """Reading a decode step's bytes at the full rate of memory would take at least 85 % of the step's time."""
     machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
     assert (machine.workers, costs_of(machine).roles) == (cores, False)
-    program = compile_program(
-        Spec(config, machine, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=1024)
-    )
+    program = compiled(config, machine, 1, max_context=1024)
     step_s = simulate(program, machine, decode_step(program.dims, 1, 512)).step_s
     needed = step_work(program.forward, program.dims.split, [1], [512], 1, tied=config.tied).bytes
     assert 0.85 <= needed / machine.memory_bytes_per_s / step_s <= 1.0
@@ -504,9 +500,8 @@ def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, 
 def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: int, tp: int, parallel: bool) -> None:
     """A step moves the bytes that it cannot avoid, and little more. With 32 rows, all experts of a layer are read."""
     config = replace(load_config("random:qwen3-30b-a3b"), layers=2)
-    sizes: dict[str, Any] = {"tokens": tokens, "logit_rows": tokens, "max_seqs": tokens, "max_context": 128}
     options = Options(expert_parallel=parallel)
-    program = compile_program(Spec(config, machine, dtype=Dtype.BF16, tp=tp, options=options, **sizes))
+    program = compiled(config, machine, tokens, tokens, tp, options, max_seqs=tokens, max_context=128)
     ranks = (program.dims.on(rank).split for rank in range(tp))
     each = [step_work(program.forward, split, [1] * tokens, [128] * tokens, tokens) for split in ranks]
     done = simulate(program, machine, decode_step(program.dims, tokens, 128))
@@ -533,8 +528,8 @@ def test_it_says_of_a_step_what_the_timeline_says(tmp_path: Path, cli: Cli) -> N
     the saved program and trace. A Perfetto file is written too."""
     stem = tmp_path / "saved"
     written = ["--save", str(stem), "-o", str(tmp_path / "t.html"), "--perfetto", str(tmp_path / "t.pftrace")]
-    config, sizes = replace(load_config("random:llama-3.2-1b"), layers=2), {"tokens": 3, "logit_rows": 3, "max_seqs": 3}
-    program = compile_program(Spec(config, machines.load("h100"), dtype=Dtype.BF16, **sizes, max_context=128))
+    config = replace(load_config("random:llama-3.2-1b"), layers=2)
+    program = compiled(config, machines.load("h100"), 3, 3, max_context=128)
     program.save(tmp_path / "short.program")
     step = ["simulate", str(tmp_path / "short.program"), "--machine", "h100"]
     found = cli.json(*step, *written)["timeline"]
@@ -567,11 +562,10 @@ def test_what_a_machine_cannot_hold_or_lacks(cli: Cli) -> None:
         assert message in cli.fails(*ARGUMENTS, *wrong)
 
 
-def saved(path: Path, model: str = "smollm2-135m", workers: int | None = None, **sizes: int) -> Program:
+def saved(path: Path, model: str, workers: int | None, tokens: int, max_context: int) -> Program:
     """Save a program of an H100, and return it."""
     config, machine = load_config(f"random:{model}"), machines.load("h100", workers)
-    limits = {"tokens": 1, "logit_rows": 1, "max_seqs": 1, "max_context": 256} | sizes
-    program = compile_program(Spec(config, machine, dtype=Dtype.BF16, **limits))
+    program = compiled(config, machine, tokens, max_seqs=1, max_context=max_context)
     program.save(path)
     return program
 
@@ -579,7 +573,7 @@ def saved(path: Path, model: str = "smollm2-135m", workers: int | None = None, *
 def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, cli: Cli) -> None:
     """The program's 256 token rows belong to one sequence, so `simulate` uses a context of 256 tokens instead of the
     default 128."""
-    program = saved(tmp_path / "prompt.mkp", "llama-3.2-1b", tokens=256, max_context=512)
+    program = saved(tmp_path / "prompt.mkp", "llama-3.2-1b", None, 256, 512)
     arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100"]
     found = cli.json(*arguments)
     expected = simulate(program, machines.load("h100"), decode_step(program.dims, 256, 256)).step_s
@@ -591,7 +585,7 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, cli: Cli) 
 def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, cli: Cli) -> None:
     file = str(tmp_path / "step.program")
     for processors in (2, 132):
-        program = saved(Path(file), workers=processors)
+        program = saved(Path(file), "smollm2-135m", processors, 1, 256)
         assert cli.json("simulate", file)["machine"] == "h100"
     assert f"not 132: choose a --machine that {file} fits" in cli.fails("simulate", file, "--machine", "host")
     replace(program, machine="mine").save(Path(file))
