@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api_support import until
-from cpu_support import DIMS, PAGES, Item, RandomCheckpoint, fill, make_table, set_items
+from cpu_support import DIMS, PAGES, RandomCheckpoint, fill
 from handmade import make_program
 
 from megakernel.errors import MegakernelError
@@ -20,7 +20,7 @@ from megakernel.isa import Dtype, StepTable, slot_work
 from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import Program
-from megakernel.runtime import registered, registry
+from megakernel.runtime import Chunk, SampleRow, build_step, registered, registry
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind
 
@@ -37,17 +37,10 @@ def forward_program(workers: int) -> Program:
 
 
 def mixed_table() -> StepTable:
-    """A prefill of 34 rows in both row blocks, and a decode row with a long context, whose attention is split."""
-    table = make_table(DIMS, {0: (0, 34), 1: (300, 1)})
-    items = [Item(0, 0, 32, 0, 2), Item(1, 32, 2, 0, 1), Item(1, 34, 1, 0, 2, (0, 1), 0, 3)]
-    items += [Item(2, 32, 2, 1, 1), Item(2, 34, 1, 0, 2, (1, 2), 0, 3), Item(3, 34, 1, 0, 2, (2, 3), 0, 3)]
-    items += [Item(3, 35, 5, 0, 2)]
-    set_items(table, items)
-    for i in (1, 3):
-        table.item_wait_block[i], table.item_wait_blocks[i] = 0, 2
-    table.logit_rows[:4] = [33, 34, -1, 2]
-    table.sample_slot[1], table.sample_position[1] = 1, 301
-    return table
+    """A prefill of 34 rows in both row blocks, and a decode row with a long context."""
+    count = DIMS.bucket.pages_per_seq
+    prefill = Chunk(0, 0, list(range(34)), range(count), [SampleRow(33)])
+    return build_step(DIMS, [prefill, Chunk(1, 300, [7], range(count, 2 * count), [SampleRow(0)])])
 
 
 @pytest.fixture
