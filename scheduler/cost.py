@@ -40,9 +40,8 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
 
 
 def step_seconds(program: Program, machine: Machine) -> float:
-    """Return the predicted seconds of a step of `program`: the sum over rank 0's phases (operations), which run one
-    after another. Attention costs only its dispatch here, because the amount of attention depends on the step's
-    inputs."""
+    """Return the predicted seconds of a step of `program`: the sum over rank 0's phases, which run one after another.
+    Attention costs only its dispatch here, because the amount of attention depends on the step's inputs."""
     total = 0.0
     for index, runs in enumerate((1, program.dims.model.layers, 1)):
         for segment in program.phases(index):
@@ -89,9 +88,8 @@ def _matmul_flops(dims: Dims, machine: Machine) -> float:
 
 
 def balanced_rows(dims: Dims, machine: Machine) -> float:
-    """Return the number of rows for which a matmul's arithmetic takes as long as reading its weights. At F FLOP/s, R
-    rows take 2 R / F seconds per weight. At B bytes/s, reading the b bytes of a weight takes b / B seconds. So R = b F
-    / (2 B)."""
+    """Return for how many rows R a matmul's arithmetic takes as long as reading its weights. At F FLOP/s, R rows take
+    2 R / F seconds per weight. At B bytes/s, the b bytes of a weight take b / B seconds. So R = b F / (2 B)."""
     return itemsize(dims.model) * _matmul_flops(dims, machine) / (2 * machine.memory_bytes_per_s)
 
 

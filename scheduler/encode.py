@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,9 @@ def encode(tasks: Tasks, sync: Sync, placed: list[list[Placed]], claimed: str) -
         segments.append(_streams(records, ranks * workers))
     if sync.barrier:
         segments[EPILOGUE] = _with_barrier(segments[EPILOGUE], sync.barrier, workers)
-    totals = {name: getattr(sync, name) for name in TOTALS}
-    counters, named = sync.totals_first.shape[-1], dict(zip(SEGMENTS, segments, strict=True))
-    machine = tasks.machine.name
-    return Program(tasks.dims, tasks.forward, machine, ranks, workers, counters, **named, **totals, queues=queues)
+    fields: dict[str, Any] = dict(zip(SEGMENTS, segments, strict=True)) | {name: getattr(sync, name) for name in TOTALS}
+    machine, counters = tasks.machine.name, sync.totals_first.shape[-1]
+    return Program(tasks.dims, tasks.forward, machine, ranks, workers, counters, **fields, queues=queues)
 
 
 def _records(tasks: PhaseTasks, waits: Words, signals: Words) -> Records:

@@ -113,8 +113,7 @@ class Sync:
 
 
 def synchronise(tasks: Tasks, dependencies: Dependencies) -> Sync:
-    """Return the counters by which tasks wait for each other. Tasks wait only for row blocks (ranges of rows) they
-    read."""
+    """Return the counters by which tasks wait for each other. Tasks wait only for the row blocks that they read."""
     graph = _Graph(tasks, dependencies)
     attention = _attention_grids(graph)
     rows, final = _final_row_grid(graph, _next([attention]))
@@ -448,8 +447,7 @@ def _gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def _append(words: Words, tasks: NDArray[np.int64], new: Sequence[int]) -> None:
-    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if they are
-    full."""
+    """Write `new` into the first free columns of `words` for each of `tasks`. Raises AssertionError if none is left."""
     column = np.add.reduce(words[tasks] != 0, axis=1)
     if column.max(initial=0) + len(new) > words.shape[1]:
         raise AssertionError(f"a task has more than {words.shape[1]} waits or signals")

@@ -179,9 +179,13 @@ def run(args: argparse.Namespace) -> int:
 def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls: tuple[str, str] | None) -> Start:
     """Return what every frontend process is told: the engine that it talks to, and the settings of HTTP."""
     from megakernel.serving.server.frontend import Start
-    from megakernel.serving.server.limits import AccessRules, Limits
+    from megakernel.serving.server.limits import AccessRules, Limits, local_names
 
-    hosts = given["allowed_hosts"]
+    hosts, names = given["allowed_hosts"], None
+    if hosts is None and sock.family != socket.AF_UNIX:
+        names = local_names(given["host"], sock.getsockname()[0])
+    elif hosts and "*" not in hosts:
+        names = frozenset(hosts)
     root = (given["root_path"] or "").strip("/")
     return Start(
         description=engine,
@@ -191,7 +195,7 @@ def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls:
         access=AccessRules(
             keys=tuple(given["api_key"] or ()),
             open_metrics=given["open_metrics"],
-            hosts=_local_names(sock, given["host"]) if hosts is None else _names(hosts),
+            hosts=names,
             origins=tuple(given["cors_origin"] or ()),
         ),
         limits=Limits(given["max_body_bytes"], given["request_timeout"], given["stall_timeout"]),
@@ -254,16 +258,6 @@ def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
         why = f"{needed} ({e.strerror})" if isinstance(e, ssl.SSLError) else e.strerror
         raise MegakernelError(f"cannot use the certificate {certificate} and the key {key} for HTTPS: {why}") from e
     return key, certificate
-
-
-def _local_names(sock: socket.socket, host: str) -> frozenset[str] | None:
-    from megakernel.serving.server.limits import local_names
-
-    return None if sock.family == socket.AF_UNIX else local_names(host, sock.getsockname()[0])
-
-
-def _names(hosts: list[str]) -> frozenset[str] | None:
-    return None if "*" in hosts else frozenset(hosts)
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:

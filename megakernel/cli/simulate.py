@@ -146,8 +146,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
 
 def _check_size(name: str, workers: int, ranks: int, advice: str) -> None:
-    """Raise MegakernelError, which ends in `advice`, if the machine has fewer workers or devices than the program
-    needs."""
+    """Raise MegakernelError, which ends in `advice`, if the machine has fewer workers or devices than needed."""
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
         raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: {advice}")

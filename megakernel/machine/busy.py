@@ -35,9 +35,8 @@ def now(stat: Path = _STAT) -> Moment | None:
 
 
 def others(begin: Moment | None, end: Moment | None) -> float | None:
-    """Return the fraction of all cores' time that other programs and virtual machines used between `begin` and `end`.
-
-    None if it is unknown."""
+    """Return the fraction of all cores' time that other programs and virtual machines used between `begin` and `end`,
+    or None if it is unknown."""
     if begin is None or end is None or end.total_s <= begin.total_s:
         return None
     mine = end.idle_s - begin.idle_s + end.own_s - begin.own_s

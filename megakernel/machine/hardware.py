@@ -152,8 +152,7 @@ class Tiles(_Section, frozen=True):
 
 class Curve(_Section, frozen=True):
     """Measured bandwidths of a collective over `gpus` GPUs of one node, for several message sizes. They are bus
-    bandwidths as in NCCL's tests: the bytes that each GPU must send, divided by the time.
-    """
+    bandwidths as in NCCL's tests: the bytes that each GPU must send, divided by the time."""
 
     collective: str
     gpus: Count

@@ -333,9 +333,8 @@ def _boxes(found: list[Use]) -> Iterator[str]:
 
 
 def _check_owners(use: Use) -> Iterator[str]:
-    """Yield messages about instructions that access residual rows of other ranks, or that access more than one row
-    block. A row block is a group of rows with one owner; the residual and partial sums are divided among ranks by row
-    block."""
+    """Yield messages about instructions that access residual rows of other ranks, or more than one row block. A row
+    block is a group of rows with one owner: the residual and partial sums are divided among ranks by row block."""
     d, phases = use.dims, use.part.phases
     residual = any(a.buffer in phases.residual and a.index is Index.NONE for a in use.accesses)
     if not residual and all(a.buffer not in phases.partial for a in use.accesses):

@@ -72,8 +72,7 @@ def program_from_bytes(data: bytes, name: str) -> Program:
 
 
 def _decode(data: bytes) -> Program:
-    """Decode a program whose checksum is right. Its arrays are views of `data`. Raises ValueError or
-    MsgspecError."""
+    """Decode a program whose checksum is right, as views of `data`. Raises ValueError or MsgspecError."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
         raise ValueError(f"the file's header cannot have {size} bytes")

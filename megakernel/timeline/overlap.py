@@ -31,8 +31,7 @@ def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Sp
 
 def inside_worker(resolved: Resolved) -> float | None:
     """Return the fraction of loading time that is hidden, because meanwhile the worker waits or computes an earlier
-    instruction. The part of a load after the beginning of its own instruction's COMPUTE is not counted as hidden.
-    """
+    instruction. The part of a load after its own instruction's COMPUTE has begun does not count as hidden."""
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)
     own = np.full(resolved.executions, resolved.period, dtype=np.int64)
@@ -50,16 +49,14 @@ def loads_under_compute(resolved: Resolved) -> float | None:
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """The fraction of times [begin, end), one per interval in `chosen`, in which the worker runs an interval in
-    `cover`."""
+    """The fraction of times [begin, end), one per interval in `chosen`, in which the worker runs one in `cover`."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
 
 
 def exposed_communication(resolved: Resolved) -> float:
-    """Return the fraction of all workers' time in which a worker does not compute, but waits for another rank's
-    signal."""
+    """The fraction of all workers' time in which a worker does not compute, but waits for another rank's signal."""
     rank, releaser = resolved.rows["rank"], resolved.releaser
     remote = (releaser >= 0) & (rank[releaser] != rank)
     compute = resolved.kind(IntervalKind.COMPUTE)

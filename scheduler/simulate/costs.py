@@ -63,8 +63,7 @@ class TaskCosts:
         return self._seconds(self.matmul_flops, flops, rows)
 
     def attention_s(self, flops: Floats, rows: Floats) -> Floats:
-        """Return the seconds of `flops` FLOPs of attention on one worker. `rows` counts (query row, query head)
-        pairs."""
+        """Return the seconds of attention's FLOPs on one worker. `rows` counts (query row, query head) pairs."""
         return self._seconds(self.attention_flops, flops, rows)
 
     def _seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
@@ -209,6 +208,5 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. For this computer (`host`), calibration measures them; without calibration, they
-    are nominal."""
+    """Return the costs of a machine. Those of this computer (`host`) are nominal if it was not calibrated."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

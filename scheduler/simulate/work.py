@@ -202,9 +202,8 @@ def _plain(
     costs: TaskCosts,
     workers: int,
 ) -> None:
-    """Set the loads and the arithmetic of the tasks of one phase (operation other than attention). `mine` has each
-    task's record, number and rank. `dims` has the sizes of one of these ranks, which have equal parts of the model. A
-    rank has `workers` workers."""
+    """Set the loads and the arithmetic of the tasks of one phase other than attention. `mine` has each task's record,
+    number and rank. These ranks have equal sizes, those in `dims`, and `workers` workers each."""
     records, task, rank = mine
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
@@ -449,8 +448,7 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
-    """Add the waits and signals of attention. A record names a grid of counters, from which each item selects its
-    own."""
+    """Add the waits and signals of attention. From the grid of counters in a record, each item selects its own."""
     dims = view.dims
     task, item, record = items
     columns = phase.columns(records)
