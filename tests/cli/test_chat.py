@@ -90,6 +90,13 @@ def test_errors_of_a_server_are_its_own(cli: Cli, monkeypatch: pytest.MonkeyPatc
         assert status == 1 and why in err and "Traceback" not in err and not out, (flags, out, err)
 
 
+def test_a_redirection_is_not_followed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server must not get the key."""
+    with answering(whole(b"moved", "302 Found\r\nLocation: http://127.0.0.1:1/")) as url:
+        status, out, err = chat(cli, monkeypatch, b"hello\n", "--base-url", url, "--api-key", "k")
+    assert status == 1 and not out and "the server says: moved" in err, err
+
+
 MODELS = whole(b'{"data":[{"id":"m"}]}')
 
 

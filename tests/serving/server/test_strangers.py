@@ -261,6 +261,18 @@ def test_nothing_outlives_a_server(model: str, monkeypatch: pytest.MonkeyPatch, 
         assert not list(tmp_path.glob("megakernel-*"))
 
 
+def test_a_server_that_is_ready_is_warm(model: str) -> None:
+    with LLM(model, backend="null", max_context=256, threads=1) as llm:
+        llm.warm(60)
+        known = len(llm.engine.programs._cache)
+        for size in (1, 9, 200):
+            llm.generate([[65] * size], SamplingParams(max_tokens=2))
+        assert len(llm.engine.programs._cache) == known > 1
+    with started("--model", model, first="from megakernel import LLM; LLM.warm = lambda *_: exit('warms')") as server:
+        out, err = server.communicate(timeout=60)
+    assert not out and "warms" in err
+
+
 def test_the_log_has_a_line_for_each_request(null: Live, caplog: pytest.LogCaptureFixture) -> None:
     """Its times and tokens tell an operator what a client saw. Requests of clients that leave are counted too."""
     caplog.set_level("INFO", "megakernel.serving.server.http")
