@@ -124,8 +124,8 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         known.add("layer_types")  # what most families have
     for key in sorted(set(raw) - known):
         if value := raw[key]:
-            if isinstance(value, dict) and "quant_method" in value:
-                value = {"quant_method": value["quant_method"]} | value  # an error shows the start of the value
+            if isinstance(value, dict):  # an error shows the start of the value
+                value = {name: what for name, what in value.items() if name in ("quant_method", "quant_algo")} | value
             raise refuse(f"{key} = {short(value)} is not supported and may change the result")
     keys = Keys(raw, source)
     keys.only("is_causal", True)

@@ -228,6 +228,11 @@ USED = {"use_sliding_window": True, "max_window_layers": 1}
             | {"rms_norm_eps": None, "layer_norm_epsilon": 0.01, "hidden_act": None, "activation_function": "silu"},
             {"layers": 3, "rms_eps": 0.01, "rope": Rope(5e5)},
         ),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "sliding_window": None}
+            | {"max_window_layers": 64, "reorder_qk_norm": True},  # transformers does not read these
+            {"family": "exaone4", "post_norms": True},
+        ),
         (GRANITE4, {"ffn": 32, "attention_multiplier": 1.0}),
         (
             {**IMAGES, "text_config": {"model_type": "ministral3"}, "tie_word_embeddings": True},
@@ -255,6 +260,7 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
             'quantization_config = {"quant_method": "fp8"',
             {"quantization_config": {"a": "b" * 99, "quant_method": "fp8"}},
         ),
+        ('quantization_config = {"quant_algo": "FP8"', {"quantization_config": {"a": "b" * 99, "quant_algo": "FP8"}}),
         ("layer_types", {"layer_types": [FULL, WINDOW]}),
         ("layer_types", {"layer_types": 2}),
         ("use_qk_norm", {**MOE, "use_qk_norm": False}),
