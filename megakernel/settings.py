@@ -44,8 +44,6 @@ _TABLE = """
     with auto on a GPU, simulation chooses the value of every auto option
 --matmul | name | auto | how GPUs compute matmuls: dots (CUDA cores; fast for few rows), tensor (matrix units) or auto
     (by a step's token rows)
---no-interleave | switch | off | each worker runs phases one after another instead of alternating between compute-bound
-    and memory- or link-bound matmuls
 --threads | threads | auto | CPU threads; auto is one per core that this process may use
 --machine | name | host | machine to compile for or analyse: host (this one), v100, a100, h100, h200, h800, gh200, b200,
     gb200-nvl72, a node such as h100x8, or a .toml file

@@ -64,7 +64,7 @@ def _add(parser: argparse._ActionsContainer, name: str, setting: Setting, unset:
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
     group = parser.add_argument_group("how the compiler places the work")
-    add_flags(group, "enable_expert_parallel o_lowering residual norm queue matmul no_interleave")
+    add_flags(group, "enable_expert_parallel o_lowering residual norm queue matmul")
 
 
 def lowering(args: argparse.Namespace) -> Options:
@@ -78,7 +78,6 @@ def lowering(args: argparse.Namespace) -> Options:
         queue=args.queue,
         matmul=args.matmul,
         expert_parallel=args.enable_expert_parallel,
-        interleave=not args.no_interleave,
     )
 
 

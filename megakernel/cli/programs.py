@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 from .. import machine as machines
-from ..errors import MegakernelError
 from ..machine import Machine
 from ..model import ModelConfig
 from ..program import Program, load_program
@@ -17,11 +16,10 @@ from ..units import bytes_text
 from . import output
 from .options import STORED, AddVerb, add_flags, add_lowering, lowering, paper_model
 
-# By default, programs compute logits for at most this many rows, as many as an engine runs sequences.
+# Programs compute logits for at most this many rows, as many as an engine runs sequences by default.
 _SEQUENCES = 64
-_BUCKET = f"""
+_BUCKET = """
 --tokens | count | 1 | token rows of a step
---logit-rows | count | (as many as tokens, up to {_SEQUENCES}) | rows that get logits
 max_model_len
 """
 
@@ -79,18 +77,11 @@ def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelC
 
     machine = machines.load(args.machine, args.workers)
     config, how = paper_model(args, machine, args.max_model_len or 0)
-    sizes = {"max_context": args.max_model_len or config.max_context} | (sizes or _bucket(args))
+    most = min(args.tokens or 1, _SEQUENCES)
+    sizes = sizes or {"tokens": args.tokens, "logit_rows": most, "max_seqs": most}
+    sizes["max_context"] = args.max_model_len or config.max_context
     spec = Spec(config, machine, tp=args.tensor_parallel_size, options=lowering(args), **how, **sizes)
     return Fastest(spec)(tokens=spec.tokens, logit_rows=spec.logit_rows), config, machine
-
-
-def _bucket(args: argparse.Namespace) -> dict[str, int]:
-    logit_rows = args.logit_rows or min(args.tokens, _SEQUENCES)
-    if logit_rows > args.tokens:
-        raise MegakernelError(
-            f"--logit-rows {logit_rows} exceeds the {args.tokens} token rows of --tokens: lower --logit-rows"
-        )
-    return {"tokens": args.tokens, "logit_rows": logit_rows, "max_seqs": min(args.tokens, _SEQUENCES)}
 
 
 def load(args: argparse.Namespace) -> Program:

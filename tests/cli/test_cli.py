@@ -83,7 +83,6 @@ def test_generate_prints_the_text(cli: Cli, monkeypatch: pytest.MonkeyPatch, mod
         ("bench throughput", ["--random-range-ratio", "0.5", "--dataset", "a.csv"], "the requests of a.csv: add"),
         ("compile", ["--machine", "h900"], "unknown machine 'h900'"),
         ("compile", ["--max-model-len", "300"], "context 300 exceeds the model's limit of 256"),
-        ("compile", ["--tokens", "4", "--logit-rows", "5"], "--logit-rows 5 exceeds the 4 token rows"),
     ],
 )
 def test_bad_flags_are_one_line(

@@ -375,7 +375,7 @@ def test_llama_70b_on_eight_ranks() -> None:
 def test_flags_of_compile_reach_the_program(cli: Cli) -> None:
     flags = ["--model", "random:llama-3.2-1b", "--workers", "2", "--tp", "4", "--tokens", "8"]
     forced = ["--o-lowering", "replicated", "--residual", "dealt", "--queue", "attention"]
-    facts = cli.json("compile", *flags, *forced, "--no-interleave")
+    facts = cli.json("compile", *flags, *forced)
     assert facts["lowering"] == {"o": "replicated", "residual": "dealt", "norm": "own"}
     assert facts["per_layer"]["drain"] == 8 and facts["ranks"] == 4
     assert "queue = 'some'" in cli.fails("compile", *flags, "--queue", "some")
