@@ -26,16 +26,14 @@ MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
-// Returns where a partial result of attention is stored in the buffer PARTIALS. For a long context, several
-// work items share the same rows, and each one processes some of the KV blocks (ranges of tokens). The
-// returned place is for one row, one KV head and KV block 0. The results for the next KV blocks follow. `row`
-// and `head` count from the first row and KV head of the work item.
+// Returns where a partial result of attention is stored in the buffer PARTIALS. The returned place is for one
+// row, one KV head and KV block 0. The results for the next KV blocks follow. `row` and `head` count from the
+// first row and KV head of the work item.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
 
-// Returns how many tokens of KV block number `block` (d.kv_block successive tokens) the causal mask lets the
-// query at `position` see.
+// Returns how many tokens of KV block number `block` the causal mask lets the query at `position` see.
 MK_DIMS_FN inline int32_t visible_tokens(const Dims& d, int32_t position, int32_t block) {
   const int32_t tokens = position + 1 - block * d.kv_block;
   return tokens < 0 ? 0 : tokens < d.kv_block ? tokens : d.kv_block;

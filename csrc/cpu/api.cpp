@@ -86,8 +86,7 @@ MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t 
 
 // Tells the engine where a rank's buffer is in memory. The caller owns `data`, and must keep it allocated as
 // long as the engine uses it. Normally `data` is a row-major array with the shape given in
-// megakernel/isa/buffers.py. For weights packed by mk_pack, `data` is the table of the matrix's panels
-// (groups of 16 columns).
+// megakernel/isa/buffers.py. For weights packed by mk_pack, `data` is the table of the matrix's panels.
 MK_API void mk_bind(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer, void* data) {
   engine->interpreter->bind(rank, static_cast<mk::Buffer>(buffer), layer, data);
 }

@@ -4,15 +4,6 @@
 #include "interpreter.h"
 
 namespace mk {
-namespace {
-
-struct Region {
-  float** field;
-  int64_t floats;
-};
-
-}  // namespace
-
 Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads, int cores,
                          double deadlock_seconds)
     : layers_(model.layers),
@@ -28,35 +19,28 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
   const int64_t chunks = (widest + kChunk - 1) / kChunk;
   const int64_t padded = (model.head_dim + kPanel - 1) / kPanel * kPanel;
   const int64_t pairs = std::max(kQueryRows, model.group_size());
+  // The elements after an array may be read with its last ones, in one vector.
+  const auto take = [this](int64_t floats) {
+    return static_cast<float*>(scratch_.allocate((floats + 16) * int64_t{sizeof(float)}));
+  };
   for (Memory& m : memory_) {
-    Scratch& s = m.scratch;
-    float *counts = nullptr, *rounded = nullptr;
-    const Region regions[] = {
-        {&s.activations, std::max<int64_t>(kTileRows, chunks * kMaxMicroRows) * kChunkStride},
-        {&rounded, chunks * kTileRows * kRoundedBytes / int64_t{sizeof(float)}},
-        {&s.tile, int64_t{kTileRows} * kTilePanels * kPanel},
-        {&s.weights, int64_t{kWidePanels} * kWideStride},
-        {&s.keys, model.head_dim * key_stride(model)},
-        {&s.values, model.kv_block * padded},
-        {&s.scales, int64_t{ceil_div(model.head_dim, kKvUnit)} * model.kv_block},
-        {&s.queries, pairs * ceil_div(model.head_dim, kKvUnit) * kKvUnit},
-        {&s.scores, pairs * model.kv_block},
-        {&s.block_out, pairs * padded},
-        {&s.merged_out, pairs * padded},
-        {&s.stats, 4 * pairs},
-        {&s.logits, model.vocab},
-        {&counts, model.vocab},
+    m.scratch = {
+        .activations = take(std::max<int64_t>(kTileRows, chunks * kMaxMicroRows) * kChunkStride),
+        .rounded = take(chunks * kTileRows * kRoundedBytes / int64_t{sizeof(float)}),
+        .rounded_rows = {},
+        .tile = take(int64_t{kTileRows} * kTilePanels * kPanel),
+        .weights = take(int64_t{kWidePanels} * kWideStride),
+        .keys = take(model.head_dim * key_stride(model)),
+        .values = take(model.kv_block * padded),
+        .scales = take(int64_t{ceil_div(model.head_dim, kKvUnit)} * model.kv_block),
+        .queries = take(pairs * ceil_div(model.head_dim, kKvUnit) * kKvUnit),
+        .scores = take(pairs * model.kv_block),
+        .block_out = take(pairs * padded),
+        .merged_out = take(pairs * padded),
+        .stats = take(4 * pairs),
+        .logits = take(model.vocab),
+        .counts = reinterpret_cast<int32_t*>(take(model.vocab)),
     };
-    const auto aligned = [](int64_t floats) { return (floats + 15) / 16 * 16 + 16; };
-    int64_t floats = 0;
-    for (const Region& r : regions) floats += aligned(r.floats);
-    float* next = static_cast<float*>(scratch_.allocate(floats * static_cast<int64_t>(sizeof(float))));
-    for (const Region& r : regions) {
-      *r.field = next;
-      next += aligned(r.floats);
-    }
-    s.counts = reinterpret_cast<int32_t*>(counts);
-    s.rounded = rounded;
   }
 }
 

@@ -232,10 +232,9 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Returns whether the inputs of the current attention work item (some rows and KV heads of a sequence) are
-// complete. There is a counter for each pair of a row block (group of rows) and a group of KV heads. All
-// pairs that the work item reads must be complete. `word`, a wait of the instruction, names the first
-// counter.
+// Returns whether the inputs of the current attention work item are complete. There is a counter for each
+// pair of a row block (group of rows) and a group of KV heads. All pairs that the work item reads must be
+// complete. `word`, a wait of the instruction, names the first counter.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -318,9 +317,8 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// Runs one work item of attention (some rows and KV heads of a sequence). For a long context, several work
-// items share the same rows, and each one processes some of the KV blocks (ranges of tokens). The last item
-// to finish merges all results. Returns whether the output of the rows is now final.
+// Runs one work item of attention. The last item to finish merges all results. Returns whether the output of
+// the rows is now final.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];

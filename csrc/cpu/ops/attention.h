@@ -41,10 +41,8 @@ constexpr int kDirectPairs = 2 * kDenseRows;
 template <int R, int V, class S>
 void dense_block(const float* a, int64_t lda, const Matrix<S>& b, int column, int last, int k, int end,
                  float* c, int64_t ldc, bool resume) {
-  F32 acc[R][V];
-  MK_UNROLL for (int i = 0; i < R; ++i) {
-    MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] = resume ? load(c + i * ldc + v * kLanes) : F32{};
-  }
+  F32 acc[R][1][V];
+  load_block(acc, c, ldc, 0, resume);
   const int64_t ldb = b.stride;
   while (k < end) {
     S strips[V];
@@ -57,13 +55,11 @@ void dense_block(const float* a, int64_t lda, const Matrix<S>& b, int column, in
       }
       MK_UNROLL for (int i = 0; i < R; ++i) {
         const F32 x = splat(a[i * lda + k]);
-        MK_UNROLL for (int v = 0; v < V; ++v) acc[i][v] += x * values[v];
+        MK_UNROLL for (int v = 0; v < V; ++v) acc[i][0][v] += x * values[v];
       }
     }
   }
-  MK_UNROLL for (int i = 0; i < R; ++i) {
-    MK_UNROLL for (int v = 0; v < V; ++v) store(c + i * ldc + v * kLanes, acc[i][v]);
-  }
+  store_block(acc, c, ldc, 0);
 }
 
 template <int V, int R = kDenseRows, class S>
@@ -355,10 +351,9 @@ inline void attend(const Call& call, int first, int rows, int kv_head) {
   }
 }
 
-// Runs attention for work item number call.item (some rows and KV heads of a sequence). Normally computes the
-// final output. For a long context, several work items divide the KV blocks (ranges of tokens) of the same
-// rows. Each then only stores the softmax state (m, l, o) of its blocks in the buffer PARTIALS, and
-// attention_merge computes the output.
+// Runs attention for work item number call.item. Normally computes the final output. For a long context,
+// several work items divide the KV blocks of the same rows. Each then only stores the softmax state (m, l, o)
+// of its blocks in the buffer PARTIALS, and attention_merge computes the output.
 template <class T>
 void attention(const Call& call, const Attention&) {
   const Dims& d = *call.dims;

@@ -10,6 +10,27 @@
 
 namespace mk::MK_SIMD {
 
+// Loads results that are accumulated in registers: R rows, ldc floats apart, of P parts, `apart` floats
+// apart, of V vectors. Without `resume`, the accumulators become zero instead.
+template <int R, int P, int V>
+MK_INLINE void load_block(F32 (&acc)[R][P][V], const float* c, int64_t ldc, int apart, bool resume) {
+  MK_UNROLL for (int i = 0; i < R; ++i) {
+    MK_UNROLL for (int p = 0; p < P; ++p) {
+      MK_UNROLL for (int v = 0; v < V; ++v) acc[i][p][v] =
+          resume ? load(c + i * ldc + p * apart + v * kLanes) : F32{};
+    }
+  }
+}
+
+template <int R, int P, int V>
+MK_INLINE void store_block(const F32 (&acc)[R][P][V], float* c, int64_t ldc, int apart) {
+  MK_UNROLL for (int i = 0; i < R; ++i) {
+    MK_UNROLL for (int p = 0; p < P; ++p) {
+      MK_UNROLL for (int v = 0; v < V; ++v) store(c + i * ldc + p * apart + v * kLanes, acc[i][p][v]);
+    }
+  }
+}
+
 // How far ahead of the weights in use to prefetch, in bytes. Software prefetching hides DRAM latency at the
 // ends of 4 KiB pages, where the hardware prefetcher stops.
 constexpr int kPrefetchBytes = 2048;
@@ -33,9 +54,8 @@ constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || k
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads weights of type W from a panel (kPanel columns of a weight matrix), in order of k. Usage: call `open`
-// with the first index of a unit (kUnit indices along K). A unit is read in kRuns runs of kRunSteps indices:
-// for each run, call `turn_to`, then read the run's weights.
+// Reads weights of type W from a panel, in order of k. Usage: call `open` with the first index of a unit. A
+// unit is read in kRuns runs of kRunSteps indices: for each run, call `turn_to`, then read the run's weights.
 template <class W>
 class Reader;
 

@@ -67,23 +67,16 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights (kPanel columns each),
-// over indices [begin, begin + steps) along K. Both are multiples of kUnit. The panels are panels[0],
-// panels[apart] and so on: with `apart` 0, the same panel P times. With `resume`, adds to C instead of
-// replacing C. A is stored in pieces of kChunk indices along K: pieces are chunk_stride floats apart, and
-// the rows in a piece are kChunkStride floats apart. A range that begins in the middle of a piece must end in
-// the same piece.
+// The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights, over indices [begin,
+// begin + steps) along K. Both are multiples of kUnit. The panels are panels[0], panels[apart] and so on:
+// with `apart` 0, the same panel P times. With `resume`, adds to C instead of replacing C. A is stored in
+// pieces of kChunk indices along K: pieces are chunk_stride floats apart, and the rows in a piece are
+// kChunkStride floats apart. A range that begins in the middle of a piece must end in the same piece.
 template <int R, int P, class W>
 void micro(const float* a, int64_t chunk_stride, const Panel* panels, int apart, int begin, int steps,
            float* c, int64_t ldc, bool resume) {
   F32 acc[R][P][kPanelVectors];
-  MK_UNROLL for (int i = 0; i < R; ++i) {
-    MK_UNROLL for (int p = 0; p < P; ++p) {
-      MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-        acc[i][p][v] = resume ? load(c + i * ldc + p * apart * kPanel + v * kLanes) : F32{};
-      }
-    }
-  }
+  load_block(acc, c, ldc, apart * kPanel, resume);
   const char* data[P];
   MK_UNROLL for (int p = 0; p < P; ++p) data[p] = panels[p * apart].data;
   for (int done = 0; done < steps; a += chunk_stride) {
@@ -109,13 +102,7 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int apart,
       }
     }
   }
-  MK_UNROLL for (int i = 0; i < R; ++i) {
-    MK_UNROLL for (int p = 0; p < P; ++p) {
-      MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-        store(c + i * ldc + p * apart * kPanel + v * kLanes, acc[i][p][v]);
-      }
-    }
-  }
+  store_block(acc, c, ldc, apart * kPanel);
 }
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
@@ -265,11 +252,10 @@ class Inputs {
 using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
 
 // Runs a matmul for one tile of its output, inputs weights^T + bias, and passes the results to the callback
-// `take`, one panel (kPanel columns) after another. `weights` lists the panels of all columns. If there are
-// several matrices, such as gate and up, their panels alternate. Each call of `take` then gets the results of
-// one panel of each matrix, kPanel floats apart. `from` says which input row each row of the tile reads, and
-// `to` says which output row is passed to `take`. `bias` has the biases of one matrix after another, or is
-// null.
+// `take`, one panel after another. `weights` lists the panels of all columns. If there are several matrices,
+// such as gate and up, their panels alternate. Each call of `take` then gets the results of one panel of each
+// matrix, kPanel floats apart. `from` says which input row each row of the tile reads, and `to` says which
+// output row is passed to `take`. `bias` has the biases of one matrix after another, or is null.
 template <class T>
 void gemm(const Call& call, const Tile& tile, const Panel* weights, const float* bias, TakeResult take,
           RowList from = {}, RowList to = {}) {

@@ -70,8 +70,7 @@ MK_INLINE void choose_words(const float* x, Rounded* out) {
   out->sum = some ? 127.0f / limit : 0.0f;
 }
 
-// Rounds a unit (32 activations) to integers. Needs the scale and the wide words that choose_words has
-// chosen.
+// Rounds a unit to integers. Needs the scale and the wide words that choose_words has chosen.
 MK_INLINE void round_unit(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
   const bool finite = out->scale == out->scale;
@@ -181,9 +180,8 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
 }
 
 // Computes C = A W^T in integers, over [begin, begin + steps) along K. `a` has R rows of rounded activations,
-// in pieces of kChunk indices that are chunk_stride units apart. W is P panels of weights (kPanel columns
-// each): panels[0], panels[apart], panels[2 * apart] and so on. The other arguments are those of `micro` in
-// gemm.h.
+// in pieces of kChunk indices that are chunk_stride units apart. W is P panels of weights: panels[0],
+// panels[apart], panels[2 * apart] and so on. The other arguments are those of `micro` in gemm.h.
 template <int R, int P, class Unit>
 void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels, int apart, int begin,
                     int steps, float* c, int64_t ldc, bool resume) {
@@ -191,13 +189,7 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
   F32 acc[R][P][kPanelVectors];
   const char* data[P];
   MK_UNROLL for (int p = 0; p < P; ++p) data[p] = panels[p * apart].data;
-  MK_UNROLL for (int i = 0; i < R; ++i) {
-    MK_UNROLL for (int p = 0; p < P; ++p) {
-      MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-        acc[i][p][v] = resume ? load(c + i * ldc + p * apart * kPanel + v * kLanes) : F32{};
-      }
-    }
-  }
+  load_block(acc, c, ldc, apart * kPanel, resume);
   for (int done = 0; done < steps; a += chunk_stride) {
     const int end = lower_of(done + kChunk, steps);
     for (const Rounded* x = a; done < end; done += kUnit, ++x) {
@@ -250,13 +242,7 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
       }
     }
   }
-  MK_UNROLL for (int i = 0; i < R; ++i) {
-    MK_UNROLL for (int p = 0; p < P; ++p) {
-      MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-        store(c + i * ldc + p * apart * kPanel + v * kLanes, acc[i][p][v]);
-      }
-    }
-  }
+  store_block(acc, c, ldc, apart * kPanel);
 }
 
 using MultiplyUnits = void (*)(const Rounded*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);

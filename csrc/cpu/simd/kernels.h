@@ -160,9 +160,8 @@ const Kernels* avx512_kernels(Dtype dtype);
 const Kernels* avx512bf16_kernels(Dtype dtype);
 const Kernels* null_kernels();
 
-// Returns the kernels compiled for the instruction set named `simd`, such as avx2. If `simd` is empty,
-// chooses the widest instruction set that this processor supports. Throws std::runtime_error if the name is
-// unknown or the processor lacks the instruction set.
+// Returns the kernels for `simd`, such as avx2; if it is empty, for the widest instruction set of this
+// processor. Throws std::runtime_error if the name is unknown or the processor lacks the instruction set.
 const Kernels& choose_kernels(const char* simd, Dtype dtype);
 
 }  // namespace mk

@@ -300,9 +300,8 @@ MK_INLINE U32 doubled_floats(U32 v) {
 #endif
 }
 
-// Of a unit (32 activations that share a scale), the words (4 successive activations) with the largest values
-// have 15 bits per activation instead of 8, because these values cause most of the error of rounding. This is
-// the number of such words.
+// Of a unit, the words (4 successive activations) with the largest values have 15 bits per activation instead
+// of 8, because these values cause most of the error of rounding. This is the number of such words.
 constexpr int kWideWords = 2;
 constexpr int kHighShift = 7;
 
