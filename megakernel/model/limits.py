@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..errors import MegakernelError
@@ -40,6 +39,19 @@ MOST_ALIGNMENT = 1 << 20
 # number of characters of all parts. At the limit, the work takes seconds. Published vocabularies need 2^26.
 MOST_SPLIT_CHARACTERS = 1 << 30
 
+# The least and the greatest value of fields of ModelConfig, and of fields of its RoPE.
+_RANGES = (
+    ("vocab", "", 1, MOST_VOCABULARY),
+    ("layers", "", 1, MOST_LAYERS),
+    ("hidden ffn heads kv_heads head_dim max_context", "", 1, _LARGEST),
+    ("rms_eps", "", 0, 1),
+    ("embedding_multiplier residual_multiplier attention_multiplier logits_scaling", "", 1e-4, 1e4),
+    ("score_cap logit_cap", "", 0, 1e4),
+    ("window", "", 0, _LARGEST),
+    ("theta", "rope", 1e-9, 1e30),
+    ("factor attention", "rope", 1e-9, 1e9),
+)
+
 
 def check_config(config: ModelConfig, source: str) -> ModelConfig:
     """Return `config` without ids of tokens outside the vocabulary. Raises MegakernelError, which names the first field
@@ -48,11 +60,11 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
     def refuse(what: str) -> MegakernelError:
         return MegakernelError(f"{source}: {what}")
 
-    own = {"layers": MOST_LAYERS, "vocab": MOST_VOCABULARY}
-    for name in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "max_context"):
-        most = own.get(name, _LARGEST)
-        if not 0 < getattr(config, name) <= most:
-            raise refuse(f"{name} is {getattr(config, name)}; it must be between 1 and {most}")
+    rope, pairs = config.rope, (config.rope.dims or config.head_dim) // 2
+    for names, of, least, most in _RANGES:
+        for name in names.split():
+            if (value := getattr(getattr(config, of, config), name)) is not None and not least <= value <= most:
+                raise refuse(f"{f'{of} {name}'.strip()} is {value}; it must be between {least} and {most}")
     if config.heads % config.kv_heads:
         raise refuse(f"{config.heads} attention heads cannot be divided evenly among {config.kv_heads} key/value heads")
     if config.head_dim % 8:
@@ -60,34 +72,15 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
             f"head size {config.head_dim} is not supported: it must be a multiple of 8, because vector instructions "
             "and tensor cores load 8 elements of a head at once"
         )
-    if config.rope.dims % 2 or not 0 <= config.rope.dims <= config.head_dim:
-        raise refuse(f"{config.rope.dims} rotated elements of a head of {config.head_dim} are not supported")
+    if rope.dims % 2 or not 0 <= rope.dims <= config.head_dim:
+        raise refuse(f"{rope.dims} rotated elements of a head of {config.head_dim} are not supported")
     if config.heads * config.head_dim > _LARGEST:
         raise refuse(f"{config.heads} heads of size {config.head_dim} are together more than {_LARGEST} columns")
-    if not (math.isfinite(config.rms_eps) and 0 <= config.rms_eps < 1):
-        raise refuse(f"RMS norm epsilon is {config.rms_eps}; it must be at least 0 and below 1")
-
-    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
-        value = getattr(config, name)
-        if value is not None and not 1e-4 < value < 1e4:
-            raise refuse(f"{name} is {value}; it must be between 0.0001 and 10000")
-
-    if not (0 <= config.score_cap < 1e4 and 0 <= config.logit_cap < 1e4):
-        raise refuse(f"caps of scores and logits are {config.score_cap} and {config.logit_cap}, not below 10000")
-    if config.window < 0:
-        raise refuse(f"the sliding window is {config.window}; it must be at least 1")
     if config.window:
         first, every, at = config.full_places().values()
         full = {layer for layer in range(config.layers) if layer < first or layer % every == at}
         if full != set(config.full_layers):
             raise refuse("layers without a sliding window are not at equal distances, which is not supported")
-
-    rope = config.rope
-    pairs = (rope.dims or config.head_dim) // 2
-    if not 1e-9 < rope.theta < 1e30:
-        raise refuse(f"RoPE theta is {rope.theta}; it must be positive and finite")
-    if not (math.isfinite(rope.factor) and 0 < rope.factor < 1e9):
-        raise refuse(f"RoPE scaling factor is {rope.factor}; it must be positive and finite")
     if rope.kind in (RopeKind.LLAMA3, RopeKind.YARN):
         if not 1e-9 < rope.low_freq_factor < rope.high_freq_factor < 1e9:
             raise refuse(
@@ -98,8 +91,6 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
             raise refuse(f"original_max_position_embeddings is {rope.original_context}; it must be positive")
     if rope.kind is RopeKind.YARN and rope.theta <= 1:
         raise refuse(f"RoPE theta is {rope.theta}; YaRN needs more than 1")
-    if not 0 < rope.attention < 1e9:
-        raise refuse(f"RoPE attention factor is {rope.attention}; it must be positive and finite")
     lists = {RopeKind.FACTORS: [rope.factors], RopeKind.LONGROPE: [rope.factors, rope.short_factors]}
     for factors in lists.get(rope.kind, []):
         if len(factors) != pairs or not all(1e-9 < factor < 1e9 for factor in factors):

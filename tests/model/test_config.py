@@ -316,7 +316,7 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("beta_slow", {"rope_scaling": {**YARN, "beta_slow": 40}}),
         ("theta", {"rope_scaling": YARN, "rope_theta": 1.0}),
         ("truncate", {"rope_scaling": {**YARN, "truncate": "no"}}),
-        ("attention factor", {"rope_scaling": {**YARN, "attention_factor": -1.0}}),
+        ("rope attention", {"rope_scaling": {**YARN, "attention_factor": -1.0}}),
         ("short_mscale", {"rope_scaling": {**YARN, "long_factor": [1.0], "short_factor": [1.0], "short_mscale": 1.0}}),
         ("dynamic", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000.0}}),
         ("long_factor", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}),
