@@ -54,7 +54,7 @@ class Candidate:
         return panel_blocks(self.dims, self.spec.tiled, self.spec.options.panel)
 
     def _lower(self, phases: tuple[Phase, ...], rank: int) -> list[PhaseTasks]:
-        d, machine, panel = self.dims.on(rank), self.spec.tiled, self.spec.options.panel
+        d, machine, panel = self.dims.ranks[rank], self.spec.tiled, self.spec.options.panel
         return self.stages.once((phases, d, self._blocks), lambda: lower(phases, d, machine, panel))
 
     @property
@@ -69,7 +69,7 @@ class Candidate:
         slowest: dict[int, float] = {}
         for rank in range(min(self.dims.split.tp, 2)):
             for tasks in self._lower(self.forward.body, rank):
-                d, number = self.dims.on(rank), tasks.phase.number
+                d, number = self.dims.ranks[rank], tasks.phase.number
                 predicted = phase_seconds(tasks.phase, tasks.columns, d, self.spec.tiled)
                 slowest[number] = max(slowest.get(number, 0.0), predicted)
         return sum(slowest.values())

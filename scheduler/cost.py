@@ -48,7 +48,7 @@ def step_seconds(program: Program, machine: Machine) -> float:
             records = segment.records[: segment.offsets[program.workers]]
             if len(records):
                 phase = program.forward.by_number[int(phase_number(records)[0])]
-                total += runs * phase_seconds(phase, phase.columns(records), program.dims.on(0), machine)
+                total += runs * phase_seconds(phase, phase.columns(records), program.dims.ranks[0], machine)
     return total
 
 

@@ -92,7 +92,7 @@ def derive(tasks: Tasks, stages: Stages | None = None) -> Dependencies:
     groups: list[Group] = []
     for segment, parts in enumerate(tasks.segments):
         for number, (part, ordinal) in enumerate(zip(parts, ordinals(parts), strict=True)):
-            d = tasks.dims.on(part.rank)
+            d = tasks.dims.ranks[part.rank]
             of_part = stages.once(("groups", part.content, d), partial(_groups, part, d))
             groups += [Group(segment, number, ordinal, part.rank, *fields) for fields in of_part]
     copies = [PROLOGUE, *[BODY] * min(tasks.dims.model.layers, 2), EPILOGUE]

@@ -47,7 +47,7 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     for rank in range(dims.split.tp):
         own = [i for i, tasks in enumerate(segment) if tasks.rank == rank]
         parts = [(segment[i], panels[i], keys[i]) for i in own]
-        placed = _workers(parts, dims.on(rank), machine, pipelined=count > 1)
+        placed = _workers(parts, dims.ranks[rank], machine, pipelined=count > 1)
         workers |= dict(zip(own, placed, strict=True))
     sizes = np.cumsum([0, *map(len, segment)])
     kind_of, panel_of = np.repeat(kind, np.diff(sizes)), np.concatenate(panels)
@@ -113,7 +113,7 @@ def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims
     for stage in (first, second):
         if not stage[0].phase.is_matmul:
             return False
-        units = [unit_seconds(p.phase, p.columns, dims.on(p.rank), machine) for p in stage]
+        units = [unit_seconds(p.phase, p.columns, dims.ranks[p.rank], machine) for p in stage]
         arithmetic, memory, link = np.max(units, axis=0)
         bound.append(bool(arithmetic > max(memory, link)))
     return bound[0] != bound[1]

@@ -243,7 +243,7 @@ def _attention_grids(graph: _Graph) -> Links:
 def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
     """Return which tasks of the producer's phase compute inputs of which KV-head group: [tasks, head groups]."""
     attention, made = graph.phase_tasks(item), graph.phase_tasks(producer)
-    rank_dims = graph.tasks.dims.on(graph.groups[item].rank)
+    rank_dims = graph.tasks.dims.ranks[graph.groups[item].rank]
     return head_groups(made.phase, made.columns, attention.phase, rank_dims, int(attention.columns["group_heads"][0]))
 
 
@@ -261,7 +261,7 @@ def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
     for group in (graph.groups[g] for g in graph.items):
         low, high = block_rows(dims, group.block)
         to = _output_rank(graph, group.rank)
-        heads = graph.tasks.dims.on(group.rank).split.rank_kv_heads
+        heads = graph.tasks.dims.ranks[group.rank].split.rank_kv_heads
         out[Target(group.block, dims.owner(low) if to == rec.OWNER else to)] += (high - low) * heads
     return out
 

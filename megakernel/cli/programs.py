@@ -98,7 +98,7 @@ def run_compile(args: argparse.Namespace) -> int:
         program, config, machine = compile_for(args)
     seconds = perf_counter() - begin
     needed = max(
-        weight_bytes(program.forward, program.dims.on(r).split, tied=config.tied) for r in range(program.ranks)
+        weight_bytes(program.forward, program.dims.ranks[r].split, tied=config.tied) for r in range(program.ranks)
     )
     if needed > machine.memory_bytes:
         output.stderr.print(

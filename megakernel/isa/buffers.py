@@ -8,7 +8,7 @@ from enum import Enum, IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from .dims import Bucket, Dims, ModelSizes, Split
+from .dims import Bucket, Dims, ModelSizes, Shape, Split
 from .dtypes import Dtype
 
 
@@ -90,6 +90,10 @@ class BufferSpec:
     @property
     def per_expert(self) -> bool:
         return self.weight is not None and self.weight.per_expert
+
+    def layers(self, model: Shape) -> range:
+        """The numbers of the layers for which the buffer has an array. A buffer without layers counts as one layer."""
+        return range(model.layers if self.layered else 1)
 
     def resolve_dtype(self, model: ModelSizes) -> Dtype:
         if model.quantised_kv and self.space is Space.STATE and self.dtype is None:  # K or V

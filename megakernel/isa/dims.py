@@ -265,10 +265,6 @@ class Split:
         """Return the rank's query heads [first, end) that use its KV head `kv_head`."""
         return self.query_head(kv_head), self.query_head_end(kv_head)
 
-    def on(self, rank: int) -> Split:
-        """Return the split as rank `rank` sees it."""
-        return self.ranks[rank]
-
     @cached_property
     def ranks(self) -> list[Split]:
         """The split as each rank sees it."""
@@ -377,10 +373,6 @@ class Dims:
         """Return the ranks that keep the residual of a token row."""
         owner = self.owner(row)
         return range(self.split.tp) if self.split.replicated_residual else range(owner, owner + 1)
-
-    def on(self, rank: int) -> Dims:
-        """Return the sizes as rank `rank` sees them."""
-        return self.ranks[rank]
 
     @cached_property
     def ranks(self) -> list[Dims]:

@@ -130,22 +130,17 @@ def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
     return (0, 0) if spec is None else spec.shape(split)
 
 
-@dataclass(frozen=True)
+def _same(name: str) -> Callable[[Phase, Dims], int]:
+    """Return a function for the field `name` of `Phase`, whose None is NO_BUFFER."""
+    return lambda phase, dims: NO_BUFFER if (value := getattr(phase, name)) is None else int(value)
+
+
 class PhaseField:
-    """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes the field's value on one rank."""
+    """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes the field's value on one rank; by
+    default, it is that of the field of the Python class with this name."""
 
-    name: str
-    kind: str
-    what: str
-    value: Callable[[Phase, Dims], int]
-
-
-def _buffer(name: str) -> Callable[[Phase, Dims], int]:
-    def value(phase: Phase, dims: Dims) -> int:
-        buffer: Buffer | None = getattr(phase, name)
-        return NO_BUFFER if buffer is None else int(buffer)
-
-    return value
+    def __init__(self, kind: str, name: str, what: str = "", value: Callable[[Phase, Dims], int] | None = None) -> None:
+        self.kind, self.name, self.what, self.value = kind, name, what, value or _same(name)
 
 
 def _reduced_ranks(phase: Phase, dims: Dims) -> int:
@@ -153,22 +148,20 @@ def _reduced_ranks(phase: Phase, dims: Dims) -> int:
 
 
 PHASE_FIELDS: tuple[PhaseField, ...] = (
-    PhaseField("operation", "Operation", "", lambda p, d: p.operation),
-    PhaseField("rows", "Rows", "", lambda p, d: p.rows),
-    PhaseField("result", "Result", "of a matmul", lambda p, d: p.result),
-    PhaseField("weights", "Buffer", "", _buffer("weights")),
-    PhaseField("bias", "Buffer", "kNone if the phase adds no bias; likewise for norm and head_norm", _buffer("bias")),
-    PhaseField("norm", "Buffer", "scale of the RMS norm that is applied to the inputs", _buffer("norm")),
-    PhaseField("head_norm", "Buffer", "scales of the RMS norms of q heads and k heads", _buffer("head_norm")),
-    PhaseField("inputs", "Buffer", "", _buffer("inputs")),
-    PhaseField("output", "Buffer", "", _buffer("output")),
-    PhaseField(
-        "ahead", "int32_t", "weights are of the layer that is so much later, or of the last", lambda p, d: p.ahead
-    ),
-    PhaseField("inner", "int32_t", "length of each dot product (K)", lambda p, d: p.inner(d.split)),
-    PhaseField("width", "int32_t", "output columns", lambda p, d: p.width(d.split)),
-    PhaseField("matrices", "int32_t", "number of weight matrices", lambda p, d: p.matrices(d.split)),
-    PhaseField("ranks", "int32_t", "number of ranks whose partial sums a reduction adds", _reduced_ranks),
+    PhaseField("Operation", "operation"),
+    PhaseField("Rows", "rows"),
+    PhaseField("Result", "result", "of a matmul"),
+    PhaseField("Buffer", "weights"),
+    PhaseField("Buffer", "bias", "kNone if the phase adds no bias; likewise for norm and head_norm"),
+    PhaseField("Buffer", "norm", "scale of the RMS norm that is applied to the inputs"),
+    PhaseField("Buffer", "head_norm", "scales of the RMS norms of q heads and k heads"),
+    PhaseField("Buffer", "inputs"),
+    PhaseField("Buffer", "output"),
+    PhaseField("int32_t", "ahead", "weights are of the layer that is so much later, or of the last"),
+    PhaseField("int32_t", "inner", "length of each dot product (K)", lambda p, d: p.inner(d.split)),
+    PhaseField("int32_t", "width", "output columns", lambda p, d: p.width(d.split)),
+    PhaseField("int32_t", "matrices", "number of weight matrices", lambda p, d: p.matrices(d.split)),
+    PhaseField("int32_t", "ranks", "number of ranks whose partial sums a reduction adds", _reduced_ranks),
 )
 
 # The control phases. They compute nothing, and every program contains them under these numbers.

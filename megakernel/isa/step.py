@@ -131,7 +131,7 @@ class StepTable:
 
     def rank(self, rank: int) -> StepTable:
         """Return the table as rank `rank` sees it. Both objects share their words."""
-        return self if rank == self.dims.split.rank else StepTable(self.dims.on(rank), self.words)
+        return self if rank == self.dims.split.rank else StepTable(self.dims.ranks[rank], self.words)
 
     def copy(self) -> StepTable:
         """Return a table with a copy of the words."""

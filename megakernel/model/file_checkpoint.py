@@ -144,7 +144,7 @@ class FileCheckpoint:
     def _layout(self, buffer: Buffer) -> Storage:
         """Return the type and the number of rows of each tensor that forms the buffer."""
         shares = row_shares(buffer, Split(self.config.sizes(Dtype.F32)))
-        layers = range(self.config.layers if BUFFERS[buffer].layered else 1)
+        layers = BUFFERS[buffer].layers(self.config)
         parts = (zip(self._naming.names(buffer, layer), shares, strict=True) for layer in layers)
         return Storage(tuple(tuple(StoredRows(self._tensors.dtype(n), s.whole) for n, s in layer) for layer in parts))
 

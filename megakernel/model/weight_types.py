@@ -73,8 +73,7 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
     split = Split(config.sizes(Dtype.F32))
     rows = {b: sum(share.whole for share in row_shares(b, split)) for b in weights(config) if BUFFERS[b].matrix}
     kinds = {b: Dtype.F32 if b is Buffer.W_ROUTER and kind.quantised else kind for b in rows}
-    layers = {b: config.layers if BUFFERS[b].layered else 1 for b in rows}
-    return {b: Storage(((StoredRows(kinds[b], n),),) * layers[b]) for b, n in rows.items()}
+    return {b: Storage(((StoredRows(kinds[b], n),),) * len(BUFFERS[b].layers(config))) for b, n in rows.items()}
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:

@@ -129,7 +129,7 @@ class Program:
             if len(rows):
                 number, rank = divmod(int(key[rows[0]]), self.ranks)
                 phase = self.forward.by_number[number]
-                yield phase, self.dims.on(rank), rows, phase.columns(records[rows])
+                yield phase, self.dims.ranks[rank], rows, phase.columns(records[rows])
 
     def phases(self, index: int) -> list[Segment]:
         """Divide a segment into phases. Each phase becomes a Segment with all its instructions, in the streams of all

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,13 @@ def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
     spec = BUFFERS[buffer]
     layers = (dims.model.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims.model).numpy)
+
+
+@lru_cache(maxsize=1024)
+def holds_whole(buffer: Buffer, dims: Dims) -> bool:
+    """Whether rank `dims.rank`'s part of a weight buffer is the whole buffer. Ranks can then share one copy."""
+    shape = BUFFERS[buffer].shape
+    return shape(dims, 0) == shape(dims.changed(tp=1, rank=0), 0)
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:

@@ -53,7 +53,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
         else:
             array.fill(np.nan if kind is Dtype.F32 else _NAN_BF16)
             if buffer is Buffer.REDUCE and len(array):
-                array[_padding(reference.dims.on(rank))] = 0
+                array[_padding(reference.dims.ranks[rank])] = 0
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
@@ -154,7 +154,7 @@ def _keys(reference: ReferenceBackend) -> Iterator[_Key]:
     for buffer, spec in BUFFERS.items():
         if spec.space is not Space.WEIGHT:
             for rank in range(reference.dims.split.tp):
-                for layer in range(reference.dims.model.layers if spec.layered else 1):
+                for layer in spec.layers(reference.dims.model):
                     yield buffer, layer, rank
 
 

@@ -135,7 +135,7 @@ class Events:
             groups, group_heads = int(columns["groups"][0]), int(columns["group_heads"][0])
             event = self._new(dims.bucket.row_blocks, groups)
             self.items[rank] = CounterGrid(event, group_heads)
-            heads = np.minimum(dims.on(rank).split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
+            heads = np.minimum(dims.ranks[rank].split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))

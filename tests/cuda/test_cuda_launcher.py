@@ -164,7 +164,7 @@ def test_arguments_point_to_what_they_say() -> None:
     [a] = seen
     assert a.dims.changed(rms_eps=program.dims.model.rms_eps) == program.dims  # the argument is float32
     for d in a.ranks:
-        np.testing.assert_array_equal(a.phases[d.split.rank], program.forward.words(program.dims.on(d.split.rank)))
+        np.testing.assert_array_equal(a.phases[d.split.rank], program.forward.words(program.dims.ranks[d.split.rank]))
     same = replace(a.program, dims=program.dims, machine=program.machine, forward=program.forward)
     assert same.to_bytes() == program.to_bytes()
     assert [d.split.rank for d in a.ranks] == [0, 1] and a.params.timeout_ns == 10**10

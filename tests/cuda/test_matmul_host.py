@@ -51,7 +51,7 @@ def _run_all(twins: HostTwins, name: str, rank: int, row: int, rows: int, unit: 
     """Compare a rank's part of a matmul with the reference, in two instructions that begin at multiples of `unit`
     columns."""
     phase, table = twins.forward.by_name[name], _table(twins.dims)
-    total = phase.width(twins.dims.on(rank).split)
+    total = phase.width(twins.dims.ranks[rank].split)
     first = min(total, (total // 2 + unit - 1) // unit * unit)
     for col, end in ((0, first), (first, total)):
         if end > col:

@@ -502,7 +502,7 @@ def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: 
     config = replace(load_config("random:qwen3-30b-a3b"), layers=2)
     options = Options(expert_parallel=parallel)
     program = compiled(config, machine, tokens, tokens, tp, options, max_seqs=tokens, max_context=128)
-    ranks = (program.dims.on(rank).split for rank in range(tp))
+    ranks = (program.dims.ranks[rank].split for rank in range(tp))
     each = [step_work(program.forward, split, [1] * tokens, [128] * tokens, tokens) for split in ranks]
     done = simulate(program, machine, decode_step(program.dims, tokens, 128))
     assert 1.0 <= done.memory_bytes / sum(work.bytes for work in each) < 1.05

@@ -75,7 +75,7 @@ def make_table(dims: Dims, seed: int) -> Table:
     runs = [(a, b, a) for a, b in itertools.pairwise(cuts)] + [(live, dims.bucket.tokens, -1)]
     slots: list[dict[int, list[Item]]] = []
     for rank in range(dims.split.tp):
-        kv_heads = dims.on(rank).split.rank_kv_heads
+        kv_heads = dims.ranks[rank].split.rank_kv_heads
         items: list[Item] = []
         splits = 0
         for first, b, start in runs:
@@ -126,7 +126,7 @@ class Model:
 
     def __init__(self, program: Program, table: Table) -> None:
         self.program, self.table, self.dims = program, table, program.dims
-        self.rank_dims = [program.dims.on(r) for r in range(program.ranks)]
+        self.rank_dims = [program.dims.ranks[r] for r in range(program.ranks)]
         self.block = program.ranks * program.counters
         self.totals = program.totals().reshape(-1).astype(np.int64)
         self.copies: dict[tuple[Buffer, int, int], int] = {}

@@ -93,7 +93,7 @@ class _Builder:
 
     def __init__(self, dims: Dims, forward: Forward, workers: int, tile: int, queue: str) -> None:
         self.dims, self.forward, self.workers, self.tile, self.queue = dims, forward, workers, tile, queue
-        self.ranks = [dims.on(rank) for rank in range(dims.split.tp)]
+        self.ranks = [dims.ranks[rank] for rank in range(dims.split.tp)]
         self.blocks = [
             (row, min(dims.bucket.row_block, dims.bucket.tokens - row))
             for row in range(0, dims.bucket.tokens, dims.bucket.row_block)

@@ -27,5 +27,4 @@ def weights(config: ModelConfig) -> list[Buffer]:
 
 def places(config: ModelConfig) -> list[tuple[Buffer, int]]:
     """Each weight buffer with each of its layers. A buffer without layers counts as one layer."""
-    layers = range(config.layers)
-    return [(buffer, layer) for buffer in weights(config) for layer in (layers if BUFFERS[buffer].layered else (0,))]
+    return [(buffer, layer) for buffer in weights(config) for layer in BUFFERS[buffer].layers(config)]

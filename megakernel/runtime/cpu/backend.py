@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MegakernelError
-from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space, StepTable, slot_work
+from ...isa import BUFFERS, MAX_PHASES, Buffer, Dims, Dtype, Forward, Space, StepTable, column_share, slot_work
 from ...isa.record import Records
 from ...library import load
 from ...machine import cpu_count
@@ -27,7 +27,7 @@ from ...program import SEGMENTS, Program
 from ...targets import MOST_HEAD_DIM
 from ...trace import DTYPE, Trace, TraceHeader
 from ..backend import Output
-from ..buffers import check_program, check_table, write_history
+from ..buffers import check_program, check_table, holds_whole, write_history
 from . import native
 
 _ALIGNMENT = 64
@@ -135,46 +135,33 @@ class CpuBackend:
         """Store the rank's part of a buffer of vectors, and tell the native engine where it is."""
         shape = self._shape(rank, buffer)
         if (rank, buffer) not in self._arrays:
-            self.bind(rank, buffer, _aligned((len(_layers(buffer, self.dims)), *shape), array.dtype))
+            self.bind(rank, buffer, _aligned((len(BUFFERS[buffer].layers(self.dims.model)), *shape), array.dtype))
         self._arrays[rank, buffer][layer] = array.reshape(shape)
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """Return the rank whose copy of a buffer `rank` uses: 0 if all share one copy, otherwise `rank`."""
-        return 0 if self._shared(buffer) else rank
-
-    def _shared(self, buffer: Buffer) -> bool:
-        """Whether all ranks share one copy of a buffer. This saves memory for weights that every rank needs as a whole.
-        Outputs can be shared, because only one rank writes each row."""
-        space, whole = BUFFERS[buffer].space, self._whole(buffer)
-        return space is Space.OUTPUT or (
-            space is Space.WEIGHT and all(self._shape(rank, buffer) == whole for rank in self.ranks)
-        )
+        """Return the rank whose copy of a buffer `rank` uses: 0 if all share one copy, otherwise `rank`. They share
+        weights that each needs as a whole, and outputs, because only one rank writes each row."""
+        space = BUFFERS[buffer].space
+        whole = space is Space.WEIGHT and holds_whole(buffer, self.dims.ranks[rank])
+        return 0 if whole or space is Space.OUTPUT else rank
 
     def _shape(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
         return BUFFERS[buffer].shape(self.dims.ranks[rank], self.pages)
 
-    def _whole(self, buffer: Buffer) -> tuple[int, ...]:
-        return BUFFERS[buffer].shape(self.dims.changed(tp=1), self.pages)
-
-    def _bytes(self, rank: int, buffer: Buffer) -> float:
-        """Return the bytes of a rank's copy of a buffer, all layers together."""
-        kept = self._storage.get(buffer)
-        bits = kept.bits(self._whole(buffer)[-1]) if kept else BUFFERS[buffer].resolve_dtype(self.dims.model).bits
-        return len(_layers(buffer, self.dims)) * math.prod(self._shape(rank, buffer)) * bits / 8
-
     def _check_memory(self) -> None:
-        need = sum(
-            self._bytes(rank, buffer)
-            for buffer, spec in BUFFERS.items()
-            if (spec.space is not Space.WEIGHT or buffer in self._weights)
-            and not (buffer is Buffer.LM_HEAD and self._tied)
-            for rank in self.ranks
-            if self._home(rank, buffer) == rank
-        )
+        need, model = 0.0, self.dims.model
+        weights = set(self._weights) - ({Buffer.LM_HEAD} if self._tied else set())
+        for buffer, spec in BUFFERS.items():
+            if spec.space is Space.WEIGHT and buffer not in weights:
+                continue
+            kept = self._storage.get(buffer)
+            bits = kept.bits(column_share(buffer, self.dims.split).whole) if kept else spec.resolve_dtype(model).bits
+            own = sum(math.prod(self._shape(rank, buffer)) for rank in self.ranks if self._home(rank, buffer) == rank)
+            need += len(spec.layers(model)) * own * bits / 8
         available = _available_memory()
         if need > available:
             raise MegakernelError(
-                f"{self._model} in {Dtype(self.dims.model.dtype).name} with {self.pages} KV pages needs "
+                f"{self._model} in {Dtype(model.dtype).name} with {self.pages} KV pages needs "
                 f"{need / 2**30:.1f} GiB of memory, but only {available / 2**30:.1f} GiB are available: "
                 "use bf16, weights in q8_0 or q4_0, a smaller model or a shorter context"
             )
@@ -190,7 +177,7 @@ class CpuBackend:
             if spec.space not in spaces:
                 continue
             for rank in self.ranks:
-                shape = (len(_layers(buffer, dims)), *spec.shape(dims.on(rank), self.pages))
+                shape = (len(spec.layers(dims.model)), *spec.shape(dims.ranks[rank], self.pages))
                 have = self._arrays.get((rank, buffer))
                 if have is not None:
                     shape = tuple(max(h, s) for h, s in zip(have.shape, shape, strict=True))
@@ -202,7 +189,7 @@ class CpuBackend:
     def bind(self, rank: int, buffer: Buffer, array: NDArray[np.generic]) -> None:
         """Use `array` [layers, ...] as the rank's copy of a buffer, and give its address to the engine."""
         self._arrays[rank, buffer] = array
-        for layer in _layers(buffer, self.dims):
+        for layer in BUFFERS[buffer].layers(self.dims.model):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
@@ -299,7 +286,7 @@ class CpuBackend:
         """Run the work of one instruction record on a rank's buffers, without its waits and signals. An attention
         instruction runs all of its items."""
         self.fit(table.dims)
-        dims, record = table.dims.on(rank), np.ascontiguousarray(instruction, dtype=np.int32)
+        dims, record = table.dims.ranks[rank], np.ascontiguousarray(instruction, dtype=np.int32)
         phases = forward.words(dims)
         addresses = (array.ctypes.data for array in (phases, table.words, record))
         self._lib.mk_execute(self._engine, ctypes.byref(dims.native), *addresses, layer)
@@ -367,10 +354,6 @@ def _end(lib: ctypes.CDLL, process: int, engine: int, programs: list[int], memor
     for handle in programs:
         lib.mk_unload_program(handle)
     programs.clear()
-
-
-def _layers(buffer: Buffer, dims: Dims) -> range:
-    return range(dims.model.layers if BUFFERS[buffer].layered else 1)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:

@@ -16,7 +16,7 @@ from ...isa import BUFFERS, Buffer, Dims, Forward, Space
 from ...targets.launch import MAP_BYTES
 from ...targets.pages import MAPS
 from .driver import Gpu, encode_map
-from .maps import layers, map_layouts
+from .maps import map_layouts
 from .node import GpuNode
 
 _ALIGNMENT = 256
@@ -50,7 +50,7 @@ class Heap:
 
     def _most(self, buffer: Buffer, dims: Dims) -> int:
         """Return the size in bytes of a buffer, with all layers, on the rank where it is largest."""
-        return layers(buffer, dims) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
+        return len(BUFFERS[buffer].layers(dims.model)) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
         """On each rank, allocate `head` bytes and then buffers of these sizes. Return each GPU and address."""
@@ -98,7 +98,7 @@ class Heap:
         """The distance in bytes between a buffer's data for two successive layers; 0 if the buffer is not layered."""
         if not BUFFERS[buffer].layered:
             return 0
-        return copy_bytes(buffer, self._dims.on(rank), self.pages)
+        return copy_bytes(buffer, self._dims.ranks[rank], self.pages)
 
     # -- for launches
 
@@ -133,7 +133,7 @@ class Heap:
 
     def read(self, rank: int, buffer: Buffer, layer: int, dims: Dims) -> NDArray[Any]:
         """Copy a rank's buffer to the host, in the shape that it has for the sizes `dims`."""
-        d = dims.on(rank)
+        d = dims.ranks[rank]
         spec = BUFFERS[buffer]
         gpu = self.node.gpu(rank)
         data = gpu.download(self.address(rank, buffer, layer), copy_bytes(buffer, d, self.pages))

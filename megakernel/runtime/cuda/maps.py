@@ -26,10 +26,6 @@ class MapLayout:
     swizzled: bool = True
 
 
-def layers(buffer: Buffer, dims: Dims) -> int:
-    return dims.model.layers if BUFFERS[buffer].layered else 1
-
-
 def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, int], MapLayout]:
     """Return the layouts of rank `dims.rank`'s tensor maps, by (buffer, PARTS) or (buffer, PAGES)."""
     found = {}
@@ -70,7 +66,7 @@ def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: 
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims.model).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]
-    sizes = columns, rows, layers(buffer, dims) * per_layer
+    sizes = columns, rows, len(spec.layers(dims.model)) * per_layer
     return MapLayout(item, sizes, (columns * item, rows * columns * item), (ROW_BYTES // item, rows_of_box, 1))
 
 
@@ -86,10 +82,10 @@ def _columns(phase: Phase, weights: Buffer, dims: Dims) -> MapLayout:
     inner, width = phase.inner(dims.split), phase.width(dims.split)
     row, two = inner * item, phase.matrices(dims.split) == 2
     members, whole = ((width, 2), 2 * width * row) if two else ((2, width // 2), width * row)
-    count = layers(weights, dims) * (dims.split.rank_experts if phase.operation is Operation.EXPERTS else 1)
+    experts = dims.split.rank_experts if phase.operation is Operation.EXPERTS else 1
     return MapLayout(
         item,
-        sizes=(PIECE_INNER, inner // PIECE_INNER, *members, count),
+        sizes=(PIECE_INNER, inner // PIECE_INNER, *members, len(BUFFERS[weights].layers(dims.model)) * experts),
         strides=(PIECE_INNER * item, row, row * members[0], whole),
         box=(PIECE_INNER, DOT_PIECE // PIECE_INNER, *((PIECES, 1) if two else (1, PIECES)), 1),
         swizzled=False,

@@ -11,8 +11,8 @@ from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Dtype, column_share, row_shares
 from ...model import families
 from ...model.checkpoint import Checkpoint, WeightRows, converted, rows_of
+from ..buffers import holds_whole
 from .heap import Heap, copy_bytes
-from .maps import layers
 
 _THREADS = 8  # threads, each of which reads one tensor at a time
 
@@ -31,12 +31,12 @@ def load_weights(
     for buffer in own:
         for d in ranks if places is None else []:
             if homes[d.split.rank, buffer] == d.split.rank:
-                size = layers(buffer, d) * copy_bytes(buffer, d, 0)
+                size = len(BUFFERS[buffer].layers(d.model)) * copy_bytes(buffer, d, 0)
                 heap.bind(d.split.rank, buffer, heap.keep(heap.node.gpu(d.split.rank), size))
             else:
                 heap.bind(d.split.rank, buffer, heap.address(homes[d.split.rank, buffer], buffer))
         holders = [d for d in ranks if homes[d.split.rank, buffer] == d.split.rank]
-        wanted = [n for n in range(layers(buffer, ranks[0])) if places is None or (buffer, n) in places]
+        wanted = [n for n in BUFFERS[buffer].layers(dims.model) if places is None or (buffer, n) in places]
         for d, layer, rows in _read_ahead(checkpoint, buffer, wanted, holders):
             begin = 0
             for part in rows:
@@ -51,11 +51,9 @@ def load_weights(
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
     """Return the rank whose copy of a weight buffer rank `d.rank` uses: its own, or an earlier rank's."""
-    shape, gpu = BUFFERS[buffer].shape, heap.node.gpu(d.split.rank)
-    whole = shape(d.changed(tp=1, rank=0), 0)
-    if shape(d, 0) != whole:
-        return d.split.rank
-    return next(r.split.rank for r in ranks if heap.node.gpu(r.split.rank) is gpu and shape(r, 0) == whole)
+    gpu = heap.node.gpu(d.split.rank)
+    sharing = (r.split.rank for r in ranks if heap.node.gpu(r.split.rank) is gpu and holds_whole(buffer, r))
+    return next(sharing) if holds_whole(buffer, d) else d.split.rank
 
 
 def _read_ahead(
@@ -90,7 +88,7 @@ def _read(
 def _check_memory(heap: Heap, checkpoint: Checkpoint, ranks: list[Dims], homes: dict[tuple[int, Buffer], int]) -> None:
     for gpu, here in heap.node.grids():
         own = [(ranks[rank], buffer) for (rank, buffer), home in homes.items() if rank in here and home == rank]
-        need = sum(layers(buffer, d) * copy_bytes(buffer, d, 0) for d, buffer in own)
+        need = sum(len(BUFFERS[buffer].layers(d.model)) * copy_bytes(buffer, d, 0) for d, buffer in own)
         free, _ = gpu.memory()
         if need > free:
             raise MegakernelError(

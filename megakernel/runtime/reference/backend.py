@@ -24,7 +24,7 @@ from ...model.checkpoint import Checkpoint, array_of
 from ...model.families import places
 from ...program import Program
 from ..backend import Output
-from ..buffers import allocate, check_program, check_table, write_history
+from ..buffers import allocate, check_program, check_table, holds_whole, write_history
 from .launch import Counters, ReferenceLaunch
 
 _PER_LAUNCH = tuple(b for b, spec in BUFFERS.items() if spec.space in (Space.ACTIVATION, Space.OUTPUT))
@@ -46,7 +46,7 @@ class ReferenceBackend:
         self._order = None if seed is None else np.random.default_rng(seed)
         self._arrays: list[dict[Buffer, Any]] = [{} for _ in range(dims.split.tp)]
         self._codes: dict[tuple[int, Buffer, int], list[tuple[int, Codes]]] = {}  # by rank, buffer, layer
-        self._set_dims(dims)
+        self.dims, self._ranks = dims, dims.ranks
         self.load_weights(checkpoint, places(checkpoint.config))
         for buffer, spec in BUFFERS.items():
             if spec.space is Space.STATE:
@@ -58,14 +58,13 @@ class ReferenceBackend:
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
         for (buffer, layer), (dims, arrays) in product(places, zip(self._ranks, self._arrays, strict=True)):
             spec, stored = BUFFERS[buffer], buffer in checkpoint.storage
-            shape = spec.shape(dims, 0)
-            if dims.split.rank and shape == spec.shape(dims.changed(tp=1, rank=0), 0):  # all ranks share the weight
+            if dims.split.rank and holds_whole(buffer, dims):
                 arrays[buffer] = self._arrays[0][buffer]
                 continue
             # Matrices that are stored in the types of their file become float32.
             kind = Dtype.F32 if stored else spec.resolve_dtype(dims.model)
             array = array_of(checkpoint, buffer, layer, dims.split, kind)
-            arrays.setdefault(buffer, {})[layer] = array.reshape(shape)
+            arrays.setdefault(buffer, {})[layer] = array.reshape(spec.shape(dims, 0))
             if stored and buffer is not Buffer.EMBED and dims.model.q8_activations:
                 rows = checkpoint.rows(buffer, layer, dims.split)
                 first = np.cumsum([0, *(len(part.data) for part in rows)]).tolist()
@@ -79,12 +78,8 @@ class ReferenceBackend:
         for dims, arrays in zip(self._ranks, self._arrays, strict=True):
             arrays[buffer] = allocate(buffer, dims, self.pages)
 
-    def _set_dims(self, dims: Dims) -> None:
-        self.dims = dims
-        self._ranks = dims.ranks
-
     def _size_for(self, dims: Dims) -> None:
-        self._set_dims(dims)
+        self.dims, self._ranks = dims, dims.ranks
         for buffer in _PER_LAUNCH:
             self._allocate(buffer)
 
