@@ -93,7 +93,7 @@ function waterfall(source) {
   const isShort = (b) => b.seconds < 0.004 * s.step_s, short = fall.bars.filter(isShort);
   const rest = { name: `${short.length} shorter ones: ${short.map(title).join(", ")}`, kind: "wait", seconds: short.reduce((sum, b) => sum + b.seconds, 0), places: short.flatMap((b) => b.places.slice(0, 1)) };
   let before = 0;
-  const shown = [...fall.bars.filter((b) => !isShort(b)), ...(short.length ? [rest] : [])].map((b) => {
+  const shown = [...fall.bars.filter((b) => !isShort(b)), ...(short.length > 1 ? [rest] : short)].map((b) => {
     const parts = [[before / s.step_s, "transparent"], [b.seconds / s.step_s, colour[b.kind]]];
     before += b.seconds;
     return bar(title(b), `${seconds(b.seconds)} · ${percent(b.seconds / s.step_s)}`, parts, walkTo(source, b.places, title(b)));
