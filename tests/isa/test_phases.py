@@ -1,7 +1,5 @@
 """Tests of phases (operations with their parameters): numbers, storage in a file, and the sizes of each rank."""
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import DRAIN, JOIN, MAX_PHASES, PHASE_FIELDS, Buffer, Dtype, Forward, Operation, Phase, Result, Rows
 from megakernel.isa.record import COUNTER_MASK, counter_word, word_counter
 from megakernel.model import KNOWN_SHAPES
-from megakernel.model.families import forward, weights
+from megakernel.model.families import forward
 from megakernel.program.phases import _together
 from megakernel.scheduler import passes
 
@@ -46,13 +44,6 @@ def test_ranks_see_their_own_sizes() -> None:
     (total,) = (p for p in made if p.weights is Buffer.W_DOWN and p.operation is Operation.REDUCE)
     assert words[partial.number, column] == partial.inner(dims.split) == dims.split.rank_ffn == 300 - 288
     assert total.ranks(dims.split) == 8 and total.ranks(dims.changed(ffn=40).split) == 2
-
-
-def test_a_model_has_the_weights_that_its_phases_name() -> None:
-    biases = {Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP, Buffer.B_DOWN}
-    assert not biases & set(weights(LLAMA))
-    assert biases <= set(weights(replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True)))
-    assert biases & set(weights(replace(LLAMA, qkv_bias=True))) == {Buffer.B_QKV}
 
 
 def test_counters_of_a_word_are_in_range() -> None:

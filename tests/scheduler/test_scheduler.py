@@ -10,7 +10,6 @@ from commands import Cli
 from compiled import LLAMA_70B, SMALL, SMOLLM2, TINY, compiled, of, random_model, small_machine
 from ground_truth import Failure, check
 from mutate import edit, rows_of
-from sizes import least_dims
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
@@ -31,10 +30,9 @@ from megakernel.isa import (
 )
 from megakernel.isa.record import WAIT_WORD, WAITS, phase_number
 from megakernel.model.config import ModelConfig
-from megakernel.model.families import forward
 from megakernel.program import Program
 from megakernel.roofline import step_work
-from megakernel.scheduler import Options, Spec, compile_program, describe, disassemble, passes
+from megakernel.scheduler import Options, Spec, compile_program, describe, disassemble
 from megakernel.scheduler.candidates import lowered
 from megakernel.scheduler.compile import build_program
 from megakernel.scheduler.derive import derive
@@ -401,54 +399,6 @@ def test_memory_that_is_hardly_there_makes_one_panel() -> None:
     form one panel, a group that shares one pass over the weights."""
     slow = replace(small_machine(2), memory_bytes_per_s=1e-12)
     assert verify(compiled(SMALL, slow, 9)).ok
-
-
-# -- passes: where norms are computed, and how ranks share the work
-
-DIMS = least_dims(LLAMA_70B, Dtype.BF16)
-
-
-def test_where_the_norms_are_computed_changes_who_computes_them_and_nothing_else() -> None:
-    own, inside = (passes.apply(forward(LLAMA_70B), DIMS.split, norm) for norm in ("own", "inside"))
-    scales = [p.weights for p in own.body if p.operation is Operation.NORM]
-    assert scales == [Buffer.ATTN_NORM, Buffer.MLP_NORM] == [p.norm for p in inside.body if p.norm is not None]
-    kept = [p for p in own.body if p.operation is not Operation.NORM]
-    apart = [replace(p, norm=None, inputs=q.inputs, number=q.number) for p, q in zip(inside.body, kept, strict=True)]
-    assert apart == kept
-
-
-def test_the_first_norm_of_the_next_layer_ends_a_layer() -> None:
-    own, ahead = (passes.apply(forward(LLAMA_70B), DIMS.split, norm) for norm in ("own", "next"))
-    first, last = ahead.prologue[-1], ahead.body[-1]
-    assert [p.weights for p in (first, last)] == [Buffer.ATTN_NORM] * 2 and (first.ahead, last.ahead) == (0, 1)
-    assert [p.name for p in (own.body[0], first, last)] == ["attn_norm", "first_norm", "next_norm"]
-    assert [p.name for p in ahead.body[:-1]] == [p.name for p in own.body[1:]]
-
-
-def test_ranks_add_partial_sums_unless_each_has_all_the_weights() -> None:
-    biased = replace(LLAMA_70B, o_bias=True)
-    dims = DIMS.changed(tp=2)
-    shared, whole = (passes.apply(forward(biased), dims.changed(replicated_o=o).split) for o in (0, 1))
-    names = ["o_partial", "o_reduce", "mlp_norm", "gate_up_silu", "down_partial", "down_reduce"]
-    assert [p.name for p in shared.body[3:]] == names
-    assert [p.name for p in whole.body[3:]] == ["o_proj", *names[2:]]
-    partial, total = shared.body[3:5]
-    assert (partial.result, partial.bias, total.operation) == (Result.PARTIAL, None, Operation.REDUCE)
-    assert total.bias is Buffer.B_O and total.output is Buffer.X is whole.body[3].output
-
-
-def test_a_norm_of_what_a_layer_adds_follows_the_sum_of_the_ranks() -> None:
-    model = replace(LLAMA_70B, family="glm4", post_norms=True)
-    one, two = (passes.apply(forward(model), DIMS.changed(tp=tp, post_norms=1).split) for tp in (1, 2))
-    assert [p.name for p in one.body[3:6]] == ["o_proj", "post_attn_norm", "mlp_norm"]
-    partial, total, norm = two.body[3:6]
-    assert (partial.result, total.result, norm.result) == (Result.PARTIAL, Result.STORED, Result.RESIDUAL)
-    assert total.output is norm.inputs is Buffer.SUBLAYER and norm.output is Buffer.X
-    inside = passes.apply(forward(model), DIMS.split, "inside")
-    assert [p.weights for p in inside.body if p.operation is Operation.NORM] == [
-        Buffer.POST_ATTN_NORM,
-        Buffer.POST_MLP_NORM,
-    ]
 
 
 @pytest.mark.parametrize(("norm", "tp"), [("own", 1), ("inside", 2), ("next", 2), ("next", 8), ("inside", 8)])
