@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, RandomCheckpoint, make_table
 from handmade import record
-from twins import HostTwins
+from twins import HostTwins, check_norm_on_the_way_in
 
 from megakernel.isa import Buffer, Dims, Dtype, Rows, Units
 from megakernel.model import families
@@ -94,18 +94,10 @@ HEADED = SMALL.changed(head_dim=48, hidden=256)  # for Qwen3, whose QKV matmul n
 def test_rows_normalised_on_the_way_in_have_the_bits_of_a_norm_before(dims: Dims, family: str, name: str) -> None:
     dims = dims.changed(units=int(Units.DOTS))
     inside, own = (make(dims, norm=norm, family=family) for norm in ("inside", "own"))
-    layer, table = dims.model.layers - 1, _table(dims)
-    norm = next(p for p in own.forward.body if p.weights is inside.forward.by_name[name].norm)
-    for row, rows in ((3, 1), (0, 7), *([(0, 1), (0, 32)] if family == "qwen3" else [])):
-        normed = own.run(record(norm, row, rows), layer, table)
-        own.buffer(0, B.H)[:] = normed[0, B.H, 0]
-        col = 0 if family == "qwen3" else 8  # a tile that normalises heads must start with a whole head
-        tile = row, rows, col, own.forward.by_name[name].width(dims.split) - col
-        expected = own.run(record(own.forward.by_name[name], *tile), layer, table)
-        inside.buffer(0, B.H)[:] = own.buffer(0, B.H)
-        got = inside.run(record(inside.forward.by_name[name], *tile), layer, table)
-        assert [key for key in got if got[key].tobytes() != expected[key].tobytes()] == []
-        assert any((got[key] != inside.buffer(*key)).any() for key in got)
+    col = 0 if family == "qwen3" else 8  # a tile that normalises heads must start with a whole head
+    cols = own.forward.by_name[name].width(dims.split) - col
+    rows = ((3, 1), (0, 7), *([(0, 1), (0, 32)] if family == "qwen3" else []))
+    check_norm_on_the_way_in(own, inside, name, _table(dims), dims.model.layers - 1, [(*r, col, cols) for r in rows])
     assert inside.forward.by_name[name].rows is Rows.EVERY
 
 

@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, FORWARD, WIDTHS, Item, RandomCheckpoint, make_table, set_items
 from handmade import record
-from twins import CpuTwins, check_attention_splits, check_hostile_logits, compare_samples
+from twins import (
+    CpuTwins,
+    check_attention_splits,
+    check_hostile_logits,
+    check_norm_on_the_way_in,
+    compare_samples,
+)
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import BUFFERS, Buffer, Dims, Dtype, Operation, StepTable, to_f32
+from megakernel.isa import Buffer, Dims, Dtype, Operation, StepTable, to_f32
 from megakernel.model import families
 from megakernel.runtime.cpu import native
 from megakernel.runtime.cpu.backend import CpuBackend
@@ -23,9 +29,9 @@ B = Buffer
 P = FORWARD.by_name
 
 
-def make(dims: Dims, *, tied: bool = False, seed: int = 0) -> CpuTwins:
+def make(dims: Dims, *, tied: bool = False, seed: int = 0, norm: str = "own") -> CpuTwins:
     checkpoint = RandomCheckpoint(dims, tied)
-    return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split), dims, seed)
+    return CpuTwins(checkpoint, passes.apply(families.forward(checkpoint.config), dims.split, norm), dims, seed)
 
 
 ANY_CACHE = pytest.mark.parametrize("twins", [0, 1], ids=["whole K and V", "quantised K and V"], indirect=True)
@@ -78,31 +84,13 @@ def test_a_norm_on_the_way_in_has_the_bits_of_its_own_phase(simd: str, dtype: Dt
     """A matmul that normalises its inputs gives the same bits as a separate norm phase, for rows in the middle of a
     batch."""
     dims = DIMS.changed(hidden=301, tokens=125, max_seqs=1, dtype=int(dtype))
-    twins = make(dims)
-    twins.start_equal()
-    backend, table = twins.backend, make_table(dims, {0: (0, 125)})
-    backend.buffer(B.X)[:] *= np.linspace(0.1, 30, 125, dtype=np.float32)[:, None]
-    inside = passes.apply(families.forward(RandomCheckpoint(dims).config), dims.split, "inside")
-    for scale, name, stored, cols in (
-        ("attn_norm", "qkv_rope", (B.Q, B.K_CACHE, B.V_CACHE), 240),
-        ("mlp_norm", "gate_up_silu", (B.ACT,), 104),
-    ):
-        found = []
-        for forward in (FORWARD, inside):
-            for buffer in stored:
-                backend.buffer(buffer, 1 if BUFFERS[buffer].layered else 0)[:] = 0
-            if forward is FORWARD:
-                backend.execute(record(P[scale], 5, rows), 1, table, FORWARD)
-            else:
-                backend.buffer(B.H)[:] = 0x7FC1 if dtype is Dtype.BF16 else np.nan  # is not read
-            for col in range(0, cols, 88):
-                tile = record(forward.by_name[name], 5, rows, col, min(88, cols - col))
-                backend.execute(tile, 1, table, forward)
-            found.append([backend.buffer(b, 1 if BUFFERS[b].layered else 0).copy() for b in stored])
-        for own, together in zip(*found, strict=True):
-            assert own.any()
-            np.testing.assert_array_equal(own, together, err_msg=name)
-    backend.close()
+    own, inside = make(dims), make(dims, norm="inside")
+    own.buffer(0, B.X)[:] *= np.linspace(0.1, 30, 125, dtype=np.float32)[:, None]
+    for name, cols in (("qkv_rope", 240), ("gate_up_silu", 104)):
+        tiles = [(5, rows, col, min(88, cols - col)) for col in range(0, cols, 88)]
+        check_norm_on_the_way_in(own, inside, name, make_table(dims, {0: (0, 125)}), 1, tiles)
+    own.backend.close()
+    inside.backend.close()
 
 
 def test_nan_stays_nan(backend: CpuBackend) -> None:

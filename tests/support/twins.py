@@ -1,7 +1,7 @@
 """Runs single instructions on the reference backend and on another interpreter, and compares their buffers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,25 @@ class CpuTwins(Twins):
 
     def execute(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
         self.backend.execute(instruction, layer, table, self.forward, rank)
+
+
+def check_norm_on_the_way_in(
+    own: Twins, inside: Twins, name: str, table: StepTable, layer: int, tiles: Sequence[tuple[int, ...]]
+) -> None:
+    """Check that tiles of a matmul that normalises its inputs, in the forward pass of `inside`, have the bits of tiles
+    after a norm of its own, in that of `own`. Rows that the norm stores elsewhere are not read."""
+    matmul = inside.forward.by_name[name]
+    norm = next(p for p in own.forward.body if p.weights is matmul.norm)
+    for key in own.copies():
+        inside.buffer(*key)[:] = own.buffer(*key)
+    inside.buffer(0, Buffer.H)[:] = from_f32(np.full(1, np.nan, np.float32), Dtype(own.dims.model.dtype))
+    for row, rows, *columns in tiles:
+        own.buffer(0, Buffer.H)[:] = own.run(record(norm, row, rows), layer, table)[0, Buffer.H, 0]
+        expected = own.run(record(own.forward.by_name[name], row, rows, *columns), layer, table)
+        got = inside.run(record(matmul, row, rows, *columns), layer, table)
+        changed = {key for key in got if got[key].tobytes() != inside.buffer(*key).tobytes()}
+        assert changed == {k for k in got if expected[k].tobytes() != own.buffer(*k).tobytes()} != set()
+        assert [key for key in changed if got[key].tobytes() != expected[key].tobytes()] == []
 
 
 def sampling_table(twins: Twins, seed: int) -> StepTable:
