@@ -80,8 +80,6 @@ def test_a_path_that_cannot_be_looked_up_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["simulate", "timeline"])
 def test_a_step_that_cannot_be_kept_is_one_line(cli: Cli, tmp_path: Path, tiny_shape: str, verb: str) -> None:
-    """`--save` writes a program and a trace. If the program cannot be written, the verb fails with an error of one line
-    and leaves no file."""
     model = ("--model", tiny_shape, "--machine", "h100") if verb == "simulate" else ("--model", tiny_shape)
     with no_file_beyond(1000):
         err = cli.fails(verb, *model, "--save", str(tmp_path / "step"))

@@ -124,8 +124,6 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(llm: LLM, monkeypatc
 
 
 def test_who_cannot_go_on_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the grammar library gives up during an answer, the request fails with the library's error message and frees
-    all its KV pages."""
     real, calls = Grammar.follow, 0
 
     def follow(self: Grammar, output: Any) -> list[int]:

@@ -199,8 +199,6 @@ def pieces(parts: tuple[str, ...]) -> list[Piece]:
 def test_text_and_calls_are_items_in_order_in_a_stream_and_in_a_whole_answer(
     parts: list[tuple[str, ...]], body: type[Any]
 ) -> None:
-    """Pieces of a call, text and another call may come together. Both APIs list them in the order in which the model
-    wrote them, and only the last item can be incomplete."""
     asked = body.model_validate(BODIES[body])
 
     def writer() -> Any:

@@ -177,8 +177,6 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool, kept: bool) -> 
 
 
 def test_max_tokens_meet_the_context(live: Live) -> None:
-    """After a prompt of CONTEXT - 1 tokens, one token fits and a request for two is refused. Without max_tokens,
-    generation ends when the context is full."""
     prompt = [65] * (CONTEXT - 1)
     assert live.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})["usage"]["completion_tokens"] == 1
     assert live.post(COMPLETIONS, {"prompt": prompt})["usage"]["completion_tokens"] == 1
@@ -432,8 +430,6 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
 
 
 def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
-    """Other requests are answered while a client does not read its stream. The stream is generated to the end, and its
-    KV pages are freed although nothing was read."""
     with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
         live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
         until(lambda: live.host.loop.engine.stats.pages_used == 0)

@@ -144,8 +144,6 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
 
 @pytest.mark.parametrize(("path", "status"), [(TOKENIZE, 413), ("/nowhere", 404), ("/metrics", 405)])
 def test_a_client_that_still_sends_is_not_reset(live: Live, path: str, status: int) -> None:
-    """The client sends 40 MB after the server has answered, more than the socket buffers hold. It can still read the
-    answer, although the server closes the connection afterwards."""
     head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 40000000\nConnection: close"
     with begun(live, head) as sock:
         assert sock.recv(100, socket.MSG_PEEK).startswith(f"HTTP/1.1 {status} ".encode())

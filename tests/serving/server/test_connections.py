@@ -125,8 +125,6 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client sends 20,000 requests and reads nothing. The server keeps few of them, stops reading, and closes the
-    connection after the answers to these."""
     most = 0
 
     def counted(self: protocol.HttpProtocol, data: bytes) -> None:

@@ -213,8 +213,6 @@ def test_a_long_text_is_encoded_in_part(model: str, monkeypatch: pytest.MonkeyPa
     ("kind", "number"), [("template", signal.SIGKILL), ("template", signal.SIGSTOP), ("grammar", signal.SIGTERM)]
 )
 def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
-    """A request whose helper process was killed or stopped is answered by a new process, and with a 503 if the new one
-    is killed too."""
     body = user("x") | {"max_tokens": 1}
     assert null.post(CHAT, body | {"guided_regex": "a"})["choices"]
     templates, grammars = null.service.tokenizer._templates, null.host.loop._grammars  # type: ignore[union-attr]

@@ -111,8 +111,6 @@ def test_calls_are_found_as_models_write_them(kind: str, what: str) -> None:
 @pytest.mark.parametrize("what", FORMS_OF_CALLS)
 @pytest.mark.parametrize("kind", JSON_FORMATS)
 def test_a_stream_is_read_as_the_whole_answer_wherever_it_is_cut(kind: str, what: str) -> None:
-    """A streamed answer gives the same content and calls as the whole answer, without marks, whether it arrives by
-    characters or in two pieces. The answer may end at any position, for example because of `max_tokens`."""
     text = f"Hi\n{FORMATS[kind].begin if FORMATS[kind].bare else ''}{written(kind, what)[0]} bye "
     # Reasons alternate, because each end would take twice as long with both.
     ends = [(end, ("stop", "length")[end % 2]) for end in range(1, len(text))]

@@ -34,8 +34,6 @@ async def settle() -> None:
 
 
 def test_clients_take_turns() -> None:
-    """If one client has queued 20 tasks and two other clients then queue a task each, these tasks wait for none of the
-    20."""
 
     async def run() -> list[str]:
         turns, order, gate = ThreadTurns(1), list[str](), threading.Event()
@@ -121,7 +119,6 @@ def engine_loop(context: zmq.Context[Any], folder: Path, max_waiting: int) -> En
 
 
 def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
-    """One client may have up to `max_waiting` sequences in the queue, and all clients together twice as many."""
     with zmq.Context() as context:
         loop = engine_loop(context, tmp_path, max_waiting=3)
         sent: list[bytes] = []
