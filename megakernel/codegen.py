@@ -1,21 +1,15 @@
-"""Generates files from the declared tables: `python -m megakernel.codegen [--check]`.
+"""Generates C++ headers from the declared tables: `python -m megakernel.codegen`.
 
 csrc/common/isa.h       operations, phases, operand structs, dims, step view, buffers, trace record
 csrc/cuda/params.h      sizes of the CUDA interpreter and of its pages of shared memory
-docs/instructions.md    the tables of operations, results and buffers
-docs/settings.md        the table of environment variables
-docs/models.md          the table of model families
 
-The pages of docs/ are committed; `--check` exits with 1 if one of them differs from the tables. setup.py writes the
-headers before it builds, so this module imports only packages that pyproject.toml lists for the build.
+setup.py writes them before it builds, so this module imports only packages that pyproject.toml lists for the build.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -23,14 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import settings, targets, trace
+from . import targets, trace
 from .isa import (
     BUFFERS,
     DIM_FIELDS,
     FIXED_SIZES,
     OPERATIONS,
     PHASE_FIELDS,
-    RESULTS,
     STEP_FIELDS,
     Buffer,
     Dims,
@@ -342,61 +335,15 @@ def launch_header() -> str:
     return "\n".join(out)
 
 
-_TABLE = re.compile(r"(\| ([^|\n]+) \|.*\n\|(?: --- \|)+\n)(?:\|.*\n)*")  # a Markdown table, and its first title
-
-
-def _pages(root: Path) -> dict[str, str]:
-    """Return the text of each page of docs/ that has generated tables, with new rows in them. All else stays."""
-    from .model.families import FAMILIES  # the build of the package has none of its dependencies
-
-    flags = [(s, f" (flag `{s.flag}`)" if s.flag else "") for s in settings.SETTINGS.values() if s.env]
-    tables: dict[str, list[tuple[str, ...]]] = {
-        "number": [
-            (f"{o.value}", o.name.lower(), ", ".join(o.layout.operands) or "—", spec.meaning.replace("|", "\\|"))
-            for o, spec in OPERATIONS.items()
-        ],
-        "result": [(f"`{result.name}`", RESULTS[result].meaning) for result in Result if result is not Result.NONE],
-        "name": [(f"`{buffer.name}`", spec.what) for buffer, spec in BUFFERS.items()],
-        "environment variable": [(f"`{s.env}`{flag}", s.default, s.what) for s, flag in flags],
-        "`model_type`": [
-            (f"`{f.name}`", ", ".join(f"`{n}`" for n in f.gguf) or "—", f.models) for f in FAMILIES.values()
-        ],
-    }
-
-    def table(found: re.Match[str]) -> str:
-        rows = tables.get(found[2])
-        return found[0] if rows is None else found[1] + "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-    paths = (f"docs/{name}.md" for name in ("instructions", "settings", "models"))
-    return {path: _TABLE.sub(table, (root / path).read_text()) for path in paths}
-
-
 def write_headers(root: Path) -> list[str]:
     """Write the C++ headers into the checkout `root`, and return the paths of those that have changed."""
-    return _write(root, {"csrc/common/isa.h": header(), "csrc/cuda/params.h": launch_header()})
-
-
-def _write(root: Path, files: dict[str, str]) -> list[str]:
-    stale = _stale(root, files)
+    headers = {"csrc/common/isa.h": header(), "csrc/cuda/params.h": launch_header()}
+    stale = [path for path in headers if not (root / path).exists() or (root / path).read_text() != headers[path]]
     for path in stale:
-        (root / path).write_text(files[path])
+        (root / path).write_text(headers[path])
     return stale
 
 
-def _stale(root: Path, files: dict[str, str]) -> list[str]:
-    return [path for path, text in files.items() if not (root / path).exists() or (root / path).read_text() != text]
-
-
-def main(arguments: list[str], root: Path) -> int:
-    pages = _pages(root)
-    if "--check" in arguments:
-        for path in (stale := _stale(root, pages)):
-            print(f"{path}: differs from the tables")
-        return 1 if stale else 0
-    for path in [*write_headers(root), *_write(root, pages)]:
-        print(f"{path}: written")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path.cwd()))
+    for path in write_headers(Path.cwd()):
+        print(f"{path}: written")
