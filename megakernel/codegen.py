@@ -82,12 +82,13 @@ _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
     *("first_head", "first_kv_head", "rank_kv_heads", "first_ffn", "rank_ffn", "first_vocab", "rank_vocab"),
-    *("head_ranks", "first_expert", "rank_experts", "by_expert", "places"),
+    *("head_ranks", "first_expert", "rank_experts", "by_expert", "places", "routed_experts", "router_rows"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
 # Derived sizes that C++ does not store, because a GPU's block has no shared memory to spare for them. They are cheap to
 # compute (at most a division by a power of two), or needed only for experts.
 _QUICK = {"by_expert", "places", "head_ranks", "mask_words", "first_expert", "rank_experts"}
+_QUICK |= {"routed_experts", "router_rows"}
 _FUNCTIONS = ("span", "query_head", "query_head_end", "owner", "reduce_place", "reduce_row")
 _HELPERS = ("ceil_div", "start", "shard")
 

@@ -144,7 +144,7 @@ def _stacked(weight: WeightSpec, split: Split) -> tuple[int, ...]:
 
 
 _hidden, _vocab = _all(lambda m: m.hidden), _all(lambda m: m.vocab)
-_experts, _pairs = _all(lambda m: m.experts), _all(lambda m: m.head_dim // 2)
+_routed, _pairs = _all(lambda m: m.routed_experts), _all(lambda m: m.head_dim // 2)
 _q_norm = _all(lambda m: m.head_dim * (m.heads if m.whole_norms else 1))
 _k_norm = _all(lambda m: m.head_dim * (m.kv_heads if m.whole_norms else 1))
 _QKV, _GATE_UP, _SCALES = (_q, _kv, _kv), (_ffn, _ffn), WeightSpec((_hidden,), norm=True)
@@ -240,7 +240,7 @@ class Buffer(IntEnum):
         WeightSpec((_q_norm, _k_norm), folded=lambda s: s.model.head_dim, rotated=2, norm=True),
     )
     # -- experts
-    W_ROUTER = _matrix("router: a row for each expert", WeightSpec((_experts,), _hidden))
+    W_ROUTER = _matrix("router: a row for each logit", WeightSpec((_routed, _all(lambda m: m.shared_gate)), _hidden))
     ROUTES = _use(_A, _I, lambda m, s, b: (b.tokens, m.experts_per_token), "experts of each token, best first")
     ROUTE_WEIGHTS = _use(_A, _F, lambda m, s, b: (b.tokens, m.experts_per_token), "weights of the experts in ROUTES")
     EXPERTS_OUT = _use(
@@ -265,7 +265,7 @@ class Buffer(IntEnum):
         "a score of each head that no token has",
         WeightSpec((lambda s: Share(s.model.heads, s.first_head, s.rank_heads),)),
     )
-    B_ROUTER = _vector("bias of W_ROUTER", WeightSpec((_experts,)))
+    B_ROUTER = _vector("bias of W_ROUTER", WeightSpec((_routed,)))
 
     spec: BufferSpec
 
@@ -310,7 +310,7 @@ def row_shares(buffer: Buffer, split: Split) -> list[Share]:
     """Return which rows of a weight buffer rank `split.rank` has: one entry per matrix or vector, in the buffer's
     order. In a layer with experts, each expert's matrices have their own entries, empty if the rank lacks the
     expert."""
-    shares = [axis(split) for axis in weight(buffer).rows]
+    shares = [share for axis in weight(buffer).rows if (share := axis(split)).whole]
     if not (split.model.experts and weight(buffer).per_expert):
         return shares
     own = range(split.first_expert, split.first_expert + split.rank_experts)

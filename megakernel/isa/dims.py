@@ -81,6 +81,12 @@ class Shape:
     experts: int = 0  # number of experts (MLPs) of a layer, of which a token uses some; 0: one MLP for all tokens
     experts_per_token: int = 0
     normalised_routes: int = 0  # 1: the routing weights of a token's experts are divided by their sum
+    sigmoid_routes: int = 0  # 1: the score of an expert is the sigmoid of its logit; 0: the softmax of all logits
+    choice_bias: int = 0  # 1: B_ROUTER is added to the scores by which experts are chosen; 0: to the logits
+    route_scale: float = 1.0  # multiplies the routing weights of the chosen experts
+    shared_experts: int = 0  # so many of the experts, the last, are chosen for every token, beside those of the router
+    shared_gate: int = 0  # 1: their routing weight is the sigmoid of one more logit of the router; 0: it is 1
+    dense_layers: int = 0  # in these first layers, every token has the same experts, the first, with the weight 1
     clipped_gates: int = 0  # 1: experts have the clipped gate (operations/experts.py)
     window: int = 0  # if not 0, a token attends to this many tokens, itself included, in some layers
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
@@ -116,6 +122,16 @@ class ModelSizes(Shape):
         if layer < self.window_from:
             return ALL_TOKENS
         return ALL_TOKENS if layer % self.full_every == self.full_at else self.window
+
+    @property
+    def routed_experts(self) -> int:
+        """The number of experts among which the router chooses."""
+        return self.experts - self.shared_experts
+
+    @property
+    def router_rows(self) -> int:
+        """The number of rows of the router's matrix: one for each logit."""
+        return self.routed_experts + self.shared_gate
 
     @property
     def mask_words(self) -> int:

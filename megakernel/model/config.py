@@ -67,10 +67,13 @@ class Rope:
 class ModelConfig(Shape):
     """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
 
+    `head_norms`            each head of q and k is normalised before RoPE, as in families that say so
     `nope_layers`           layers without RoPE
     `full_layers`           layers without the sliding window that `window` sizes
     `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base
     `rounds_embedding`      `embedding_multiplier` is rounded to the compute type
+    `shared_ffn`            width of the MLP whose pieces, as wide as an expert, are the shared experts
+    `dense_ffn`             width of the MLP of dense layers, whose pieces are the experts of all tokens
     `embedding_multiplier`  multiplies embeddings
     `residual_multiplier`   multiplies the outputs of attention and of the MLP
     `attention_multiplier`  multiplies attention scores; None means 1 / sqrt(head_dim)
@@ -89,10 +92,13 @@ class ModelConfig(Shape):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_norms: bool = False
     nope_layers: tuple[int, ...] = ()
     full_layers: tuple[int, ...] = ()
     local_theta: float = 0.0
     rounds_embedding: bool = False
+    shared_ffn: int = 0
+    dense_ffn: int = 0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
@@ -103,8 +109,8 @@ class ModelConfig(Shape):
     def sizes(self, dtype: Dtype, *, quantised_kv: bool = False, q8_activations: bool = False) -> ModelSizes:
         """The model's sizes for the compute type `dtype`, with a quantised KV cache or rounded activations if asked."""
         common = {field.name for field in fields(self)} & {field.name for field in fields(ModelSizes)}
-        own: dict[str, Any] = {name: int(getattr(self, name)) for name in common - {"window", "rms_eps"}}
-        own |= {"score_cap": self.score_cap, "logit_cap": self.logit_cap}
+        own: dict[str, Any] = {name: getattr(self, name) for name in common - {"window"}}
+        own = {name: value if isinstance(value, float) else int(value) for name, value in own.items()}
         own["rms_eps"] = self.rms_eps / self.residual_multiplier**2
         own["embed_scale"] = self.embedding_multiplier / self.residual_multiplier
         if self.rounds_embedding:
@@ -115,7 +121,8 @@ class ModelConfig(Shape):
 
     def bias(self, buffer: Buffer) -> Buffer | None:
         """Return `buffer`, a buffer of biases, if the model has these biases; otherwise None."""
-        has = {Buffer.B_QKV: self.qkv_bias, Buffer.B_O: self.o_bias}
+        router = self.mlp_bias or bool(self.choice_bias)
+        has = {Buffer.B_QKV: self.qkv_bias, Buffer.B_O: self.o_bias, Buffer.B_ROUTER: router}
         return buffer if has.get(buffer, self.mlp_bias) else None
 
     def full_places(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError, file_errors, regular
 from ..isa import BUFFERS, Buffer, Dtype, Share, Split, all_finite, column_share, row_shares
 from ..isa.buffers import weight
+from ..isa.dtypes import BLOCKS
 from .checkpoint import CHUNK, Checkpoint, Storage, StoredRows, WeightRows, array_of, cut_columns, floats, vector
 from .config import ModelConfig
 from .families import FAMILIES, forward, places
+from .families.family import WEIGHTS
 from .rope import rope_table
 
 
@@ -54,9 +57,32 @@ class Naming:
         return parts
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
-        """The tensors that contain the rows of a buffer, in order."""
-        experts = range(self.config.experts if self.config.experts and weight(buffer).per_expert else 1)
-        return [part.format(layer, expert=expert) for expert in experts for part in self._parts(buffer)]
+        """The tensors that contain the rows of a buffer, in order. NAME[i] is piece i of a tensor (see `_Pieces`)."""
+        config, parts = self.config, self._parts(buffer)
+        if not (config.experts and weight(buffer).per_expert):
+            # Routers of dense layers are not used. Those of the next layer stand for them.
+            routed = max(layer, config.dense_layers) if buffer in (Buffer.W_ROUTER, Buffer.B_ROUTER) else layer
+            return [part.format(routed) for part in parts]
+        wide, _, count = self.wide(buffer, layer)
+        own = range(config.experts - count)
+        names = [part.format(layer, expert=expert) for expert in own for part in parts]
+        return names + [f"{name}[{piece}]" for piece in range(count) for name in wide]
+
+    def wide(self, buffer: Buffer, layer: int) -> tuple[list[str], int, int]:
+        """The tensors of the MLP of a layer whose pieces are experts, the MLP's width, and the number of pieces."""
+        config, family = self.config, FAMILIES[self.config.family]
+        width, count, table = config.shared_ffn, config.shared_experts, family.shared
+        if layer < config.dense_layers:
+            width, count, table = config.dense_ffn, config.experts, WEIGHTS
+        names = getattr(table[buffer], self.format) if count else ()
+        return [name.format(layer) for name in names], width, count
+
+    def unused(self, name: str) -> bool:
+        """Whether a file may have the tensor `name`, although no buffer contains it."""
+        layer = name.removeprefix("model.layers.").removeprefix("blk.").partition(".")[0]
+        later = layer.isdecimal() and int(layer) >= self.config.layers  # predicts tokens after the next one
+        later &= "num_nextn_predict_layers" in FAMILIES[self.config.family].config_keys
+        return later or name.endswith(self.ignored or ("\0",))
 
     def stacked(self, buffer: Buffer) -> bool:
         """Whether one tensor has the weights of all experts of a layer."""
@@ -94,7 +120,7 @@ class FileCheckpoint:
         self.name = name
         self.widened, self.left_out = widened or {}, left_out
         self.config = config
-        self._tensors = tensors
+        self._tensors = tensors = _Pieces(tensors, naming) if config.experts else tensors
         self._naming = naming
         _check(tensors, naming, some)
         whole = {} if some else dict(_expected(config))
@@ -152,13 +178,15 @@ class FileCheckpoint:
         """Return a rank's part of a tensor in the float type `dtype`. The result is a view of the file if the tensor
         has this type, or if `dtype` is None. Raises MegakernelError if a weight is NaN or infinite: such a weight would
         make every token meaningless, and later errors could not name the cause."""
-        kind, end = self._tensors.dtype(name), share.first + share.size
-        length = 1 if BUFFERS[buffer].matrix else math.prod(self._tensors.shapes[name][1:])
+        kind, end, shape = self._tensors.dtype(name), share.first + share.size, self._tensors.shapes[name]
+        length = 1 if BUFFERS[buffer].matrix else math.prod(shape[1:])
 
         def part(start: int, stop: int) -> WeightRows:
             # A row of a tensor of vectors, such as the biases of experts, has several elements.
             rows = self._tensors.rows(name, start // length, -(-stop // length))
-            if length > 1:
+            if BUFFERS[buffer].matrix and len(shape) == 1:  # a matrix with one row
+                rows = self._tensors.rows(name, 0, shape[0]).reshape(1, -1)
+            elif length > 1:
                 rows = rows.reshape(-1, 1)[start % length :][: stop - start]
             if not all_finite(rows, kind):
                 raise MegakernelError(
@@ -212,8 +240,9 @@ def expected_shapes(naming: Naming) -> dict[str, tuple[int, ...]]:
         rows = Counter[str]()
         for name, share in zip(naming.names(buffer, layer), row_shares(buffer, split), strict=True):
             rows[name] += share.whole
-        stack = split.stack if naming.stacked(buffer) else ()
-        expected |= {name: (*stack, count // math.prod(stack), *columns) for name, count in rows.items()}
+        for name, count in rows.items():
+            stack = (config.experts - config.shared_experts,) if naming.stacked(buffer) and name[-1] != "]" else ()
+            expected[name] = (*stack, count // math.prod(stack), *columns)
     return expected
 
 
@@ -234,18 +263,64 @@ def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
     if missing := [name for name in expected if not some and name not in {*tensors.shapes, *optional}]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         file = next(map(tensors.where, tensors.shapes), "the checkpoint")
-        raise MegakernelError(f"{file} has no tensor {missing[0]}{more}, which the config asks for")
+        raise MegakernelError(f"{file} has no tensor {missing[0].partition('[')[0]}{more}, which the config asks for")
     for name, shape in expected.items():
-        found = tensors.shapes.get(name, shape)
-        if found != shape:
-            raise MegakernelError(
-                f"tensor {name} in {tensors.where(name)} has shape {list(found)}; the config asks for {list(shape)}"
-            )
+        _check_shape(tensors, name, shape)
     for name in tensors.shapes:
-        if name not in expected and not name.endswith(naming.ignored or ("\0",)):
+        if name not in expected and not naming.unused(name):
             raise MegakernelError(
                 f"tensor {name} in {tensors.where(name)} belongs to no part of the model that the config describes"
             )
+
+
+def _check_shape(tensors: TensorFile, name: str, shape: tuple[int, ...]) -> None:
+    """Raise MegakernelError if a tensor has another shape. Some files leave out axes of length 1, or add them."""
+    found = tensors.shapes.get(name, shape)
+    if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+        raise MegakernelError(
+            f"tensor {name} in {tensors.where(name)} has shape {list(found)}; the config asks for {list(shape)}"
+        )
+
+
+class _Pieces:
+    """A view of files in which MLPs that all tokens use are cut into pieces as wide as an expert, ended by zeros. The
+    tensor NAME becomes NAME[0], NAME[1] and so on."""
+
+    def __init__(self, files: TensorFile, naming: Naming) -> None:
+        config = naming.config
+        self._files, self._ffn, self.shapes = files, config.ffn, dict(files.shapes)
+        self._wide: dict[str, tuple[int, bool]] = {}  # the width of an MLP, and whether its columns are cut, not rows
+        for layer, down in product(range(config.layers), (False, True)):
+            names, width, count = naming.wide(Buffer.W_DOWN if down else Buffer.W_GATE_UP, layer)
+            for name in names:
+                whole, piece = ((config.hidden, n) if down else (n, config.hidden) for n in (width, config.ffn))
+                _check_shape(files, name, whole)
+                if self.shapes.pop(name, None):
+                    self._wide[name] = width, down
+                    self.shapes |= {f"{name}[{number}]": piece for number in range(count)}
+
+    def _stored(self, name: str) -> str:
+        stem = name.partition("[")[0]
+        return stem if stem in self._wide else name
+
+    def where(self, name: str) -> Path:
+        return self._files.where(self._stored(name))
+
+    def dtype(self, name: str) -> Dtype:
+        return self._files.dtype(self._stored(name))
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        if (stem := self._stored(name)) == name:
+            return self._files.rows(name, start, end)
+        first, (width, down) = int(name[len(stem) + 1 : -1]) * self._ffn, self._wide[stem]
+        if not down:
+            rows = self._files.rows(stem, min(first + start, width), min(first + end, width))
+            return np.pad(rows, ((0, end - start - len(rows)), (0, 0)))
+        kind, rows = self.dtype(stem), self._files.rows(stem, start, end)
+        if kind.quantised and first % BLOCKS[kind].weights:
+            raise MegakernelError(f"tensor {stem} in {self.where(stem)} cannot be cut: a piece would begin in a block")
+        part = rows.view(np.uint8)[:, kind.row_bytes(first) : kind.row_bytes(min(first + self._ffn, width))]
+        return np.pad(part, ((0, 0), (0, kind.row_bytes(self._ffn) - part.shape[1]))).view(rows.dtype)
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

@@ -43,7 +43,7 @@ _READ = {
     "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_log_multiplier", "vocab_size",
+    "nextn_predict_layers", "rope.scaling.yarn_log_multiplier", "vocab_size",
 }  # fmt: skip
 _HARMLESS = {"attention.causal", "attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout"}
 _HARMLESS |= {"n_deepstack_layers", "rope.dimension_sections"}  # they concern images
@@ -307,11 +307,13 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     own = family.gguf_config_fields(keys)
     own["qkv_bias"], own["o_bias"] = bool(biases & {"attn_q", "attn_k", "attn_v"}), "attn_output" in biases
     own["mlp_bias"] = any(name.startswith("ffn_") for name in biases)
+    if "head_norms" in family.fields:
+        own["head_norms"] = "blk.0.attn_q_norm.weight" in file.shapes
     config = ModelConfig(
         vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding[0]),
         hidden=hidden,
         ffn=own.pop("ffn") if "ffn" in own else count("feed_forward_length"),
-        layers=count("block_count"),
+        layers=count("block_count") - count("nextn_predict_layers", 0),
         heads=heads,
         kv_heads=count("attention.head_count_kv", heads),
         head_dim=head_dim,

@@ -34,8 +34,8 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     """
     config = checkpoint.config
     family, naming = FAMILIES[config.family], gguf_naming(config)
-    if not family.gguf:
-        raise MegakernelError(f"cannot write {path}: GGUF has no architecture for models of the family {family.name}")
+    if not family.gguf or family.shared:
+        raise MegakernelError(f"cannot write {path}: models of the family {family.name} are not written as GGUF files")
     # Readers know from the architecture whether to divide a token's expert weights by their sum. Files do not say it.
     if config.experts and config.normalised_routes != (family.name != "olmoe"):
         raise MegakernelError(

@@ -181,10 +181,11 @@ def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
 def _family(raw: dict[str, Any], source: str) -> Family:
     """The model family that `architectures` and `model_type` in `raw` name. Raises MegakernelError if they disagree."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    given = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     for family in FAMILIES.values():
         # Embedding models are saved without an LM head, and then the name of their architecture ends in "Model".
-        own = family.architecture, family.architecture.replace("ForCausalLM", "Model"), *family.also
-        same = architectures in [[name] for name in own]
+        own = (f"{family.name}forcausallm".replace("_", ""), f"{family.name}model".replace("_", ""))
+        same = isinstance(given, str) and (given.replace("_", "").lower() in own or given in family.also)
         if (same or architectures is None) and (model_type == family.name or (same and model_type is None)):
             return family
     if isinstance(model_type, str) and model_type in LACKING:

@@ -132,8 +132,9 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"{', '.join(high) or 'a product of sizes'} must be at most {MOST}"
         return
     m = d.model
-    if not (0 <= m.experts_per_token <= m.experts <= MOST_EXPERTS and (m.experts == 0) == (m.experts_per_token == 0)):
-        yield f"{m.experts_per_token} experts per token, of {m.experts}, are not possible"
+    possible = 0 <= m.shared_gate <= m.shared_experts <= m.experts_per_token <= m.experts <= MOST_EXPERTS
+    if not possible or (m.experts == 0) != (m.experts_per_token == 0):
+        yield f"{m.experts_per_token} experts per token ({m.shared_experts} shared), of {m.experts}, are not possible"
         return
     if rows * m.experts_per_token > MOST or m.experts * max(m.ffn, m.hidden) > MOST:
         yield f"a product of sizes and of {m.experts} experts must be at most {MOST}"
@@ -144,6 +145,7 @@ def _sizes(d: Dims) -> Iterator[str]:
     if d.split.expert_parallel and not d.split.equal_experts:
         yield f"{m.experts} experts cannot be divided equally among {d.split.tp} ranks"
     flags = {d.split.replicated_o, d.split.replicated_residual, d.split.expert_parallel, m.late_scales}
+    flags |= {m.sigmoid_routes, m.choice_bias, m.shared_gate}
     known &= flags | {m.quantised_kv, m.q8_activations, m.normalised_routes, m.clipped_gates, m.whole_norms} <= {0, 1}
     if not known or d.worker.ring_pages < 0 or (d.worker.ring_pages and d.worker.units == Units.CORE):
         ring = f"a ring of {d.worker.ring_pages} pages"

@@ -30,7 +30,7 @@ def same(a: Checkpoint, b: Checkpoint, dtype: Dtype) -> None:
             close(loaded(a, buffer, layer, dtype), loaded(b, buffer, layer, dtype), **more)
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.gguf])
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.gguf and not family.shared])
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
 def test_every_family_comes_back(tmp_path: Path, family: str, dtype: Dtype) -> None:
     own: dict[str, Any] = {"sliding_window": None} if family in ("mistral", "ministral") else {}
@@ -59,7 +59,7 @@ def test_layers_with_windows_come_back(tmp_path: Path, family: str) -> None:
 
 def test_a_family_without_a_name_is_refused(tmp_path: Path) -> None:
     _, checkpoint = make_llama(5, "glm")
-    with pytest.raises(MegakernelError, match=r"m\.gguf: GGUF has no architecture for models of the family glm"):
+    with pytest.raises(MegakernelError, match=r"m\.gguf: models of the family glm are not written"):
         write_gguf(checkpoint, tmp_path / "m.gguf", Dtype.F32)
     assert list(tmp_path.iterdir()) == []
 

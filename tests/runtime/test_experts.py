@@ -35,6 +35,15 @@ B = Buffer
 # the 11 of a layer, so experts serve several rows.
 EXPERTS = DIMS.changed(experts=11, experts_per_token=3, ffn=37)
 FEW = {"tokens": 3, "logit_rows": 3}
+# Kinds of routes. Layer 1 is the one that runs.
+ROUTES: list[dict[str, float]] = [
+    {},
+    {"normalised_routes": 1},
+    {"sigmoid_routes": 1, "choice_bias": 1, "normalised_routes": 1, "route_scale": 2.5, "shared_experts": 1},
+    {"choice_bias": 1, "normalised_routes": 1, "dense_layers": 1},
+    {"shared_experts": 2, "shared_gate": 1},
+    {"dense_layers": 2},
+]
 T = TypeVar("T", bound=Twins)
 
 
@@ -56,9 +65,9 @@ def routed_on(kind: type[T], dims: Dims, *, biased: bool = False) -> T:
     return twins
 
 
-@pytest.mark.parametrize("normalised", [0, 1])
-def test_route(dims: Dims, normalised: int) -> None:
-    twins = routed(dims.changed(normalised_routes=normalised), biased=bool(normalised))
+@pytest.mark.parametrize("kind", ROUTES)
+def test_route(dims: Dims, kind: dict[str, float]) -> None:
+    twins = routed(dims.changed(**kind), biased="normalised_routes" in kind)
     twins.compare(record(twins.forward.by_name["route"], 3, 30), 1, make_table(twins.dims, {0: (0, 40)}))
     twins.backend.close()
 
@@ -115,8 +124,8 @@ def test_experts_on_gpus(sizes: str, units: Units, clipped: int, tokens: int) ->
     routes[:] = (routes[:, :1] + [0, 1, 2]) % chosen
     check_experts(twins, tokens, {0, 1, d.places - 1}, [(0, tokens)] if d.by_expert else [(0, 1), (2, 1)], 24)
     table, layer = make_table(d, {0: (0, tokens)}), d.model.layers - 1
-    for normalised in (0, 1):
-        twins = routed_on(HostTwins, dims.changed(ffn=40, normalised_routes=normalised), biased=bool(normalised))
+    for kind in ROUTES:
+        twins = routed_on(HostTwins, dims.changed(ffn=40, **kind), biased="normalised_routes" in kind)
         twins.compare(record(twins.forward.by_name["route"], 1, tokens - 1), layer, table)
 
 
@@ -148,7 +157,7 @@ def check_whole_experts(kind: type[T], dims: Dims, tokens: int) -> T:
 
 def test_of_equal_logits_the_lower_expert_is_better() -> None:
     tied = np.array([[1, 3, 2, 3, 3], [np.nan, 0, -np.inf, np.nan, 0]], np.float32)
-    experts, weights = chosen(tied, 4, normalised=False)
+    experts, weights = chosen(tied, EXPERTS.changed(experts=5, experts_per_token=4).model)
     assert experts.tolist() == [[1, 3, 4, 2], [1, 4, 0, 2]]
     np.testing.assert_allclose(weights[1], [0.5, 0.5, 0, 0])
     for twins in (routed(EXPERTS), routed_on(HostTwins, ON_GPUS)):

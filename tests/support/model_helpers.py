@@ -103,12 +103,23 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         parts = dict(zip(("gate", "up"), tensor.chunk(2, 1), strict=True)) if "input" in name else {"down": tensor}
         for part, value in parts.items():
             writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", value.contiguous().numpy())
-    experts = getattr(c, "num_local_experts", 0)
+    experts = getattr(c, "num_local_experts", 0) or getattr(c, "num_experts", 0)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(c.num_experts_per_tok)
         if hasattr(c, "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        if architecture == "qwen2moe":
+            writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+        if architecture == "ernie4_5-moe":
+            writer.add_expert_shared_count(c.moe_num_shared_experts)
+            writer.add_leading_dense_block_count(c.moe_layer_start_index)
+        if architecture in ("glm4moe", "dots1"):
+            writer.add_expert_shared_count(c.n_shared_experts)
+            writer.add_leading_dense_block_count(c.first_k_dense_replace)
+            writer.add_expert_weights_scale(c.routed_scaling_factor)
+            writer.add_expert_weights_norm(c.norm_topk_prob)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         kinds = {"w1": "gate", "w3": "up", "w2": "down"} | {f"{k}_proj": k for k in ("gate", "up", "down")}
         for name in [name for name in state if ".experts.0." in name]:
             every = torch.stack([state.pop(name.replace(".experts.0.", f".experts.{e}.")) for e in range(experts)])
@@ -122,6 +133,7 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
         if architecture.startswith("gemma") and "norm" in name:
             value = value + 1
         if name != "lm_head.weight" or not c.tie_word_embeddings:
+            name, value = name.replace("correction_bias", "correction.bias"), value.squeeze()
             written = names.get_name(name, (".weight", ".bias"))
             writer.add_tensor(written + ".weight" * name.endswith("sinks"), value)
     _finish(writer)

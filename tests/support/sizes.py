@@ -17,7 +17,8 @@ def config_of(d: Dims, **more: Any) -> ModelConfig:
     sizes = (m.vocab, m.hidden, m.ffn, m.layers, m.heads, m.kv_heads, m.head_dim, d.bucket.max_context)
     if m.experts:
         more |= {"family": "mixtral", "experts": m.experts, "experts_per_token": m.experts_per_token}
-        more |= {"normalised_routes": bool(m.normalised_routes), "clipped_gates": bool(m.clipped_gates)}
+        own = ("normalised_routes", "clipped_gates", "sigmoid_routes", "choice_bias", "route_scale")
+        more |= {name: getattr(m, name) for name in (*own, "shared_experts", "shared_gate", "dense_layers")}
     if m.post_norms:
         more |= {"family": "olmo2" if m.whole_norms else "glm4", "post_norms": True, "whole_norms": bool(m.whole_norms)}
     return ModelConfig(*sizes, **more)

@@ -33,6 +33,12 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4": {"eos_token_id": 0},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    | {"intermediate_size": 144},
+    "ernie4_5_moe": {"moe_num_experts": 7, "moe_k": 3, "moe_num_shared_experts": 2, "intermediate_size": 99}
+    | {"moe_layer_start_index": 1},
+    "glm4_moe": {"n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1, "intermediate_size": 200},
+    "qwen2_moe": {"num_experts": 7, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 100},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 3, "head_dim": 8},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "intermediate_size": 1},
@@ -65,6 +71,7 @@ def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, tensor in model.state_dict().items():
+        name = name.replace("shared_expert.", "shared_experts.").replace("gate.moe_statics", "moe_statics")
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         stem, _, what = name.rpartition(".experts.")
         for e, own in enumerate(tensor if stem else ()):
@@ -134,7 +141,8 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
     config = parse_hf_config(json.loads(hf.config.to_json_string(use_diff=False)), "tiny")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in hf.named_parameters():
+        buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name.endswith("bias")]
+        for name, p in [*hf.named_parameters(), *buffers]:
             noise = torch.randn(p.shape, generator=generator)
             if "norm" in name:
                 p.copy_(torch.sign(noise) * (0.5 + torch.rand(p.shape, generator=generator)))

@@ -12,41 +12,62 @@ from numpy.typing import NDArray
 from ..access import Columns, Kind
 from ..buffers import Buffer, given
 from ..context import F32, Context
-from ..dims import Dims
+from ..dims import Dims, ModelSizes
 from ..phases import Phase
 from .spec import Cost, Cut, OperationSpec, activations, box, contents, vector, weights, work
 
 
-def chosen(logits: F32, count: int, *, normalised: bool) -> tuple[NDArray[np.intp], F32]:
-    """Return the `count` experts of each row with the largest logits, and the experts' weights. The weights are the
-    softmax of all logits; if `normalised`, they are divided by their sum. Of experts with equal logits, the lower
-    number comes first. NaN counts as -infinity, so that no expert is chosen twice."""
+def chosen(logits: F32, model: ModelSizes, bias: F32 | None = None) -> tuple[NDArray[np.intp], F32]:
+    """Return the experts that a router chooses for each row, and their weights. An expert's score is the softmax or the
+    sigmoid of its logit, and its weight is the score, divided by the sum of the chosen scores if the model says so. The
+    experts with the largest logits are chosen or, if there is a `bias`, those with the largest sums of score and bias.
+    Of equal experts, the lower number comes first. NaN counts as -infinity, so that no expert is chosen twice."""
     logits = np.where(np.isnan(logits), -np.inf, logits)
-    experts = np.argsort(-logits, axis=1, kind="stable")[:, :count]
     with np.errstate(invalid="ignore"):
-        every = np.exp(logits - logits.max(axis=1, keepdims=True))
+        every = _sigmoid(logits) if model.sigmoid_routes else np.exp(logits - logits.max(axis=1, keepdims=True))
+    whole = np.float32(1) if model.sigmoid_routes else every.sum(axis=1, keepdims=True)
+    order = logits if bias is None else every / whole + bias
+    experts = np.argsort(-order, axis=1, kind="stable")[:, : model.experts_per_token - model.shared_experts]
     best: F32 = np.take_along_axis(every, experts, axis=1)
-    return experts, best / (best if normalised else every).sum(axis=1, keepdims=True)
+    return experts, best / (best.sum(axis=1, keepdims=True) if model.normalised_routes else whole)
+
+
+def _sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        out: F32 = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return out
 
 
 def _route(c: Context, row: int, rows: int) -> None:
-    model, r = c.dims.model, slice(row, row + rows)
-    logits = c.biased(c.products(c.read(c.inputs, r), 0, 0, model.experts), ...)
-    experts, shares = chosen(logits, model.experts_per_token, normalised=bool(model.normalised_routes))
+    m, r = c.dims.model, slice(row, row + rows)
+    experts = np.tile(np.arange(m.experts_per_token), (rows, 1))
+    shares = np.ones(experts.shape, np.float32)
+    if c.layer >= m.dense_layers:
+        own = m.experts_per_token - m.shared_experts
+        logits = c.products(c.read(c.inputs, r), 0, 0, m.router_rows)
+        bias = c.read(given(c.phase.bias)) if m.choice_bias else None
+        logits = logits if m.choice_bias else c.biased(logits, ...)
+        experts[:, :own], weights = chosen(logits[:, : m.routed_experts], m, bias)
+        experts[:, own:] += m.routed_experts - own
+        shares[:, :own] = weights * np.float32(m.route_scale)
+        if m.shared_gate:
+            shares[:, own:] = _sigmoid(logits[:, m.routed_experts :])
     c.write(c.output, r, experts)
     c.write(Buffer.ROUTE_WEIGHTS, r, shares)
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
     """Return the cost of runs of rows. Only the run that begins at row 0 reads the weights from memory."""
-    matrix = d.model.experts * p.inner(d.split)
+    matrix = d.model.router_rows * p.inner(d.split)
     bytes_ = matrix * p.stored_bits(d.model) / 8
     return work(c, matrix=2.0 * c["rows"] * matrix, memory=np.where(c["row"] == 0, bytes_, 0.0))
 
 
 ROUTE = OperationSpec(
     "chooses experts: t = inputs[r] weights^T + bias; output[r] = the numbers of the experts with the largest t, best "
-    "first. ROUTE_WEIGHTS[r] = the softmax of t at these experts, divided by its sum if the model says so",
+    "first, then the shared experts. ROUTE_WEIGHTS[r] = the softmax of t at these experts, divided by its sum if the "
+    "model says so. A model may have sigmoids in place of the softmax, a bias for the choice only, and a factor of the "
+    "weights. In a dense layer, each row has the first experts, with weights of 1",
     Cut.RUNS,
     accesses=lambda p, c, d: [
         box(given(p.inputs), Kind.READ, c, (0, p.inner(d.split))),
@@ -55,8 +76,8 @@ ROUTE = OperationSpec(
     ],
     cost=_cost,
     buffers=lambda p, d: {
-        "weights": weights(d.model.experts, p.inner(d.split)),
-        "bias": vector(d.model.experts),
+        "weights": weights(d.model.router_rows, p.inner(d.split)),
+        "bias": vector(d.model.routed_experts if d.model.choice_bias else d.model.router_rows),
         "inputs": activations(d.bucket.tokens, p.inner(d.split)),
         "output": contents(Buffer.ROUTES, d),
     },

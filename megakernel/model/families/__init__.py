@@ -16,7 +16,7 @@ FAMILIES: dict[str, Family] = {f.name: f for module in _MODULES for f in vars(mo
 def forward(config: ModelConfig) -> Forward:
     """The phases of a model's step on one device."""
     family = FAMILIES[config.family]
-    return family.forward(config, family)
+    return (family.forward or llama.forward)(config, family)
 
 
 def weights(config: ModelConfig) -> list[Buffer]:

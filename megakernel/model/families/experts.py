@@ -1,5 +1,5 @@
-"""Families whose MLP is a mixture of experts, of which a router chooses some for each token: Mixtral,
-Granite 3 with experts, OLMoE, Qwen3-MoE and gpt-oss."""
+"""Families whose MLP is a mixture of experts, of which a router chooses some for each token: Mixtral, Granite 3 with
+experts, OLMoE, Qwen2-MoE, Qwen3-MoE, GLM-4.5, dots.llm1, ERNIE 4.5 and gpt-oss."""
 
 from __future__ import annotations
 
@@ -7,36 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import MegakernelError
-from ...isa import Buffer, Forward
+from ...isa import Buffer
 from ...isa.dims import MOST_EXPERTS
 from ...isa.operations.experts import GATE_LIMIT, GATE_SLOPE
-from ..config import Keys, ModelConfig
+from ..config import Keys
 from .family import Family, Weight, of_layer
-from .like_llama import GRANITE
-from .llama import AFTER, ATTENTION_BIAS, BEFORE, qkv_phases
-from .verbs import add_experts, add_matmul, attention, experts, gated_experts, norm, route
+from .like_llama import ERNIE4_5, GRANITE
+from .llama import ATTENTION_BIAS
 from .windows import every_nth, layers_of, read_gguf_windows, windows
 
 B = Buffer
-
-
-def forward(c: ModelConfig, f: Family) -> Forward:
-    """Llama's attention, then experts."""
-    return Forward.of(
-        BEFORE,
-        [
-            norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            *qkv_phases(c, f),
-            attention("attention", inputs=B.Q, sinks=f.sinks, output=B.ATTN),
-            add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
-            norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            route("route", inputs=B.H, router=B.W_ROUTER, bias=c.bias(B.B_ROUTER), output=B.ROUTES),
-            gated_experts("experts_gate_up", B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), output=B.ACT),
-            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.EXPERTS_OUT),
-            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
-        ],
-        AFTER,
-    )
 
 
 _GATE_UP, _DOWN = "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj", "mlp.experts.{expert}.down_proj"
@@ -63,9 +43,9 @@ _GGUF_KEYS = "expert_count expert_used_count"
 def counts(config: Keys) -> dict[str, Any]:
     """Read how many experts a layer has and how many a token uses. In GGUF files, the width of an expert may have a key
     of its own, which is then read too."""
-    every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", ""
+    every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", "expert_feed_forward_length"
     if config.get("expert_count") is not None:
-        every, used, width = ("expert_count",) * 2, "expert_used_count", "expert_feed_forward_length"
+        every, used = ("expert_count",) * 2, "expert_used_count"
     name = next((key for key in every if config.get(key) is not None), every[0])
     count, per_token = config.count(name), config.count(used)
     for key in every:
@@ -75,29 +55,23 @@ def counts(config: Keys) -> dict[str, Any]:
             f"{config.source}: {config.prefix}{name} = {count} with {config.prefix}{used} = {per_token} is not "
             f"supported: a layer has at most {MOST_EXPERTS} experts, and a token uses 1 or more of them"
         )
-    own = {"ffn": config.count(width)} if width and config.get(width) is not None else {}
+    own = {} if config.get(width) is None else {"ffn": config.count(width)}
     return {"experts": count, "experts_per_token": per_token, **own}
-
-
-def read(config: Keys) -> dict[str, Any]:
-    """Read the experts and the sliding window. If config.json lacks the window's key, there is no window."""
-    window = {"window": config.count("sliding_window")} if config.get("sliding_window") else {}
-    return window | counts(config)
 
 
 MIXTRAL = Family(
     name="mixtral",
     models="Mixtral 8x7B and 8x22B",
-    architecture="MixtralForCausalLM",
     gguf=("llama",),
-    forward=forward,
+    adjacent=("gguf",),
     weights=_weights(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{expert}.w1 block_sparse_moe.experts.{expert}.w3",
         "block_sparse_moe.experts.{expert}.w2",
     ),
     fixed={"normalised_routes": True},
-    read=read,
+    # If config.json lacks the window's key, there is no window.
+    read=lambda config: counts(config) | (windows(config) if config.get("sliding_window") else {}),
     keys=f"{_KEYS} sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     read_gguf=counts,
@@ -109,9 +83,7 @@ GRANITE_MOE = replace(
     GRANITE,
     name="granitemoe",
     models="Granite 3 with experts, such as granite-3.1-1b-a400m",
-    architecture="GraniteMoeForCausalLM",
     gguf=("granitemoe",),
-    forward=forward,
     weights=_weights(
         "block_sparse_moe.router.layer",
         "block_sparse_moe.input_linear block_sparse_moe.input_linear",
@@ -129,11 +101,8 @@ GRANITE_MOE = replace(
 OLMOE = Family(
     name="olmoe",
     models="OLMoE-1B-7B, on CPUs only",
-    architecture="OlmoeForCausalLM",
     gguf=("olmoe",),
-    forward=forward,
     weights=_weights(),
-    adjacent=(),
     fixed={"whole_norms": True},
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False)},
     only={"clip_qkv": ()},
@@ -155,14 +124,11 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B and 480B-A35B, and the text part of Qwen3-VL with "
     "experts (`Qwen3VLMoeForConditionalGeneration`)",
-    architecture="Qwen3MoeForCausalLM",
     inside=("Qwen3VLMoeForConditionalGeneration",),
     inside_keys={"norm_topk_prob": True},
     gguf=("qwen3moe", "qwen3vlmoe"),
-    forward=forward,
     head_norms=True,
     weights=_weights(),
-    adjacent=(),
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False), "ffn": ("moe_intermediate_size", None)},
     only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "use_qk_norm": (True,)},
     read=read_qwen3,
@@ -170,6 +136,115 @@ QWEN3_MOE = Family(
     defaults={"max_position_embeddings": 32768},
     read_gguf=lambda config: counts(config) | {"normalised_routes": True},
     gguf_keys=f"{_GGUF_KEYS} expert_feed_forward_length",
+)
+
+
+def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dense: int) -> dict[str, Any]:
+    """Add an MLP of width `shared` that all tokens use, and `layers` first layers with only an MLP of width `dense`, to
+    the sizes of experts in `routed`. Pieces of these MLPs count as experts."""
+    more, dense = -(-shared // max(routed["ffn"], 1)), dense if layers else 0
+    every, used = routed["experts"] + more, routed["experts_per_token"] + more
+    if min(shared, layers, dense) < 0 or dense > routed["ffn"] * used or every > MOST_EXPERTS:
+        raise MegakernelError(
+            f"{config.source}: {layers} layers with an MLP of width {dense} are not supported beside {every} experts "
+            f"of width {routed['ffn']}, of which a token uses {used}"
+        )
+    counted = {"experts": every, "experts_per_token": used, "shared_experts": more}
+    return routed | counted | {"shared_ffn": shared, "dense_layers": layers, "dense_ffn": dense}
+
+
+def read_pieces(config: Keys, shared: int, layers: int) -> dict[str, Any]:
+    """Read the experts. If the file does not say them, there are `shared` shared experts and `layers` dense layers."""
+    config.only("moe_layer_end_index", -1, config.count("num_hidden_layers") - 1)
+    ffn, layers = config.count("moe_intermediate_size"), config.count("first_k_dense_replace", layers)
+    wide = config.count("shared_expert_intermediate_size", ffn * config.count("n_shared_experts", shared))
+    return _pieces(config, counts(config) | {"ffn": ffn}, wide, layers, config.count("intermediate_size"))
+
+
+def read_gguf_pieces(config: Keys, gating: int, normalised: bool = False) -> dict[str, Any]:
+    """As `read_pieces`, for GGUF files, in which `gating` is the number of the family's function of scores."""
+    config.only("expert_gating_func", 0, gating)
+    dense = config.count("feed_forward_length", 0)
+    routed = {"ffn": dense, "normalised_routes": config.flag("expert_weights_norm", normalised), **counts(config)}
+    routed["route_scale"] = config.number("expert_weights_scale", 0.0) or 1.0
+    wide = config.count("expert_shared_feed_forward_length", routed["ffn"] * config.count("expert_shared_count", 0))
+    return _pieces(config, routed, wide, config.count("leading_dense_block_count", 0), dense)
+
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    models="GLM-4.5, 4.6 and 4.7, and GLM-4.5-Air",
+    gguf=("glm4moe",),
+    weights=_weights()
+    | {
+        B.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+        B.B_ROUTER: of_layer("mlp.gate.e_score_correction_bias", "exp_probs_b.bias", ""),
+    },
+    shared={
+        B.W_GATE_UP: of_layer("mlp.shared_experts.gate_proj mlp.shared_experts.up_proj", "ffn_gate_shexp ffn_up_shexp"),
+        B.W_DOWN: of_layer("mlp.shared_experts.down_proj", "ffn_down_shexp"),
+    },
+    fixed={"sigmoid_routes": True, "choice_bias": True},
+    fields={"qkv_bias": ("attention_bias", False), "head_norms": ("use_qk_norm", False)}
+    | {"normalised_routes": ("norm_topk_prob", True), "route_scale": ("routed_scaling_factor", 1.0)},
+    only={"n_group": (1,), "topk_group": (1,)},
+    read=lambda config: read_pieces(config, 1, 1),
+    keys=f"{_KEYS} first_k_dense_replace moe_intermediate_size n_shared_experts num_nextn_predict_layers",
+    aliases={"n_routed_experts": "num_local_experts"},
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    read_gguf=lambda config: read_gguf_pieces(config, 2),
+    gguf_keys=f"{_GGUF_KEYS} expert_feed_forward_length expert_gating_func expert_shared_count "
+    "expert_shared_feed_forward_length expert_weights_norm expert_weights_scale leading_dense_block_count",
+)
+
+DOTS1 = replace(
+    GLM4_MOE,
+    name="dots1",
+    models="dots.llm1",
+    gguf=("dots1",),
+    head_norms=True,
+    weights=_weights() | {B.B_ROUTER: GLM4_MOE.weights[B.B_ROUTER]},
+    fields=ATTENTION_BIAS
+    | {"normalised_routes": ("norm_topk_prob", False), "route_scale": ("routed_scaling_factor", 1.0)},
+    only={**GLM4_MOE.only, "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",)},
+    read=lambda c: read_pieces(c, 0, 0) | windows(c, layers_of(c)[: c.count("max_window_layers", 62)]),
+    keys=f"{GLM4_MOE.keys} ep_size layer_types max_window_layers seq_aux sliding_window use_sliding_window",
+    defaults={},
+)
+
+QWEN2_MOE = replace(
+    GLM4_MOE,
+    name="qwen2_moe",
+    models="Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B",
+    gguf=("qwen2moe",),
+    weights=_weights() | {B.W_ROUTER: of_layer("mlp.gate mlp.shared_expert_gate", "ffn_gate_inp ffn_gate_inp_shexp")},
+    renames={"mlp.shared_expert.": "mlp.shared_experts."},
+    fixed={"shared_gate": True},
+    fields={"qkv_bias": ("qkv_bias", True), "normalised_routes": ("norm_topk_prob", False)},
+    only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "use_sliding_window": (False,)},
+    read=lambda config: read_pieces(config, 4, 0),
+    keys=f"{_KEYS} max_window_layers moe_intermediate_size shared_expert_intermediate_size sliding_window",
+    aliases={},
+    defaults={"max_position_embeddings": 32768},
+    read_gguf=lambda config: read_gguf_pieces(config, 1),
+)
+
+ERNIE4_5_MOE = replace(
+    GLM4_MOE,
+    name="ernie4_5_moe",
+    models="ERNIE-4.5-21B-A3B and 300B-A47B",
+    gguf=("ernie4_5-moe",),
+    weights=_weights() | {B.B_ROUTER: of_layer("mlp.moe_statics.e_score_correction_bias", "exp_probs_b.bias", "")},
+    adjacent=("safetensors", "gguf"),
+    fixed={"choice_bias": True, "normalised_routes": True},
+    fields={},
+    only={"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_layer_interval": (1,), "use_bias": (False,)},
+    read=lambda config: read_pieces(config, 2, 1),
+    keys=f"{GLM4_MOE.keys} moe_capacity moe_layer_end_index moe_norm_min moe_use_aux_free",
+    aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
+    | {"moe_num_shared_experts": "n_shared_experts", "moe_layer_start_index": "first_k_dense_replace"},
+    defaults=ERNIE4_5.defaults,
+    read_gguf=lambda config: read_gguf_pieces(config, 1, normalised=True),
 )
 
 
@@ -192,9 +267,7 @@ def read_gguf_gpt_oss(config: Keys) -> dict[str, Any]:
 GPT_OSS = Family(
     name="gpt_oss",
     models="gpt-oss-20b and 120b",
-    architecture="GptOssForCausalLM",
     gguf=("gpt-oss",),
-    forward=forward,
     sinks=True,
     weights=_weights("mlp.router")
     | {
@@ -205,7 +278,6 @@ GPT_OSS = Family(
         B.B_DOWN: of_layer(_DOWN, "ffn_down_exps", ".bias"),
     },
     alternate=True,
-    adjacent=(),
     fixed={"normalised_routes": True, "clipped_gates": True, "mlp_bias": True},
     fields=dict.fromkeys(("qkv_bias", "o_bias"), ("attention_bias", True)),
     only={"swiglu_alpha": (GATE_SLOPE,), "swiglu_limit": (GATE_LIMIT,)},

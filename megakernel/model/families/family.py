@@ -34,7 +34,7 @@ _O = "self_attn.o_proj", "attn_output"
 _GATE_UP = "mlp.gate_proj mlp.up_proj", "ffn_gate ffn_up"
 _DOWN = "mlp.down_proj", "ffn_down"
 # The names of the tensors in most families.
-_WEIGHTS: dict[Buffer, Weight] = {
+WEIGHTS: dict[Buffer, Weight] = {
     B.EMBED: Weight(("model.embed_tokens.weight",), ("token_embd.weight",)),
     B.ATTN_NORM: of_layer("input_layernorm", "attn_norm"),
     B.W_QKV: of_layer(*_QKV),
@@ -56,18 +56,18 @@ _WEIGHTS: dict[Buffer, Weight] = {
 class Family:
     """Declares a model family: its forward pass, and how to read its files.
 
-    `name`            `model_type` in config.json
+    `name`            `model_type` in config.json; the class name there is the same in other letters, or in `also`
     `models`          published models of the family, in Markdown
-    `architecture`    the class name in config.json
-    `also`            other class names in config.json, which newer software writes
+    `also`            other class names in config.json
     `inside`          the classes of models that also see images and contain a language model of the family
     `inside_keys`     the values that keys of config.json have in these models, whatever their files say
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
-    `forward`         lists the phases of a step, for a configuration and this family
+    `forward`         lists the phases of a step, for a configuration and this family, if they are not Llama's
     `head_norms`      each head of q and k is normalised before RoPE
     `gelu`            the MLP's gate is GELU, approximated by tanh, instead of SiLU
     `sinks`           each head of attention adds a score that belongs to no token
     `weights`         the tensor names of buffers, where they are not those of Llama
+    `shared`          the tensor names of the MLP whose pieces are the shared experts; dense layers have Llama's names
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
                       formats, the rows are half of a head's rotated part apart
     `alternate`       in tensors with gate and up of all experts, their outputs alternate
@@ -92,17 +92,17 @@ class Family:
 
     name: str
     models: str
-    architecture: str
     also: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     inside_keys: Mapping[str, Any] = field(default_factory=dict)
     gguf: tuple[str, ...] = ()
-    forward: Callable[[ModelConfig, Family], Forward]
+    forward: Callable[[ModelConfig, Family], Forward] | None = None
     head_norms: bool = False
     gelu: bool = False
     sinks: bool = False
     weights: Mapping[Buffer, Weight] = field(default_factory=dict)
-    adjacent: tuple[str, ...] = ("gguf",)
+    shared: Mapping[Buffer, Weight] = field(default_factory=dict)
+    adjacent: tuple[str, ...] = ()
     alternate: bool = False
     norms_minus_one: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Family:
 
     def tensors(self, buffer: Buffer) -> Weight:
         """Return the names of the tensors that contain a buffer."""
-        return self.weights.get(buffer) or _WEIGHTS[buffer]
+        return self.weights.get(buffer) or WEIGHTS[buffer]
 
     def config_fields(self, keys: Keys) -> dict[str, Any]:
         """Return the fields of ModelConfig that depend on the family, from config.json. Raises MegakernelError."""

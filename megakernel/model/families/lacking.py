@@ -18,15 +18,15 @@ _MODELS = {
         zaya""",
     "linear attention": "bailing_hybrid minimax",
     "experts, and attention within chunks of a text": "llama4 llama4_text",
-    "shared experts beside those that a router chooses": """aria_text bailing_moe bailingmoe deepseek ernie4_5-moe
-        ernie4_5_moe granitemoeshared hunyuan-moe hunyuan_v1_moe qwen2_moe qwen2moe sarvam_moe""",
-    "routes by a sigmoid with a bias, shared experts, and first layers without experts": """afmoe bailingmoe2 dots1
-        exaone-moe exaone_moe glm4_moe glm4moe hy_v3 kolibri1 laguna mimo_v2_flash solar_open""",
+    "shared experts beside those that a router chooses": """aria_text bailing_moe bailingmoe deepseek granitemoeshared
+        hunyuan-moe hunyuan_v1_moe sarvam_moe""",
+    "routes by a sigmoid with a bias, shared experts, and first layers without experts": """afmoe bailingmoe2
+        exaone-moe exaone_moe hy_v3 kolibri1 laguna mimo_v2_flash solar_open""",
     "routes by a sigmoid with a bias": "minimax-m2 minimax_m2 minimax_m3_vl_text",
     "experts of another kind": """arctic dbrx flex_olmo flint grok grovemoe jetmoe mellum phimoe smallthinker""",
     "embeddings of its own in each layer": """gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
         gemma4_unified_assistant gemma4_unified_text""",
-    "attention scores or logits capped by tanh": "nanochat vaultgemma",
+    "logits capped by tanh, beside an MLP without a gate and norms without scales": "nanochat",
     "norms that subtract the mean": """biogpt bloom codegen codeshell cohere cohere2 cohere2_moe cohere_compass_text
         command-r cpmant ctrl falcon fuyu gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj gptneox jais2
         mpt nemotron olmo openai-gpt opt persimmon phi phi2 stablelm starcoder starcoder2 xglm""",

@@ -10,8 +10,8 @@ from ...errors import MegakernelError
 from ...isa import Buffer
 from ..config import Keys
 from .family import Family, of_layer
-from .llama import ATTENTION_BIAS, BIASES, forward
-from .windows import every_nth, layers_of, read_gguf_window, windows
+from .llama import ATTENTION_BIAS, BIASES
+from .windows import every_nth, layers_of, read_gguf_windows, windows
 
 GELU = "gelu_pytorch_tanh"
 
@@ -27,8 +27,6 @@ _ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
 CWM = Family(
     name="cwm",
     models="CWM 32B",
-    architecture="CwmForCausalLM",
-    forward=forward,
     fields={"mlp_bias": ("mlp_bias", False)},
     read=lambda config: windows(config, layers_of(config)[::4], 8192),
     keys="layer_types sliding_window",
@@ -38,9 +36,7 @@ CWM = Family(
 ERNIE4_5 = Family(
     name="ernie4_5",
     models="ERNIE-4.5-0.3B",
-    architecture="Ernie4_5ForCausalLM",
     gguf=("ernie4_5",),
-    forward=forward,
     adjacent=("safetensors", "gguf"),
     fields=dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), ("use_bias", False)),
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
@@ -49,11 +45,8 @@ ERNIE4_5 = Family(
 EXAONE = Family(
     name="exaone",
     models="EXAONE 3.0 and 3.5",
-    architecture="ExaoneForCausalLM",
     also=("LlamaForCausalLM",),
     gguf=("exaone",),
-    forward=forward,
-    adjacent=(),
     fields=BIASES,
     aliases={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}
     | {"activation_function": "hidden_act"},
@@ -75,11 +68,8 @@ EXAONE = Family(
 GEMMA = Family(
     name="gemma",
     models="Gemma 2B and 7B",
-    architecture="GemmaForCausalLM",
     gguf=("gemma",),
-    forward=forward,
     gelu=True,
-    adjacent=(),
     norms_minus_one=True,
     fixed={"rounds_embedding": True},
     only={"attention_bias": (False,), "use_bidirectional_attention": (False,), "hidden_activation": (GELU,)},
@@ -93,8 +83,6 @@ GEMMA = Family(
 GLM = Family(
     name="glm",
     models="GLM-4-9B-chat",
-    architecture="GlmForCausalLM",
-    forward=forward,
     weights={Buffer.W_GATE_UP: _ONE_GATE_UP},
     adjacent=("safetensors", "gguf"),
     fields={"qkv_bias": ("attention_bias", True)},
@@ -112,9 +100,8 @@ _MULTIPLIERS = {
 GRANITE = Family(
     name="granite",
     models="Granite 3 without experts",
-    architecture="GraniteForCausalLM",
     gguf=("granite",),
-    forward=forward,
+    adjacent=("gguf",),
     fields=BIASES | {name: (name, 1.0) for name in _MULTIPLIERS},
     gguf_fields={name: (key, 0.0) for name, key in _MULTIPLIERS.items()},
 )
@@ -135,7 +122,6 @@ GRANITE_HYBRID = replace(
     GRANITE,
     name="granitemoehybrid",
     models="Granite 4.0 without Mamba and without experts, such as granite-4.0-micro (its GGUF files are `granite`)",
-    architecture="GraniteMoeHybridForCausalLM",
     gguf=(),
     weights={
         Buffer.W_GATE_UP: of_layer("shared_mlp.input_linear " * 2, "ffn_gate ffn_up"),
@@ -153,12 +139,10 @@ GRANITE_HYBRID = replace(
 HUNYUAN = Family(
     name="hunyuan_v1_dense",
     models="Hunyuan 0.5B to 7B",
-    architecture="HunYuanDenseV1ForCausalLM",
+    also=("HunYuanDenseV1ForCausalLM",),
     gguf=("hunyuan-dense",),
-    forward=forward,
     head_norms=True,
     weights={Buffer.QK_NORM: of_layer("self_attn.query_layernorm self_attn.key_layernorm", "attn_q_norm attn_k_norm")},
-    adjacent=(),
     fixed={"late_scales": True},
     fields=ATTENTION_BIAS,
     only={"mlp_bias": (False,), "norm_type": ("rms",), "num_experts": (1,), "use_cla": (False,)}
@@ -173,9 +157,7 @@ HUNYUAN = Family(
 INTERNLM3 = Family(
     name="internlm3",
     models="InternLM3-8B",
-    architecture="InternLM3ForCausalLM",
     also=("LlamaForCausalLM",),
-    forward=forward,
     fields={"qkv_bias": ("qkv_bias", False), "o_bias": ("bias", False), "mlp_bias": ("bias", False)},
     aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "head_dim": 128},
@@ -184,9 +166,7 @@ INTERNLM3 = Family(
 IQUEST_CODER = Family(
     name="iquestcoder",
     models="IQuest-Coder-V1",
-    architecture="IQuestCoderForCausalLM",
     also=("LlamaForCausalLM",),
-    forward=forward,
     fields=BIASES,
     only={"clip_qkv": (), "use_sliding_window": (False,)},
     keys="max_window_layers sliding_window",
@@ -197,21 +177,19 @@ IQUEST_CODER = Family(
 MISTRAL = Family(
     name="mistral",
     models="Mistral 7B, and the text part of Mistral-Small-3.1 (`Mistral3ForConditionalGeneration`)",
-    architecture="MistralForCausalLM",
     inside=("Mistral3ForConditionalGeneration",),
     gguf=("llama", "mistral3"),
-    forward=forward,
+    adjacent=("gguf",),
     read=windows,
     keys="sliding_window",
     defaults={"max_position_embeddings": 131072},
-    read_gguf=read_gguf_window,
+    read_gguf=lambda config: read_gguf_windows(config, 0),
 )
 
 MINISTRAL = replace(
     MISTRAL,
     name="ministral",
     models="Ministral 8B",
-    architecture="MinistralForCausalLM",
     keys="sliding_window layer_types",
 )
 
@@ -219,7 +197,6 @@ MINISTRAL3 = replace(
     MISTRAL,
     name="ministral3",
     models="Ministral 3, with contexts of at most 16,384 tokens",
-    architecture="Ministral3ForCausalLM",
     read=lambda config: windows(config) if "sliding_window" in config.raw else {},
     defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
 )
@@ -236,20 +213,17 @@ def _phi3(config: Keys) -> dict[str, Any]:
 PHI3 = Family(
     name="phi3",
     models="Phi-3, Phi-4, Phi-4-mini",
-    architecture="Phi3ForCausalLM",
     gguf=("phi3",),
-    forward=forward,
     weights={
         Buffer.W_QKV: of_layer("self_attn.qkv_proj " * 3, "attn_qkv " * 3),
         Buffer.W_GATE_UP: _ONE_GATE_UP,
     },
-    adjacent=(),
     only={"full_attn_mod": (1,), "interpolate_factor": (1,)},  # in the files of Phi-4-mini; no program reads them
     read=_phi3,
     keys="sliding_window",
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     | {"partial_rotary_factor": 1.0},
-    read_gguf=read_gguf_window,
+    read_gguf=lambda config: read_gguf_windows(config, 0),
 )
 
 
@@ -264,11 +238,8 @@ def _qwen2(config: Keys) -> dict[str, Any]:
 QWEN2 = Family(
     name="qwen2",
     models="Qwen2, Qwen2.5, and the text part of Qwen2-VL and Qwen2.5-VL",
-    architecture="Qwen2ForCausalLM",
     inside=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     gguf=("qwen2", "qwen2vl"),
-    forward=forward,
-    adjacent=(),
     fixed={"qkv_bias": True},
     read=_qwen2,
     keys="layer_types max_window_layers sliding_window use_sliding_window",
@@ -278,12 +249,9 @@ QWEN2 = Family(
 QWEN3 = Family(
     name="qwen3",
     models="Qwen3, and the text part of Qwen3-VL 2B to 32B (`Qwen3VLForConditionalGeneration`)",
-    architecture="Qwen3ForCausalLM",
     inside=("Qwen3VLForConditionalGeneration",),
     gguf=("qwen3", "qwen3vl"),
-    forward=forward,
     head_norms=True,
-    adjacent=(),
     fields=ATTENTION_BIAS,
     read=_qwen2,
     keys=QWEN2.keys,
@@ -293,12 +261,9 @@ QWEN3 = Family(
 SEED_OSS = Family(
     name="seed_oss",
     models="Seed-OSS-36B",
-    architecture="SeedOssForCausalLM",
     gguf=("seed_oss",),
-    forward=forward,
     # GGUF files name the norm before the MLP after its place in the layer, which is behind attention.
     weights={Buffer.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm")},
-    adjacent=(),
     fields=BIASES | {"qkv_bias": ("attention_bias", True), "o_bias": ("attention_out_bias", False)},
     defaults={"max_position_embeddings": 524288, "head_dim": 128},
 )
@@ -319,9 +284,8 @@ def _smollm3(config: Keys) -> dict[str, Any]:
 SMOLLM3 = Family(
     name="smollm3",
     models="SmolLM3-3B",
-    architecture="SmolLM3ForCausalLM",
     gguf=("smollm3",),
-    forward=forward,
+    adjacent=("gguf",),
     fields=BIASES,
     only={"use_sliding_window": (False,)},
     read=_smollm3,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from ...isa import Buffer, Forward, Phase
-from ..config import Keys, ModelConfig
+from ..config import ModelConfig
 from .family import Family
 from .verbs import (
+    add_experts,
     add_matmul,
     attention,
+    experts,
+    gated_experts,
     gated_matmul,
     gather,
     heads_norm,
@@ -17,6 +20,7 @@ from .verbs import (
     qkv,
     raw_qkv,
     rope,
+    route,
     sample,
 )
 
@@ -33,16 +37,26 @@ AFTER = (
 
 def forward(c: ModelConfig, f: Family) -> Forward:
     """The phases of a step: those before the layers, those of each layer, those after the layers."""
+    mlp = [
+        gated_matmul("gate_up_silu", B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), gelu=f.gelu, output=B.ACT),
+        add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.X),
+    ]
+    if c.experts:
+        mlp = [
+            route("route", inputs=B.H, router=B.W_ROUTER, bias=c.bias(B.B_ROUTER), output=B.ROUTES),
+            gated_experts("experts_gate_up", B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), output=B.ACT),
+            experts("experts_down", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.EXPERTS_OUT),
+            add_experts("combine", inputs=B.EXPERTS_OUT, weights=B.W_DOWN, output=B.X),
+        ]
     return Forward.of(
         BEFORE,
         [
             norm("attn_norm", inputs=B.X, scale=B.ATTN_NORM, output=B.H),
-            qkv("qkv_rope", B.H, weights=B.W_QKV, bias=c.bias(B.B_QKV), head_norms=f.head_norms, output=B.Q),
+            *qkv_phases(c, f),
             attention("attention", inputs=B.Q, sinks=f.sinks, output=B.ATTN),
             add_matmul("o_proj", inputs=B.ATTN, weights=B.W_O, bias=c.bias(B.B_O), output=B.X),
             norm("mlp_norm", inputs=B.X, scale=B.MLP_NORM, output=B.H),
-            gated_matmul("gate_up_silu", B.H, weights=B.W_GATE_UP, bias=c.bias(B.B_GATE_UP), gelu=f.gelu, output=B.ACT),
-            add_matmul("down_proj", inputs=B.ACT, weights=B.W_DOWN, bias=c.bias(B.B_DOWN), output=B.X),
+            *mlp,
             *next_rope(c),
         ],
         AFTER,
@@ -53,7 +67,8 @@ def qkv_phases(c: ModelConfig, f: Family) -> list[Phase]:
     """q, k and v of the inputs H. If `c.whole_norms`, q and k are normalised over all heads."""
     bias = c.bias(B.B_QKV)
     if not c.whole_norms:
-        return [qkv("qkv_rope", B.H, weights=B.W_QKV, bias=bias, head_norms=f.head_norms, output=B.Q)]
+        norms = f.head_norms or c.head_norms
+        return [qkv("qkv_rope", B.H, weights=B.W_QKV, bias=bias, head_norms=norms, output=B.Q)]
     return [
         raw_qkv("qkv", inputs=B.H, weights=B.W_QKV, bias=bias, output=B.QKV),
         heads_norm("qk_norm_rope", inputs=B.QKV, scale=B.QK_NORM, output=B.Q),
@@ -71,19 +86,13 @@ ATTENTION_BIAS = {"qkv_bias": ("attention_bias", False), "o_bias": ("attention_b
 BIASES = ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)}
 
 
-def _window(config: Keys) -> dict[str, int]:
-    """Read the sliding window. Some programs apply it and others ignore it, but they agree on contexts that are not
-    longer."""
-    return {"longest": config.count("sliding_window")} if config.get("sliding_window") else {}
-
-
 LLAMA = Family(
     name="llama",
     models="Llama 1 to 3.3, SmolLM2, Falcon3, and all others whose config.json says `LlamaForCausalLM`",
-    architecture="LlamaForCausalLM",
     gguf=("llama",),
-    forward=forward,
+    adjacent=("gguf",),
     fields=BIASES,
-    read=_window,
+    # Some programs apply the sliding window and others ignore it, but they agree on contexts that are not longer.
+    read=lambda config: {"longest": config.count("sliding_window")} if config.get("sliding_window") else {},
     keys="sliding_window",
 )

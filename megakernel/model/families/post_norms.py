@@ -56,7 +56,6 @@ GLM4 = replace(
     GLM,
     name="glm4",
     models="GLM-4-9B-0414, GLM-4-32B-0414",
-    architecture="Glm4ForCausalLM",
     gguf=("glm4",),
     forward=forward,
     weights={
@@ -99,18 +98,17 @@ def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
     return scaled_embeddings(hidden) | read_gguf_windows(config, every, theta) | {"attention_multiplier": size**-0.5}
 
 
+_NORMS_BEHIND = {
+    B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
+    B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
+}
 GEMMA2 = replace(
     GEMMA,
     name="gemma2",
     models="Gemma 2 2B to 27B",
-    architecture="Gemma2ForCausalLM",
     gguf=("gemma2",),
     forward=forward,
-    weights={
-        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
-        B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm"),
-        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
-    },
+    weights=_NORMS_BEHIND | {B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm")},
     fixed={"rounds_embedding": True, "post_norms": True},
     read=_gemma2,
     keys="attn_logit_softcapping cache_implementation final_logit_softcapping layer_types query_pre_attn_scalar "
@@ -122,11 +120,21 @@ GEMMA2 = replace(
     gguf_keys="attention.sliding_window_pattern",
 )
 
+VAULT_GEMMA = replace(
+    GEMMA2,
+    name="vaultgemma",
+    models="VaultGemma 1B",
+    gguf=(),
+    forward=None,
+    weights={B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm")},
+    fixed=GEMMA.fixed,
+)
+
 GEMMA3 = replace(
     GEMMA2,
     name="gemma3_text",
     models="Gemma 3 270M and 1B, and the text part of 4B to 27B (`Gemma3ForConditionalGeneration`)",
-    architecture="Gemma3ForCausalLM",
+    also=("Gemma3ForCausalLM",),
     inside=("Gemma3ForConditionalGeneration",),
     gguf=("gemma3",),
     head_norms=True,
@@ -163,15 +171,10 @@ def _gguf_exaone4(config: Keys) -> dict[str, Any]:
 EXAONE4 = Family(
     name="exaone4",
     models="EXAONE 4.0, on CPUs only",
-    architecture="Exaone4ForCausalLM",
     gguf=("exaone4",),
     forward=forward_olmo,
     head_norms=True,
-    weights={
-        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
-        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
-    },
-    adjacent=(),
+    weights=_NORMS_BEHIND,
     fixed={"post_norms": True},
     read=_exaone4,
     keys="layer_types max_window_layers reorder_qk_norm sliding_window sliding_window_pattern",
@@ -181,22 +184,12 @@ EXAONE4 = Family(
 )
 
 
-def _olmo3(config: Keys) -> dict[str, Any]:
-    """Read which layers have windows, and their RoPE base."""
-    return windows_with_rope(config, every_nth(layers_of(config), 4), config.number("rope_theta", 5e5))
-
-
 OLMO2 = Family(
     name="olmo2",
     models="OLMo-2-1B to 32B",
-    architecture="Olmo2ForCausalLM",
     gguf=("olmo2",),
     forward=forward_olmo,
-    weights={
-        B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
-        B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
-    },
-    adjacent=(),
+    weights=_NORMS_BEHIND,
     fixed={"post_norms": True, "whole_norms": True},
     fields=ATTENTION_BIAS,
     defaults={"rms_norm_eps": 1e-5},
@@ -209,8 +202,7 @@ OLMO3 = replace(
     OLMO2,
     name="olmo3",
     models="Olmo-3-7B and 32B",
-    architecture="Olmo3ForCausalLM",
-    read=_olmo3,
+    read=lambda c: windows_with_rope(c, every_nth(layers_of(c), 4), c.number("rope_theta", 5e5)),
     keys="layer_types sliding_window",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     two_ropes=True,

@@ -38,12 +38,6 @@ def every_nth(layers: range, every: int) -> range:
     return layers[every - 1 :: every]
 
 
-def read_gguf_window(config: Keys) -> dict[str, Any]:
-    """Read the window of GGUF files in which all layers have it."""
-    window = config.count("attention.sliding_window", 0)
-    return {"window": window} if window > 0 else {}
-
-
 def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
     """Read the windows of GGUF files in which some layers have them. The pattern is a list with true for these layers,
     or a number n if only every n-th layer has no window (0: all have one). If it is absent, n is `every`. If `theta` is

@@ -12,7 +12,6 @@ from typing import Any
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, open_checkpoint
-from megakernel.model.families import FAMILIES
 from megakernel.model.file_checkpoint import tensors_of
 from megakernel.model.rope import rope_table
 from megakernel.model.safetensors_checkpoint import safetensors_naming
@@ -54,10 +53,10 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
     config = checkpoint.config
     if config.family not in SUPPORTED:
         raise MegakernelError(f"the peer {NAME} runs {', '.join(SUPPORTED)} models, not the family {config.family}")
-    kind = getattr(transformers, FAMILIES[config.family].architecture)
     with torch.device("meta"):  # no memory is allocated or initialised
-        model = kind(
-            kind.config_class(
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            transformers.AutoConfig.for_model(
+                config.family,
                 vocab_size=config.vocab,
                 hidden_size=config.hidden,
                 intermediate_size=config.ffn,

@@ -44,13 +44,17 @@ _MORE: Sequence[dict[str, Any]] = (
     {"window": 20, "full_layers": (0,)},
     {"window": 150, "family": "glm4", "post_norms": True},
 )
-# In programs with experts, each of these is added to the shapes of half of the seeds.
+# In programs with experts, each of these is added to the shapes of a quarter of the seeds.
 _MIXTRAL = {"family": "mixtral", "ffn": 72, "experts": 8, "experts_per_token": 2, "normalised_routes": True}
 _EXPERTS: Sequence[dict[str, Any]] = (
     _MIXTRAL,
     _MIXTRAL
     | {"family": "gpt_oss", "clipped_gates": True, "window": 20, "full_layers": (1,)}
     | {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    _MIXTRAL
+    | {"family": "glm4_moe", "experts_per_token": 3, "sigmoid_routes": True, "choice_bias": True, "route_scale": 2.5}
+    | {"shared_experts": 1, "dense_layers": 1},
+    _MIXTRAL | {"family": "qwen2_moe", "experts_per_token": 4, "shared_experts": 2, "shared_gate": True},
 )
 # In programs with wide norms or heads, each of these is added to the shapes of a quarter of the seeds.
 _OLMO = {"family": "olmo2", "post_norms": True, "whole_norms": True}

@@ -27,8 +27,8 @@ _QUICK = (0, 2, 3, 6, 10, 12, 14, 17, 19, 22, 23, 26, 27, 30, 31, 34, 36, 37, 38
 SEEDS = {
     "dots": (0, 1, 2, 3, 5, 6, 8, 10, 11, 12, 14, 15, 16, 17, 18, 19, 22, 31, 37, 43),
     "tensor": _QUICK,
-    "experts dots": (20, 22, 25, 29),
-    "experts tensor": (21, 22, 25),
+    "experts dots": (20, 22, 23, 25),
+    "experts tensor": (21, 22, 27),
     "wide dots": (0, 1, 2, 4, 5),
     "wide tensor": (1, 2, 3, 4, 5),
     **dict.fromkeys(ROWS, range(6)),
