@@ -219,7 +219,7 @@ def test_a_program_that_fails_is_one_line(
 
 
 def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(SUPPORT)
     peer = Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Trial(1, 8, 4)))
     contest = Contest(peer, Trial(1, 8, 4), ("decode",))
     contest.search(lambda *_: None)
@@ -230,7 +230,7 @@ def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     peer.close()
     figures = contest.figures({"decode": [1.0]})
     assert figures["settings"]["decode"] == {"threads": 2, "speed": 4} and figures["ratio"] == 2.0
-    assert figures["settings"]["search"][-1]["error"] == "fake failed: the last word"
+    assert figures["settings"]["search"][-1]["error"] == "fake failed: its process ended"
     assert first["program"] == "fake" and peer.about["process"] != first["process"], "another after one has died"
 
 
