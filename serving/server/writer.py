@@ -208,6 +208,7 @@ class Writer(ABC):
     last = b"data: [DONE]\n\n"
     filler = WAITING
     kind = ""
+    objects = ("", "")  # what an answer of choices and a chunk of it are called
     reasons = True  # whether the answer shows reasoning
 
     def __init__(self, asked: Asked, *, keeps: bool, scored: int | None = None) -> None:
@@ -246,7 +247,7 @@ class Writer(ABC):
             for part in [b"".join(events)] if replay else in_groups(events):
                 yield part
         if self.asked.usage:
-            yield event(self._usage_chunk())
+            yield event(self._json([], self._usage()))
 
     def _choice(self, delta: Delta) -> Said:
         if (said := self._said.get(delta.index)) is None:
@@ -284,28 +285,33 @@ class Writer(ABC):
     def _whole(self, choices: list[Said]) -> bytes:
         """Return the whole answer."""
 
-    def _usage_chunk(self) -> bytes:
-        """Return the chunk with the usage at the end of a stream."""
-        raise NotImplementedError
+    def _json(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, whole: bool = False, **more: Any
+    ) -> bytes:
+        """Return an answer of choices, or a chunk of it."""
+        return encode_json({**self.head, "object": self.objects[not whole], "choices": choices, "usage": usage, **more})
 
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        """Return a chunk of a choice that contains only new text."""
+    def _plain(self, index: int, text: str) -> dict[str, Any]:
+        """Return a choice of a chunk that contains only new text."""
         raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return `_text_chunk` as an event. To save time, the JSON around the text is made only once per choice."""
+        """Return `_plain` as an event. To save time, the JSON around the text is made only once per choice."""
         if (around := self._around.get(index)) is None:
-            around = self._around[index] = event(self._text_chunk(index, _MARK)).split(f'"{_MARK}"'.encode())
+            around = event(self._json([self._plain(index, _MARK)])).split(f'"{_MARK}"'.encode())
+            self._around[index] = around
         before, after = around
         return before + encode_json(text) + after
 
-    def _usage(self, completion: int | None = None) -> dict[str, Any]:
-        """Return the token counts. `completion` replaces the number of generated tokens. `cached_tokens` counts the
-        prompt tokens that were found in the prefix cache."""
-        prompt = sum(map(len, self.asked.prompts))
-        made = self.answers.completion_tokens if completion is None else completion
+    def _usage(self) -> dict[str, Any]:
+        """Return the token counts. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
+        prompt, made = sum(map(len, self.asked.prompts)), self._made()
         counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
         return {**counts, "prompt_tokens_details": {"cached_tokens": self.answers.cached}}
+
+    def _made(self) -> int:
+        """Return the number of generated tokens."""
+        return self.answers.completion_tokens
 
 
 class ItemWriter(Writer):

@@ -32,7 +32,7 @@ from megakernel.serving.server.requests import (
 )
 from megakernel.serving.server.scores import chat_logprobs
 from megakernel.serving.server.service import Service, Tools
-from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
+from megakernel.serving.server.writer import Asked, Said, Writer, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
@@ -277,7 +277,7 @@ async def chat(service: Service, body: ChatRequest) -> Response:
 
 
 class _ChatWriter(Writer):
-    kind = "chatcmpl"
+    kind, objects = "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, asked: Asked, body: ChatRequest) -> None:
         super().__init__(asked, keeps=bool(body.logprobs or asked.shows_ids), scored=body.prompt_logprobs)
@@ -299,7 +299,7 @@ class _ChatWriter(Writer):
         ]
         ids = self.asked.prompts[0].tolist() if self.asked.shows_ids else None
         scores = self._written(self._prompts.get(0, {})).get("prompt")
-        return self._json("chat.completion", shown, self._usage(), prompt_token_ids=ids, prompt_logprobs=scores)
+        return self._json(shown, self._usage(), whole=True, prompt_token_ids=ids, prompt_logprobs=scores)
 
     def _message(self, said: Said) -> dict[str, Any]:
         text, reasoning = self._before + said.text("content"), said.text("reasoning")
@@ -350,19 +350,10 @@ class _ChatWriter(Writer):
         return {"tool_calls": [call]}
 
     def _event(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
-        return event(self._chunk([_chunk_choice(index, delta) | more]))
+        return event(self._json([_chunk_choice(index, delta) | more]))
 
-    def _usage_chunk(self) -> bytes:
-        return self._chunk([], self._usage())
-
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._chunk([_chunk_choice(index, {"content": text})])
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        return self._json("chat.completion.chunk", choices, usage)
-
-    def _json(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None, **more: Any) -> bytes:
-        return encode_json({**self.head, "object": kind, "choices": choices, "usage": usage, **more})
+    def _plain(self, index: int, text: str) -> dict[str, Any]:
+        return _chunk_choice(index, {"content": text})
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         if not self._body.logprobs:

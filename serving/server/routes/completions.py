@@ -25,7 +25,7 @@ from megakernel.serving.server.scores import (
     token_text,
 )
 from megakernel.serving.server.service import Service
-from megakernel.serving.server.writer import Asked, Said, Writer, encode_json, event
+from megakernel.serving.server.writer import Asked, Said, Writer, event
 
 _DEFAULT_TOKENS = 16
 
@@ -117,7 +117,7 @@ class _Place:
 
 
 class _CompletionWriter(Writer):
-    kind = "cmpl"
+    kind, objects = "cmpl", ("text_completion", "text_completion")
 
     def __init__(self, asked: Asked, body: CompletionRequest, texts: list[str], tokenizer: Tokenizer | None) -> None:
         """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise. `tokenizer` is the model's."""
@@ -133,7 +133,7 @@ class _CompletionWriter(Writer):
             last, ids = replace(said.last, text=said.text("content")), self.answers.transcripts[said.index].token_ids
             choice = self._choice_of(last, ids, said.scores)
             shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
-        return self._json(shown, self._used())
+        return self._json(shown, self._usage(), whole=True)
 
     async def _prepare(self, delta: Delta) -> None:
         await super()._prepare(delta)
@@ -164,17 +164,13 @@ class _CompletionWriter(Writer):
         new, said.scores = said.scores, {}
         return event(self._json([self._choice_of(delta, [token.token_id for token in delta.tokens], new)]))
 
-    def _usage_chunk(self) -> bytes:
-        return self._json([], self._used())
+    def _plain(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+        """Return a choice, or one chunk of it. Its other fields are null if `more` does not set them."""
+        names = ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
+        return {"index": index, "text": text, **dict.fromkeys(names), **more}
 
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        return self._json([_told(index, text)])
-
-    def _json(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        return encode_json({**self.head, "object": "text_completion", "choices": choices, "usage": usage})
-
-    def _used(self) -> dict[str, Any]:
-        return self._usage(0 if self._body.max_tokens == 0 else None)
+    def _made(self) -> int:
+        return 0 if self._body.max_tokens == 0 else super()._made()
 
     def _choice_of(self, delta: Delta, ids: list[int], logprobs: Pieces) -> dict[str, Any]:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
@@ -185,7 +181,7 @@ class _CompletionWriter(Writer):
         self._begun.add(delta.index)
         if first and self._body.echo:
             text = self._texts[delta.prompt] + text
-        return _told(
+        return self._plain(
             delta.index,
             text,
             logprobs=self._written(logprobs) or None,
@@ -221,9 +217,3 @@ class _CompletionWriter(Writer):
             shown = [(token, p, top and likeliest(top, count, token)) for token, p, top in part]
             append(pieces, completion_logprobs(self.asked.tokenizer, shown, islice(offsets, len(shown))))
         return pieces
-
-
-def _told(index: int, text: str, **more: Any) -> dict[str, Any]:
-    """Return a choice, or one chunk of it. Its other fields are null if `more` does not set them."""
-    names = ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
-    return {"index": index, "text": text, **dict.fromkeys(names), **more}
