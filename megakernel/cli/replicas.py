@@ -57,7 +57,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
             nodes = cluster.join(address, machine.cpu_count())
             on_gpus = given["backend"] == "cuda" or (given["backend"] == "auto" and any(node.gpus for node in nodes))
             share = place(nodes, given["replicas"], given["tensor_parallel_size"], given["threads"], on_gpus=on_gpus)
-            settings["threads"] = share.threads
+            settings["threads"] = share.cpus
             plan = Plan(
                 replicas=given["replicas"],
                 share=share,
@@ -70,7 +70,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
                 drain_seconds=given["shutdown_timeout"],
             )
             cluster.deploy(plan, host, port)
-        facts = {"url": where, "replicas": plan.replicas, "threads": share.threads, "gpus": share.gpus}
+        facts = {"url": where, "replicas": plan.replicas, "threads": share.cpus, "gpus": share.gpus}
         _ready(facts | {"routing": given["routing"], "ray_address": cluster.address()}, given["model"], as_json)
         return _until_signal(asked, cluster.undeploy) if address is None else 0
     finally:

@@ -29,7 +29,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.replicas.placement import ClusterNode, Plan
+from megakernel.serving.replicas.placement import Plan, Resources
 from megakernel.serving.replicas.relay import relay
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Head, Headers, Part, ServerProcess
@@ -153,7 +153,7 @@ class Front:
         return self._any_runs
 
 
-def join(address: str | None, cpus: int) -> list[ClusterNode]:
+def join(address: str | None, cpus: int) -> list[Resources]:
     """Join the cluster at `address`, and return the nodes of the cluster. If `address` is None, a new cluster with
     `cpus` CPUs of this machine is started, which ends with `leave`."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -172,7 +172,7 @@ def join(address: str | None, cpus: int) -> list[ClusterNode]:
             why = f"{str(e).splitlines()[0]}; if it asks for a token, RAY_AUTH_TOKEN must hold that token"
             raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [ClusterNode(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
+    return [Resources(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]
 
 
 def address() -> str:
@@ -192,7 +192,7 @@ def deploy(plan: Plan, host: str, port: int) -> None:
     replica = serve.deployment(
         Replica,
         num_replicas=plan.replicas,
-        ray_actor_options={"num_cpus": plan.share.threads, "num_gpus": plan.share.gpus},
+        ray_actor_options={"num_cpus": plan.share.cpus, "num_gpus": plan.share.gpus},
         max_ongoing_requests=plan.at_once,
         graceful_shutdown_timeout_s=plan.drain_seconds,
         health_check_period_s=_HEALTH_SECONDS,

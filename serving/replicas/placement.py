@@ -33,18 +33,10 @@ def prepare(*, join: bool) -> None:
 
 
 @dataclass(frozen=True)
-class ClusterNode:
-    """The resources of one machine of the cluster."""
+class Resources:
+    """The CPUs and GPUs of one machine of the cluster, or those that one replica gets on its machine."""
 
     cpus: int
-    gpus: int
-
-
-@dataclass(frozen=True)
-class ReplicaShare:
-    """The CPUs, GPUs and threads that one replica gets on its node."""
-
-    threads: int
     gpus: int
 
 
@@ -56,7 +48,7 @@ class Plan:
     prefixes."""
 
     replicas: int
-    share: ReplicaShare
+    share: Resources
     settings: dict[str, Any]
     at_once: int
     slack: int | None
@@ -65,7 +57,7 @@ class Plan:
     drain_seconds: float
 
 
-def place(nodes: Sequence[ClusterNode], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> ReplicaShare:
+def place(nodes: Sequence[Resources], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Resources:
     """Return the share of the cluster that each replica gets. If `threads` is None, each replica gets the largest
     number of CPUs with which all replicas fit. On GPUs, it also gets one GPU per rank. Raises MegakernelError if the
     replicas do not fit."""
@@ -89,7 +81,7 @@ def place(nodes: Sequence[ClusterNode], replicas: int, tp: int, threads: int | N
 
     taken = threads or next((cpus for cpus in range(largest, 0, -1) if fit(cpus) >= replicas), 0)
     if taken and fit(taken) >= replicas:
-        return ReplicaShare(taken, gpus)
+        return Resources(taken, gpus)
     each = [
         f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in ((taken or 1, "CPU"), (gpus, "GPU")) if count
     ]

@@ -38,7 +38,7 @@ from megakernel.cli import main, parser
 from megakernel.errors import MegakernelError
 from megakernel.serving import replicas
 from megakernel.serving.replicas import cluster, placement
-from megakernel.serving.replicas.placement import ClusterNode, ReplicaShare, place, prepare
+from megakernel.serving.replicas.placement import Resources, place, prepare
 from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Head
 from megakernel.serving.server.writer import Replay
@@ -95,11 +95,11 @@ def test_only_the_last_beginnings_are_kept() -> None:
 @pytest.mark.parametrize(
     ("nodes", "replicas", "tp", "threads", "on_gpus", "share"),
     [
-        ([(2, 0)], 2, 1, None, False, ReplicaShare(1, 0)),
-        ([(2, 0)], 1, 1, None, False, ReplicaShare(2, 0)),
-        ([(8, 0), (4, 0)], 3, 1, None, False, ReplicaShare(4, 0)),
-        ([(8, 0), (4, 0)], 5, 1, 2, False, ReplicaShare(2, 0)),
-        ([(64, 8), (64, 8)], 4, 4, None, True, ReplicaShare(32, 4)),
+        ([(2, 0)], 2, 1, None, False, Resources(1, 0)),
+        ([(2, 0)], 1, 1, None, False, Resources(2, 0)),
+        ([(8, 0), (4, 0)], 3, 1, None, False, Resources(4, 0)),
+        ([(8, 0), (4, 0)], 5, 1, 2, False, Resources(2, 0)),
+        ([(64, 8), (64, 8)], 4, 4, None, True, Resources(32, 4)),
         ([(64, 8), (64, 0)], 2, 4, 64, True, "which has room for 1"),
         ([(2, 0)], 3, 1, None, False, "3 replicas of 1 CPU each do not fit the cluster, which has room for 2"),
         ([(2, 0), (2, 0)], 1, 1, 4, False, "--threads 4 exceeds the 2 CPUs"),
@@ -108,10 +108,10 @@ def test_only_the_last_beginnings_are_kept() -> None:
     ],
 )
 def test_replicas_are_placed_on_whole_nodes(
-    nodes: list[tuple[int, int]], replicas: int, tp: int, threads: int | None, on_gpus: bool, share: ReplicaShare | str
+    nodes: list[tuple[int, int]], replicas: int, tp: int, threads: int | None, on_gpus: bool, share: Resources | str
 ) -> None:
-    cluster = [ClusterNode(*node) for node in nodes]
-    if isinstance(share, ReplicaShare):
+    cluster = [Resources(*node) for node in nodes]
+    if isinstance(share, Resources):
         assert place(cluster, replicas, tp, threads, on_gpus=on_gpus) == share
     else:
         with pytest.raises(MegakernelError, match=share):
@@ -169,7 +169,7 @@ def test_an_interrupt_that_ray_swallows_ends_the_replicas(monkeypatch: pytest.Mo
             signal.raise_signal(signal.SIGINT)
 
     undeploy = Mock()
-    fakes = {"join": lambda *_: [ClusterNode(4, 0)], "deploy": deploy, "address": str, "undeploy": undeploy}
+    fakes = {"join": lambda *_: [Resources(4, 0)], "deploy": deploy, "address": str, "undeploy": undeploy}
     for name, fake in (fakes | {"leave": Mock()}).items():
         monkeypatch.setattr(cluster, name, fake)
     monkeypatch.setattr(placement, "prepare", Mock())
