@@ -21,7 +21,6 @@ to fill all units with one KV head, a part has several heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,14 +50,6 @@ PASS_HEADS = 2
 # two, the end of a share may move to a nearby border between parts. It moves by at most this fraction of a share, so
 # that shares stay nearly equal.
 SLACK = 1 / 8
-
-
-class _Cut(Enum):
-    """The places where attention work may be divided into items, from fine to coarse."""
-
-    INSIDE_PARTS = 0
-    BETWEEN_PARTS = 1
-    BETWEEN_TILES = 2
 
 
 @dataclass(frozen=True)
@@ -94,9 +85,8 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     """Compute the attention items of every rank. A chunk is the tokens of a sequence in this step: chunk i has
     `count[i]` rows of sequence `seq[i]`, from position `start[i]` on. Chunks must be in row order.
 
-    If there would be more items than the program allows, tiles are divided more coarsely. If there is no room for
-    partial results, fewer parts are cut between KV blocks. Raises MegakernelError if even one item per chunk and row
-    block is too many.
+    If there is no room for partial results, fewer parts are cut between KV blocks. Raises MegakernelError if there are
+    more items than the program allows, which cannot be if it has room for one per row and three per slot.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
@@ -115,17 +105,14 @@ def write_items(table: StepTable, dealt: Dealt) -> None:
 
 def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, Ints], Ints]:
     """Return the attention items of one rank, as a dict of step-table columns, and the first item of each slot."""
-    query_rows = QUERY_TILE if dims.worker.units == Units.CORE else pages.pass_rows(dims)
-    for tile_rows in (query_rows, dims.bucket.row_block):
-        tiles = _tile(dims, seq, start, count, tile_rows)
-        for cut in _Cut:
-            pieces = _pieces(dims, tiles, cut)
-            if len(pieces.slot) <= dims.bucket.items:
-                slots = np.arange(dims.bucket.attention_slots + 1)
-                return _items(dims, tiles, pieces), np.searchsorted(pieces.slot, slots)
-    raise MegakernelError(
-        f"the step needs {len(tiles.row)} attention items, but the program was compiled for at most {dims.bucket.items}"
-    )
+    tiles = _tile(dims, seq, start, count, QUERY_TILE if dims.worker.units == Units.CORE else pages.pass_rows(dims))
+    pieces = _pieces(dims, tiles)
+    if len(pieces.slot) > dims.bucket.items:
+        raise MegakernelError(
+            f"the step needs {len(pieces.slot)} attention items, but the program was compiled for at most "
+            f"{dims.bucket.items}"
+        )
+    return _items(dims, tiles, pieces), np.searchsorted(pieces.slot, np.arange(dims.bucket.attention_slots + 1))
 
 
 def _tile(dims: Dims, seq: Ints, start: Ints, count: Ints, tile_rows: int) -> _Tiles:
@@ -197,14 +184,12 @@ class _Line:
     if the part is cut between KV blocks, otherwise one row.
     """
 
-    def __init__(self, dims: Dims, tiles: _Tiles, cut: _Cut) -> None:
+    def __init__(self, dims: Dims, tiles: _Tiles) -> None:
         self.divided = divided = (_core_parts if dims.worker.units == Units.CORE else _gpu_parts)(dims, tiles)
         self.parts = dims.split.rank_kv_heads // divided.wide
         self.first_part = np.cumsum(self.parts) - self.parts
         by_blocks = np.maximum(-(-tiles.blocks // divided.grain_blocks), 1)
         self.grains = np.where(divided.by_blocks, by_blocks, tiles.rows)  # of a part
-        if cut is not _Cut.INSIDE_PARTS:
-            self.grains = np.ones_like(self.grains)
         self.borders = np.append(0, np.cumsum(self.parts * self.grains))  # of tiles
         self.share = int((self.parts * divided.cost).sum()) / dims.bucket.attention_slots  # cost of a slot
 
@@ -237,15 +222,13 @@ class _Pieces:
         return partly
 
 
-def _ends(dims: Dims, line: _Line, cut: _Cut) -> _Ends:
+def _ends(dims: Dims, line: _Line) -> _Ends:
     """Divide the line into equal shares. If an end is close to a border of its part, it moves to the border."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)
     tile = np.minimum(np.searchsorted(cost_end, at, side="right"), len(cost) - 1)
     progress = (at - (cost_end[tile] - parts[tile] * cost[tile])) / cost[tile]  # measured in parts of the tile
-    if cut is _Cut.BETWEEN_TILES:
-        progress = parts[tile] * np.rint(progress / parts[tile])
     part = np.clip(progress, 0, parts[tile] - 1).astype(np.int64)
     rest = progress - part
     nearest = np.rint(rest)
@@ -264,10 +247,10 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
     return replace(ends, grain=np.where(np.isin(number, too_many), ends.border, ends.grain))
 
 
-def _pieces(dims: Dims, tiles: _Tiles, cut: _Cut) -> _Pieces:
+def _pieces(dims: Dims, tiles: _Tiles) -> _Pieces:
     """Divide tiles into items: at ends of shares, borders of tiles, and around each part that contains an end."""
-    line = _Line(dims, tiles, cut)
-    ends = _unsplit(dims, tiles, line, _ends(dims, line, cut))
+    line = _Line(dims, tiles)
+    ends = _unsplit(dims, tiles, line, _ends(dims, line))
     grains = line.grains[ends.tile]
     part_begin = line.borders[ends.tile] + ends.part * grains
     inside = (ends.grain > 0) & (ends.grain < grains)

@@ -223,15 +223,14 @@ def test_tiles_whose_parts_have_different_numbers_of_heads_are_split_side_by_sid
 def test_scarce_capacities_cut_less() -> None:
     chunks = [*decode([4000, 2000, 1000]), Chunk(3, 0, [1] * 20, range(1000, 1010))]
     counts = []
-    for change in ({}, {"partials": 150}, {"partials": 0}, {"items": 12}, {"items": 8}):
+    for change in ({}, {"partials": 150}, {"partials": 0}):
         dims = make_dims(CONFIG, **{"tokens": 24, "attention_slots": 20, "items": 100, "partials": 5000} | change)
         table = build_step(dims, chunks)
         check_step(table)
-        counts.append((len(live_items(table)), len(set(table.item_split[table.item_split >= 0].tolist()))))
-    items, splits = zip(*counts, strict=True)
-    assert splits[0] > splits[1] > splits[2] == 0
-    assert items[0] > items[3] >= items[4]
-    with pytest.raises(MegakernelError, match="7 attention items"):
+        counts.append(len(set(table.item_split[table.item_split >= 0].tolist())))
+        assert len(live_items(table)) <= dims.bucket.tokens + 3 * dims.bucket.attention_slots
+    assert counts[0] > counts[1] > counts[2] == 0
+    with pytest.raises(MegakernelError, match="attention items, but the program was compiled for at most 3"):
         build_step(make_dims(CONFIG, tokens=24, items=3), chunks)
 
 
