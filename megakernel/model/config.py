@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, TypeGuard
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from ..errors import MegakernelError
@@ -135,6 +136,10 @@ class ModelConfig(Shape):
         return {"window_from": first, "full_every": every, "full_at": rest[0] % every if rest else every}
 
 
+_Whole = Annotated[int, msgspec.Meta(gt=-(1 << 63), le=(1 << 63) - 1)]
+_Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+
+
 @dataclass(frozen=True)
 class Keys:
     """Reads the keys of a configuration file. For an invalid value, MegakernelError names the file and the key."""
@@ -147,35 +152,24 @@ class Keys:
         return self.raw.get(self.prefix + key)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key)
-        value = default if value is None else value
-        if value is None:
+        if default is None and self.get(key) is None:
             raise MegakernelError(f"{self.source}: {self.prefix}{key} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
-            raise self._wrong(key, "a whole number")
-        return value
+        number: int = self._read(key, _Whole, "a whole number", default)
+        return number
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if not _finite(value):
-            raise self._wrong(key, "a finite number")
-        return float(value)
+        number: float = self._read(key, _Finite, "a finite number", default)
+        return number
 
     def ids(self, key: str) -> tuple[int, ...]:
         """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id, and
         some GGUF files the same bits without a sign."""
-        value = self.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 63 for i in ids):
-            raise self._wrong(key, "token ids")
-        return tuple(i for i in ids if i not in (-1, 2**32 - 1))
+        found = self._read(key, _Whole | list[_Whole], "token ids", [])
+        return tuple(i for i in (found if isinstance(found, list) else [found]) if i not in (-1, 2**32 - 1))
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return the numbers at a key whose value must be a list of finite numbers."""
-        if not isinstance(value := self.get(key), list) or not all(map(_finite, value)):
-            raise self._wrong(key, "a list of finite numbers")
-        return tuple(map(float, value))
+        return tuple(self._read(key, list[_Finite], "a list of finite numbers"))
 
     def names(self, key: str, *allowed: str) -> list[str]:
         """Return the list of names at a key; [] if it is null. Raises MegakernelError for names not `allowed`."""
@@ -185,9 +179,8 @@ class Keys:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        if not isinstance(value := self.get(key), bool | None):
-            raise self._wrong(key, "true or false")
-        return default if value is None else value
+        flag: bool = self._read(key, bool, "true or false", default)
+        return flag
 
     def fields(self, table: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         """Return the values of several fields. `table` has each field's key, and the value if the key is absent, which
@@ -209,12 +202,16 @@ class Keys:
             known = " or ".join(map(short, allowed)) or "null"
             raise MegakernelError(f"{self.source}: {self.prefix}{key} = {short(value)} is not supported, only {known}")
 
+    def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
+        """Return a value of the type `kind`, which an error calls `what`; `default` if it is null or absent."""
+        value = self.get(key)
+        try:
+            return msgspec.convert(default if value is None else value, kind)
+        except msgspec.ValidationError as e:
+            raise self._wrong(key, what) from e
+
     def _wrong(self, key: str, what: str) -> MegakernelError:
         return MegakernelError(f"{self.source}: {self.prefix}{key} is {short(self.get(key))}, not {what}")
-
-
-def _finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def short(value: Any) -> str:

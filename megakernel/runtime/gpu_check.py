@@ -9,7 +9,6 @@ first that is wrong even alone. Running every instruction alone would take a qua
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +25,6 @@ _NAN_BF16 = 0x7FC0
 
 _Key = tuple[Buffer, int, int]  # (buffer, layer, rank), as the method `buffer` of both backends takes them
 _State = dict[_Key, NDArray[np.generic]]
-
-
-@dataclass(frozen=True)
-class PhaseDifference:
-    """A phase with wrong results. `what` also describes the first instruction that is wrong when run alone."""
-
-    phase: str
-    layer: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.phase} (layer {self.layer}): {self.what}"
 
 
 def prepare(reference: ReferenceBackend, seed: int) -> None:
@@ -68,9 +55,10 @@ def _padding(d: Dims) -> NDArray[np.bool_]:
 
 def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
-) -> Iterator[PhaseDifference | None]:
+) -> Iterator[str | None]:
     """Compare the GPU with the reference for all phases (operations) of a step, in order. For each phase, yield None if
-    the GPU's results are right, otherwise a description of the difference.
+    the GPU's results are right, otherwise a description of the difference, which also names the first instruction that
+    is wrong when it runs alone.
 
     Before the call, create the reference with the program's sizes, and call `prepare` for it. The GPU runs each phase
     `repeats` times, and must give the same bits every time. A failed launch counts as a difference.
@@ -78,17 +66,18 @@ def check_instructions(
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
         before = twins.state()
-        name = program.forward.by_number[int(record.phase_number(phase.records[0]))].name
+        number = int(record.phase_number(phase.records[0]))
+        name = f"{program.forward.by_number[number].name} (layer {layer})"
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
         except MegakernelError as e:  # the error names the instruction that waited
-            yield PhaseDifference(name, layer, str(e))
+            yield f"{name}: {e}"
             continue
         if wrong is None:
             yield None
             continue
         after = twins.state()
-        yield PhaseDifference(name, layer, f"{wrong}; {twins.culprit(before, index, layer, phase)}")
+        yield f"{name}: {wrong}; {twins.culprit(before, index, layer, phase)}"
         twins.restore(after)
 
 
