@@ -18,6 +18,7 @@ from megakernel.serving.server.writer import HALF_CLOSED, PROBE_SECONDS
 _MOST_HEAD = 1 << 16
 # bytes added to the size of each header field, as in HTTP/2, because a short one takes as long to parse as a long one
 _FIELD = 32
+_TLS_END = 1.0  # seconds in which an idle client may end TLS when the server stops
 _MOST_WAITING = 128  # maximum number of requests on a connection that wait behind the one being answered
 
 # uvicorn warns about every request that is not valid HTTP, so any client could fill the log.
@@ -48,6 +49,14 @@ class HttpProtocol(HttpToolsProtocol):
             self._answering.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Close the connection, or let its request be answered first. An idle client may not answer TLS's notice of the
+        end, for which asyncio would wait 30 s."""
+        sent = not self.transport.get_write_buffer_size()
+        super().shutdown()
+        if sent and self.transport.is_closing():
+            self.loop.call_later(_TLS_END, self.transport.abort)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a client that has only closed its writing side, and then close the connection."""

@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from unittest.mock import Mock, call
 
 import pytest
 from api_support import Live, serving, until
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from megakernel import LLM
 from megakernel.serving.server import protocol, writer
@@ -196,3 +199,13 @@ def test_a_client_that_leaves_with_requests_behind_is_noticed(live: Live) -> Non
         until(lambda: not live.at_rest())
     until(live.at_rest)
     assert live.host.loop.engine.stats.counts.generated - before < 1900
+
+
+@pytest.mark.parametrize("unsent", [0, 9])
+def test_an_idle_client_does_not_delay_the_end(unsent: int) -> None:
+    """A client of HTTPS that does not read never ends TLS."""
+    client = protocol.HttpProtocol(Config(Mock()), ServerState(), {}, Mock())
+    client.transport, client.loop = Mock(get_write_buffer_size=lambda: unsent), Mock()
+    client.shutdown()
+    assert client.transport.close.called
+    assert client.loop.call_later.mock_calls == [call(1.0, client.transport.abort)] * (unsent == 0)
