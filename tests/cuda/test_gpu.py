@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_LACK is not None, reason=f"no
 
 # The interpreter supports these sizes. The vocabulary, hidden and FFN sizes are not multiples of its tile sizes.
 SHAPE = {"vocab": 331, "hidden": 168, "ffn": 200, "head_dim": 64, "heads": 6, "kv_heads": 2}
+TOKENS = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
 GRID: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"heads": 3, "kv_heads": 3},
@@ -63,7 +64,7 @@ def test_every_instruction_equals_the_references(case: doctor_gpu.Case) -> None:
 def test_steps_of_odd_shapes_equal_transformers(name: str, matmul: str) -> None:
     hf, checkpoint = make_llama(1, **{**SHAPE, **GRID[name]})
     runner = opened(checkpoint, matmul=matmul)
-    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 6).tolist()
+    tokens = TOKENS[:6]
     got = runner.logits(tokens, range(1, len(tokens)), slot=1)
     if matmul == "tensor":
         np.testing.assert_array_equal(runner.logits(tokens, slot=2), got)  # whatever the batch
@@ -76,7 +77,7 @@ def test_steps_of_odd_shapes_equal_transformers(name: str, matmul: str) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
     hf, checkpoint = make_llama(2, **SHAPE)
-    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 70).tolist()
+    tokens = TOKENS[:70]
     expected = hf_logits(hf, tokens)
     for o in ("sharded", "replicated"):
         for residual in ("dealt", "replicated"):
@@ -86,27 +87,25 @@ def test_ranks_on_parts_of_the_gpu(tp: int) -> None:
 
 
 def test_switches_change_no_bit(runner: Runner) -> None:
-    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
-    expected = runner.logits(tokens)
+    expected = runner.logits(TOKENS)
     for _ in range(20):
-        np.testing.assert_array_equal(runner.logits(tokens), expected)
+        np.testing.assert_array_equal(runner.logits(TOKENS), expected)
     runner.backend.pipelined = False
-    np.testing.assert_array_equal(runner.logits(tokens), expected)
+    np.testing.assert_array_equal(runner.logits(TOKENS), expected)
     runner.backend.pipelined = True
     with by_phases(runner.backend):
-        np.testing.assert_array_equal(runner.logits(tokens), expected)
-    np.testing.assert_array_equal(runner.logits(tokens, trace=True), expected)
-    together = runner.step([Piece(3, 0, tokens[:100]), Piece(1, 0, [7] * 50)]).logits
+        np.testing.assert_array_equal(runner.logits(TOKENS), expected)
+    np.testing.assert_array_equal(runner.logits(TOKENS, trace=True), expected)
+    together = runner.step([Piece(3, 0, TOKENS[:100]), Piece(1, 0, [7] * 50)]).logits
     np.testing.assert_array_equal(together[:100], expected[:100])
 
 
 @pytest.mark.parametrize("queue", ["attention", "body"])
 def test_queues_change_no_bit(runner: Runner, queue: str) -> None:
-    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab"], 150).tolist()
-    expected = runner.logits(tokens)
+    expected = runner.logits(TOKENS)
     other = opened(runner.checkpoint, queue=queue)
     for _ in range(5):
-        np.testing.assert_array_equal(other.logits(tokens), expected)
+        np.testing.assert_array_equal(other.logits(TOKENS), expected)
     other.close()
 
 
