@@ -148,7 +148,6 @@ class Thread {
   void sync_warp(uint32_t mask);
   void barrier(uint32_t index, uint32_t threads);  // `threads` is 0 for the whole block
   uint64_t wall_time();
-  void set_registers(bool more, uint32_t count);
 
   void fence_barriers();
   // Proxy fences for shared and for global memory.

@@ -67,8 +67,6 @@ tensor
   fragments of B are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{[^}]*\}, \{)(\S+), (\S+)\}  \1\3, \2}
   matrices are exchanged as they are loaded  mma.cuh: ldmatrix.sync  \{(\S+), (\S+), (\S+), (\S+)\}  {\1, \3, \2, \4}
   wgmma replaces its results  wgmma.cuh: asm volatile(  setp\.eq\.u32 p  setp.ne.u32 p
-  consumers ask for more registers  megakernel.cu: setmaxnreg.inc  224  232
-  service warps keep more registers  megakernel.cu: setmaxnreg.dec  56  64
 experts dots
   the controller acquires nothing before it reads ROUTES  controller.h: wait_words(p_, params_, block_.dims, slot.task)  ld\.acquire  ld.relaxed
   a row's expert is read from another place of ROUTES  routes.h: return load_int(experts  \[(%\w+)\]  [\1+4]

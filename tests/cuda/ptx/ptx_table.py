@@ -120,7 +120,7 @@ asynchronous-warpgroup-level-matrix-instructions
   wgmma.commit_group.sync.aligned    -              T.wgmma_commit()
   wgmma.wait_group.sync.aligned      u32            T.wgmma_wait({0}, results)
 miscellaneous-instructions
-  setmaxnreg.{way:inc|dec}.sync.aligned.u32  u32    T.set_registers({way}, {0})
+  setmaxnreg.{way:inc|dec}.sync.aligned.u32  u32    (void){0}
 """  # noqa: E501
 
 CPP = {"pred": "bool", "f32": "float", "f64": "double"} | {
@@ -135,7 +135,6 @@ _TEXTS = {
     **{".acquire.gpu": "Order{kGpu, kAcquire}", ".acquire.sys": "Order{kSystem, kAcquire}"},
     **{".release.gpu": "Order{kGpu, kRelease}", ".release.sys": "Order{kSystem, kRelease}"},
     ".acq_rel.gpu": "Order{kGpu, kAcquire | kRelease}",
-    **{"inc": "true", "dec": "false"},
     **{"acquire": "true", "release": "true", "relaxed": "false"},
 }
 TEXTS = CPP | _TEXTS

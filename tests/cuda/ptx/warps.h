@@ -1,4 +1,4 @@
-// What the threads of a warp or block do together: warp-wide exchanges, barriers, registers, clock.
+// What the threads of a warp or block do together: warp-wide exchanges, barriers, clock.
 #pragma once
 #include "world.h"
 
@@ -116,26 +116,6 @@ uint64_t Thread::wall_time() {
   world->sleeping.push_back(this);
   world->block("a change of a counter");
   return world->time += 32;
-}
-
-// The warps of a block share its registers, so a request for more waits until others have released enough.
-void Thread::set_registers(bool more, uint32_t count) {
-  if (count < 24 || count > 256 || count % 8)
-    world->fail(*this, "setmaxnreg of an invalid number of registers");
-  if (more ? count < warp->registers : count > warp->registers)
-    world->fail(*this, "setmaxnreg in the wrong direction");
-  meet(*this, "setmaxnreg", true, count, [](auto) {});
-  const int extra = static_cast<int>(count) - static_cast<int>(warp->registers);
-  while (warp->registers != count) {  // the first lane that finds enough takes them for the warp
-    if (extra > block->free_registers) {
-      block->want_registers.push_back(this);
-      world->block("registers");
-      continue;
-    }
-    block->free_registers -= extra;
-    warp->registers = count;
-    world->wake(block->want_registers);
-  }
 }
 
 }  // namespace ptx

@@ -19,7 +19,6 @@ using mk::kThreads, mk::kWarps;
 constexpr uint32_t kReserved = 1024;  // shared memory below this offset belongs to the system
 constexpr uint32_t kSpan = 1 << 18;   // distance between the shared memories of blocks
 constexpr int kNamedBarriers = 16;
-constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 
 struct DeviceBarrier {
   uint64_t state;
@@ -63,7 +62,6 @@ struct Warp {
   int index;
   Thread* lanes[kLanes];
   Meeting meeting;
-  uint32_t registers = kLaunchRegisters;
   uint32_t party, read_party, write_party, wgmma_party = 0;  // 0: there is none yet
   Thread* storer = nullptr;
   std::vector<BulkGroup> groups{1};  // the last group is not committed yet
@@ -91,8 +89,6 @@ struct Block {
   Warp warps[kWarps];
   std::map<uint32_t, Mbarrier> barriers;  // by offset
   NamedBarrier named[kNamedBarriers];
-  int free_registers = 0;
-  Threads want_registers;
   std::map<uint64_t, std::vector<Access>> maps;  // for each tensor map, who has acquired it
   int live = kThreads, copies = 0;               // threads that have not ended, and bulk copies in flight
 };
