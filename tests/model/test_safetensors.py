@@ -16,7 +16,7 @@ from model_helpers import tiny_llama
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file, save_model
 from stored_checkpoints import logits
-from tiny_llama import TinyCheckpoint, make_llama
+from tiny_llama import checkpoint_of, make_llama
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from weights import loaded
 
@@ -231,10 +231,10 @@ def test_an_embedding_model_needs_no_lm_head(tmp_path: Path, tied: bool) -> None
 # -- experts of gpt-oss
 
 
-def quantised_experts(folder: Path) -> TinyCheckpoint:
+def quantised_experts(folder: Path) -> Checkpoint:
     """Write a tiny gpt-oss model with experts in MXFP4, and return a checkpoint with the values that transformers gives
     them."""
-    model, checkpoint = make_llama(7, "gpt_oss", hidden=64, ffn=96, num_local_experts=3)
+    model, _ = make_llama(7, "gpt_oss", hidden=64, ffn=96, num_local_experts=3)
     generator, state = torch.Generator().manual_seed(1), dict(model.state_dict())
     for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
         outputs, inputs = (192, 64) if "gate_up" in name else (64, 96)
@@ -247,7 +247,7 @@ def quantised_experts(folder: Path) -> TinyCheckpoint:
     config = json.loads(model.config.to_json_string(use_diff=False))
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     save_file(state, folder / "model.safetensors")
-    return TinyCheckpoint(model, checkpoint.config)
+    return checkpoint_of(model)
 
 
 def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:

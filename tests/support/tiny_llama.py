@@ -3,8 +3,6 @@ random weights are large, so that a mistake changes the logits clearly: attentio
 and biases are far from 1 and 0, and each layer changes the residual by about as much as the residual's own
 magnitude."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +11,10 @@ import transformers
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megakernel.isa import Buffer, Dtype, Split
-from megakernel.model.checkpoint import WeightRows, vector
-from megakernel.model.config import ModelConfig, Rope, RopeKind
+from megakernel.model.checkpoint import Checkpoint
+from megakernel.model.config import Rope, RopeKind
 from megakernel.model.families import FAMILIES
-from megakernel.model.file_checkpoint import FileCheckpoint
-from megakernel.model.hf_config import parse_hf_config
-from megakernel.model.safetensors_checkpoint import safetensors_naming
-from megakernel.model.split_experts import split_experts
+from megakernel.model.memory import open_memory
 
 SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16}
 SHAPE |= {"max_context": 512, "rms_eps": 1e-5, "tied": False, "rope": Rope()}
@@ -82,54 +76,16 @@ def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return out
 
 
-class _StateDict:
-    """Reads the weights of a transformers model through the interface TensorFile, as if they were in a file."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._tensors = {k: v.detach().numpy().astype(np.float32) for k, v in published(model).items()}
-        if model.config.tie_word_embeddings:
-            del self._tensors["lm_head.weight"]
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    def where(self, name: str) -> Path:
-        return Path("state_dict")
-
-    def dtype(self, name: str) -> Dtype:
-        return Dtype.F32
-
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        tensor = self._tensors[name]
-        return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)[start:end]
+def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
+    """Return a Checkpoint with the weights that a model has now, under the names in published files."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    weights = {name: tensor.detach().clone() for name, tensor in published(model).items() if name not in tied}
+    return open_memory((model.config, weights.items()))
 
 
-class TinyCheckpoint(FileCheckpoint):
-    """A Checkpoint with the weights and the RoPE frequencies of a transformers model."""
-
-    def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
-        files = split_experts(_StateDict(model), FAMILIES[config.family].alternate)
-        super().__init__("tiny", files, safetensors_naming(config))
-        # Use the RoPE frequencies of transformers, with two exceptions. For LongRoPE, transformers changes the
-        # frequencies only when a text is long. And frequencies do not express layers without RoPE or with another
-        # RoPE, or factors of attention scores.
-        self._own = config.rope.kind is RopeKind.LONGROPE or config.nope_layers or config.attention_multiplier
-        self._own = self._own or config.local_theta
-        if self._own:
-            return
-        rotary = model.model.rotary_emb
-        self._rope = np.tile(np.array([[0], [1]], np.float32), config.head_dim // 2)
-        pairs = len(rotary.inv_freq)
-        self._rope[0, :pairs], self._rope[1, :pairs] = rotary.inv_freq.numpy(), rotary.attention_scaling
-
-    def rows(self, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-        if buffer is Buffer.INV_FREQ and not self._own:
-            return [vector(self._rope)]
-        return super().rows(buffer, layer, split)
-
-
-def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, TinyCheckpoint]:
+def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrainedModel, Checkpoint]:
     """Return a random float32 model and a Checkpoint with its weights. `shape` overrides entries of SHAPE. It may also
-    set config.json keys of the family, such as attention_bias. The Checkpoint's configuration is parsed from the
-    config.json of the model."""
+    set config.json keys of the family, such as attention_bias."""
     needed = OWN.get(family, {})
     shape = needed | shape
     own = {key: shape.pop(key) for key in (FAMILIES[family].config_keys | set(needed) - set(SHAPE)) & set(shape)}
@@ -138,7 +94,6 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
         raise TypeError(f"unknown shape keys {unknown}")
     settings = _hf_config(transformers.CONFIG_MAPPING[family], SHAPE | shape, own)
     hf = transformers.AutoModelForCausalLM.from_config(settings).eval().to(torch.float32)
-    config = parse_hf_config(json.loads(hf.config.to_json_string(use_diff=False)), "tiny")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name.endswith("bias")]
@@ -155,7 +110,7 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
                 # of the attention.
                 gain = 2**0.5 if "q_proj" in name or "k_proj" in name else 1.0
                 p.copy_(gain * noise / p.shape[-1] ** 0.5)
-    return hf, TinyCheckpoint(hf, config)
+    return hf, checkpoint_of(hf)
 
 
 def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[str, Any]) -> PretrainedConfig:
@@ -211,12 +166,12 @@ def hf_logits(hf: PreTrainedModel, tokens: list[int], **options: torch.Tensor) -
     return logits
 
 
-def rounded(model: PreTrainedModel, checkpoint: TinyCheckpoint) -> TinyCheckpoint:
+def rounded(model: PreTrainedModel) -> Checkpoint:
     """Round the weights of `model` to bfloat16 in place, and return a Checkpoint of the rounded weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    return TinyCheckpoint(model, checkpoint.config)
+    return checkpoint_of(model)
 
 
 def error(got: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
