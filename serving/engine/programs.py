@@ -3,16 +3,10 @@ maximum number of token rows and of logit rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Event, Lock
-from typing import Protocol
 
 from megakernel.program import Program
-
-
-class Compile(Protocol):
-    """Compiles a program for steps of up to `tokens` token rows and `logit_rows` logit rows."""
-
-    def __call__(self, *, tokens: int, logit_rows: int) -> Program: ...
 
 
 def bucket(count: int, most: int) -> int:
@@ -32,9 +26,10 @@ def buckets(most: int) -> list[int]:
 
 
 class Programs:
-    """The programs of one engine, one for each size of a step. `warm` may run in a thread of its own."""
+    """The programs of one engine, one for each size of a step. `compile` makes a program for steps of up to `tokens`
+    token rows and `logit_rows` logit rows. `warm` may run in a thread of its own."""
 
-    def __init__(self, compile: Compile, most_tokens: int, most_logit_rows: int) -> None:
+    def __init__(self, compile: Callable[..., Program], most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile
         self.most_tokens, self.most_logit_rows = most_tokens, most_logit_rows
         self._cache: dict[tuple[int, int], Program] = {}
