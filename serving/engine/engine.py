@@ -1,18 +1,6 @@
-"""Continuous batching with chunked prefill. Each step is one launch of a compiled program.
-
-A step takes one token of every decoding sequence, then fills the rest of its token budget with chunks of prompts, in
-the order of arrival. To keep the device busy, the engine plans the next step and builds its step table, the inputs of
-the launch, while the current launch runs. Tokens that the running launch has yet to sample are inputs of the next step
-too. For such a token, the step table says where the launch will store it in the device buffer HISTORY. If the token
-turns out to end its sequence, the next step still computes a row for this sequence, and the engine ignores the result.
-If the backend queues launches, as a GPU does, the next step's launch is put behind the running one at once. So the GPU
-never waits for the host, unless the next step needs the results of the running one for more than its input tokens.
-
-With speculative decoding, the engine adds proposed tokens to a planned step when the previous launch has ended. While a
-step with proposed tokens runs, the engine does not plan the next step, because the number of accepted tokens decides at
-which position each sequence continues.
-
-A sequence's results do not depend on the other sequences, bit for bit, so none of this changes the generated tokens."""
+"""Continuous batching with chunked prefill. Each step is one launch of a compiled program. A step takes one token of
+every decoding sequence, then fills the rest of its token budget with chunks of prompts, in the order of arrival.
+docs/architecture.md says how steps are planned while launches run, and why this changes no token."""
 
 from __future__ import annotations
 
