@@ -203,13 +203,7 @@ def test_throughput_against_llama_batched_bench(cli: Cli, model: str, native: Pa
     ],
 )
 def test_a_program_that_fails_is_one_line(
-    cli: Cli,
-    model: str,
-    native: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    verb: str,
-    answer: str,
-    message: str,
+    cli: Cli, model: str, native: Path, monkeypatch: pytest.MonkeyPatch, verb: str, answer: str, message: str
 ) -> None:
     monkeypatch.setenv("FAKE_ANSWER", answer)
     assert message in cli.fails("bench", verb, "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native))

@@ -154,12 +154,6 @@ def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.Mon
     until(lambda: not live.server.server_state.connections)
 
 
-def test_requests_that_arrive_together_are_all_answered(live: Live) -> None:
-    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    text = live.said(post() + GET * 100 + last)
-    assert text.count(b"HTTP/1.1 200 OK") == 102 and text.count(b'"completion_tokens":2') == 1
-
-
 @pytest.mark.parametrize("stream, late", [(False, False), (True, False), (True, True)])
 def test_a_client_that_stops_sending_is_answered(live: Live, stream: bool, late: bool) -> None:
     live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
