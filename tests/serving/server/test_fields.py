@@ -5,6 +5,7 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import openai
 import pytest
@@ -200,14 +201,9 @@ def test_a_prompt_is_cut_at_its_beginning(live: Live) -> None:
 
 def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are sent in parts, so that no part takes a frontend long to read."""
-    put, sizes = Answers.put_scores, set[int]()
-
-    def noted(self: Answers, part: Any) -> None:
-        sizes.add(len(part.tops))
-        put(self, part)
-
     monkeypatch.setattr(loop, "_SCORES", 1)
-    monkeypatch.setattr(Answers, "put_scores", noted)
+    put = create_autospec(Answers.put_scores, side_effect=Answers.put_scores)
+    monkeypatch.setattr(Answers, "put_scores", put)
     asked = {"prompt": [[65, 66, 67], [68, 69]], "max_tokens": 1, "prompt_logprobs": 2, "n": 2, "seed": 1}
     choices = live.post(COMPLETIONS, asked)["choices"]
     until(live.at_rest)
@@ -223,7 +219,8 @@ def test_scores_of_a_prompt_are_those_of_the_engine(live: Live, llm: LLM, monkey
             assert all(v["decoded_token"] for v in got.values())
     scored = live.post(CHAT, {**HELLO, "max_tokens": 1, "prompt_logprobs": 0})["prompt_logprobs"]
     assert scored[0] is None and [len(one) for one in scored[1:]] == [1] * (len("<user>hello</><assistant>") - 1)
-    assert scored[1][str(ids_of("u")[0])]["decoded_token"] == "u" and sizes == {1}
+    assert scored[1][str(ids_of("u")[0])]["decoded_token"] == "u"
+    assert {len(given.args[1].tops) for given in put.call_args_list} == {1}
 
 
 def prompt_of(live: Live, **body: Any) -> str:
