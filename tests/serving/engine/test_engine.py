@@ -150,18 +150,6 @@ def test_the_context_ends_a_choice() -> None:
         assert (len(ids), reason) == (made, "length")
 
 
-def pieces(stop: str, *tokens: int, end: str | None = None) -> list[str]:
-    """Return the text that a Transcript releases after each token. The last token has the finish reason `end`."""
-    transcript = Transcript(SamplingParams(stop=stop), Letters())
-    reasons = [None] * (len(tokens) - 1) + [end]
-    return [transcript.add(Token(0, t, 0.0, {}, r, 0.0)) for t, r in zip(tokens, reasons, strict=True)]
-
-
-def test_text_that_may_become_a_stop_string_is_held_back() -> None:
-    assert pieces("BCD", 1, 2, 3, 5, 2, end="length") == ["A", "", "", "BCE", "B"]
-    assert pieces("BCD", 1, 2, 3, 5, 2) == ["A", "", "", "BCE", ""]
-
-
 # -- scores
 
 

@@ -154,11 +154,16 @@ def test_developer_messages(tmp_path: Path, template: str, roles: str, text: str
 
 
 def stopped(stops: list[str], pieces: list[str], **more: Any) -> tuple[str, str]:
-    """Return the text of a choice whose tokens have `pieces` as texts, and what was shown of it piece by piece."""
+    """Return the text of a choice whose tokens have `pieces` as texts, and what was shown of it piece by piece. Text is
+    held back only while it may become a stop string."""
     stream: Any = Mock(add=Mock(side_effect=pieces), finish=Mock(return_value=""))
     transcript = Transcript(SamplingParams(stop=stops, max_tokens=None, **more), stream)
     ends = [*[None] * (len(pieces) - 1), "length"]
-    shown = "".join(transcript.add(Token(0, 0, 0.0, {}, end, 0.0)) for end in ends)
+    shown = ""
+    for count, end in enumerate(ends, 1):
+        shown += transcript.add(Token(0, 0, 0.0, {}, end, 0.0))
+        held = len("".join(pieces[:count])) - len(shown)
+        assert transcript.finish_reason or held < max(map(len, stops))
     assert transcript.text is not None
     return transcript.text, shown
 
