@@ -53,8 +53,7 @@ def step_seconds(program: Program, machine: Machine) -> float:
 
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
-    """Return three times in seconds: for how long a rank's instructions of one phase would fully occupy its arithmetic
-    units, its memory and its link."""
+    """Return for how many seconds a rank's instructions of a phase would occupy its arithmetic, memory and link."""
     work = cost(phase, columns, dims)
     arithmetic = float(_arithmetic(phase, columns, dims, machine, work).sum()) / machine.workers
     return arithmetic, *_traffic_seconds(phase, columns, dims, machine, work)

@@ -132,8 +132,7 @@ class _Talk:
             yield line
 
     def _turn(self, text: str) -> None:
-        """Send one message and show its answer. If no text arrives, the message is removed from the conversation. If
-        the answer is cut short, both are kept."""
+        """Send one message and show its answer. If no text arrives, the message is removed from the conversation."""
         from .chat_models import PartialAnswer
 
         self._messages.append({"role": "user", "content": text})

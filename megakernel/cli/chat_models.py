@@ -135,8 +135,7 @@ class RemoteModel:
         self.name = str(self._client.model)
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """See `LocalModel.count`. Only megakernel and vLLM have the path `/tokenize`. A server may refuse a
-        conversation that is too long."""
+        """See `LocalModel.count`. Only megakernel and vLLM have `/tokenize`, which may refuse long conversations."""
         try:
             answer = self._run(self._client.post("/tokenize", {"model": self.name, "messages": messages}))
             found = msgspec.json.decode(answer, type=_Count)

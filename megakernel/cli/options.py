@@ -116,8 +116,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
-    """Load the model that the flags added by `add_model_run` describe, after downloading it if necessary. `more` are
-    further fields of `EngineArgs`."""
+    """Load the model that the flags of `add_model_run` describe. `more` are further fields of `EngineArgs`."""
     flags = {name: value for name, value in vars(args).items() if value is not None}
     # With a temperature of 0, these parameters have no effect.
     unused = ("top_k", "top_p", "min_p") if flags.get("temperature") == 0 else ()

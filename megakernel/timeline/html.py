@@ -160,8 +160,7 @@ def _bins(resolved: Resolved) -> int:
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Return the page's columns: those of all traces, one trace after another. Indices of intervals, records, lanes and
-    causes are shifted accordingly."""
+    """Return the columns of all traces, one trace after another. Indices of the second trace's things are shifted."""
     parts = [_columns(s, unit_s) for s in sources]
     starts = ("regionStart", "pieceStart")  # one more than the things whose first regions or pieces they tell
     shifted = dict.fromkeys(("record", "releaser", "pieceOf", "lane", "causesFirst", "causesLater", *starts), 0)

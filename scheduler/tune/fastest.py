@@ -76,10 +76,8 @@ class Fastest:
         return program
 
     def compile(self, options: Options, tokens: int, logit_rows: int) -> Program:
-        return compile_program(self._of(tokens, options, logit_rows), self._stages)
-
-    def _of(self, tokens: int, options: Options, logit_rows: int = 1) -> Spec:
-        return replace(self.spec, options=options, tokens=tokens, logit_rows=logit_rows)
+        spec = replace(self.spec, options=options, tokens=tokens, logit_rows=logit_rows)
+        return compile_program(spec, self._stages)
 
     def seconds(self, options: Options, tokens: int, known: Predictions, most_s: float = math.inf) -> float:
         """Return the predicted seconds of a step, or infinity if these options cannot be combined. The result may also
