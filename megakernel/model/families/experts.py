@@ -70,7 +70,6 @@ MIXTRAL = Family(
         "block_sparse_moe.experts.{expert}.w2",
     ),
     fixed={"normalised_routes": True},
-    # If config.json lacks the window's key, there is no window.
     read=lambda config: counts(config) | (windows(config) if config.get("sliding_window") else {}),
     keys=f"{_KEYS} sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},

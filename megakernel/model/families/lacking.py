@@ -1,4 +1,4 @@
-"""Well-known families that do not run. Each names a part of its forward pass that no operation computes.
+"""Well-known families that do not run. Each names a part of its forward pass that no operation computes, if any.
 
 A family is found by its `model_type` in config.json, or by the names of its architecture in GGUF files.
 """
@@ -18,12 +18,13 @@ _MODELS = {
         zaya""",
     "linear attention": "bailing_hybrid minimax",
     "experts, and attention within chunks of a text": "llama4 llama4_text",
-    "shared experts beside those that a router chooses": """aria_text bailing_moe bailingmoe deepseek granitemoeshared
-        hunyuan-moe hunyuan_v1_moe sarvam_moe""",
-    "routes by a sigmoid with a bias, shared experts, and first layers without experts": """afmoe bailingmoe2
-        exaone-moe exaone_moe hy_v3 kolibri1 laguna mimo_v2_flash solar_open""",
-    "routes by a sigmoid with a bias": "minimax-m2 minimax_m2 minimax_m3_vl_text",
-    "experts of another kind": """arctic dbrx flex_olmo flint grok grovemoe jetmoe mellum phimoe smallthinker""",
+    "no new operation, only a description of their files as in families/experts.py": """aria_text bailing_moe bailingmoe
+        deepseek exaone-moe exaone_moe granitemoeshared hunyuan-moe hunyuan_v1_moe hy_v3 minimax-m2 minimax_m2
+        sarvam_moe solar_open""",
+    "experts in groups, of which a router first chooses some": "bailingmoe2",
+    "a gate of attention's output": "afmoe laguna",
+    "experts of another kind": """arctic dbrx flex_olmo flint grok grovemoe jetmoe kolibri1 mellum mimo_v2_flash
+        minimax_m3_vl_text phimoe smallthinker""",
     "embeddings of its own in each layer": """gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified
         gemma4_unified_assistant gemma4_unified_text""",
     "logits capped by tanh, beside an MLP without a gate and norms without scales": "nanochat",
