@@ -65,6 +65,9 @@ class Once(NamedTuple):
     def __add__(self, other: tuple[float, ...]) -> Once:  # type: ignore[override]
         return Once(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def total(self) -> float:
+        return self.cycles + self.trips * FAR
+
     def __sub__(self, other: Once) -> Once:
         return Once(*(a - b for a, b in zip(self, other, strict=True)))
 
@@ -96,9 +99,14 @@ class Paths:
         found = {"pass_page": self.passing(), "sample_step": self.sample()}
         if self._units == Units.TENSOR:
             return found | {"tile_page": self.tiles(), "k_step": self.step()}
-        found |= {"weight_page": self.columns(), "input_page": self._input_page()}
-        found |= {"dot_pair": self.pair(1), "dot_unit": self.unit()}
-        return found if self._one_row else found | {"dot_pairs": self.pair(2), "dot_row": self.pair(3) - self.pair(2)}
+        found |= {"weight_page": self.columns(), "dot_pair": self.pair(1), "dot_unit": self.unit()}
+        if self._one_row:
+            return found
+        return found | {
+            "input_page": self._input_page(),
+            "dot_pairs": self.pair(2),
+            "dot_row": self.pair(3) - self.pair(2),
+        }
 
     # The next paths are of loader warps, which fill pages of shared memory, from the wait for one page to the next
     # wait.
@@ -218,10 +226,12 @@ class Paths:
         # The simulator adds the trips: a fence, a signal and a poll.
         found = {"hand_off": sum(warps, Once(0.0, 0, 0.0))._replace(trips=0.0)}
         attention = self._at("bodies.h", "return attention(p")
-        mma, stores = attention & set(self._code.find("HMMA")), set(self._code.find("ST"))
+        mma, stores = attention & set(self._code.find("HMMA")), {*self._code.find("STG"), *self._code.find("ST.E")}
+        queries = self._at("attention_mma.h", "query_[k][w] = load_word(own + first)", "LDG")
+        outputs, results = (self._at("attention.h", f"tile.{n}(") for n in ("template values<0>", "store_results"))
         sums, words = self._at("norm.h", "team_.sum(squares)"), self._at("norm.h", "store_words(")
-        found["attention_start"] = self._once(begin, attention, ends=mma)
-        whole = self._once(begin, mma, attention & stores, ends=end)
+        found["attention_start"] = self._once(begin, queries, ends=mma)
+        whole = self._once(begin, queries, mma, mma & outputs, stores & results, ends=end)
         found["attention_end"] = whole - found["attention_start"]
         found["other"] = self._once(begin, sums, words & stores, ends=end)
         if tensor:
@@ -235,15 +245,21 @@ class Paths:
         page = self._at("dots.h", "first = pages.full(page)", _WAIT)
         last, products = self._whole_piece()
         fetched = self._at("consumer.h", "p.wait_always(slot.fetched", _WAIT)
-        free, here = self._walk()
-        copying = here & self._at("loaders.h", "p.load_bytes(", "UBLKCP")
+        rows = self._at("norm.h", "call_.shared->rows", "STS")
+        copies, copied = self._at("bodies.h", "copy_row(p, c)"), list[set[int]]()
+        prepares = [self._at("norm.h", "prefetch(weights + k)")]
+        if self._one_row:
+            copied = [copies & set(self._code.find(name)) for name in ("LDG", "STS", "BAR.SYNC")]
+            prepares += [self._at("attention.h", "own_items(call) = {", "ST"), self._at("bodies.h", "->page = ", "ST")]
+        else:  # whose inputs pass through the ring
+            free, here = self._walk()
+            copying = here & self._at("loaders.h", "p.load_bytes(", "UBLKCP")
+            first = self._once(free, copying, here & self._at("plan.h", "piece += kPieces"), ends=free)
+            found["input"] = first._replace(cycles=float(self._input_page().stalls))
         found |= {
-            "input": self._once(free, copying, here & self._at("plan.h", "piece += kPieces"), ends=free)._replace(
-                cycles=float(self._input_page().stalls)
-            ),
-            "prepare": self._once(fetched, self._at("norm.h", "prefetch(weights + k)"), ends=begin),
-            "start": self._once(begin, ends=page),
-            "start_normed": self._once(begin, sums, ends=page),
+            "prepare": max((self._once(fetched, each, ends=begin) for each in prepares), key=Once.total),
+            "start": self._once(begin, *copied, ends=page),
+            "start_normed": self._once(begin, sums, rows, ends=page),
             "dots": self._once(page, *products, ends=last),
         }
         names = _STORES.keys() - ({"partial"} if self._one_row else set())

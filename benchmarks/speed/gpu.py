@@ -28,8 +28,6 @@ numerics       compares our results, and those of torch in bf16, with torch in f
 torch-MODEL    decodes with torch.compile(mode="max-autotune", fullgraph=True) and a static cache, on the same weights.
                `decode-1b` and `torch-1b` run twice each, in the order ours, torch, torch, ours
 partitions     measures how long 2 and 4 ranks, each on a part of the GPU, wait for communication
-delay          delays one instruction by 5 ms, and reports how much longer the step takes by its trace (about 5 ms, if
-               the trace is right)
 """
 
 from __future__ import annotations
@@ -550,20 +548,6 @@ def _scores(step: int) -> Json:
     return out
 
 
-def delay(report: Report, _: Path | None) -> None:
-    """Delay one instruction in the middle of the 1B decode step by 5 ms, and report how much longer the step takes."""
-    it = Decode("1b")
-    table = next(it.tables())
-    it.prefill()
-    plain = it.backend.launch(it.program, table, trace=True)
-    middle, row = it.program.dims.model.layers // 2, int(it.program.body.offsets[1]) // 2
-    it.backend.delay(1, row, middle, 5e-3)
-    stalled = it.backend.launch(it.program, table, trace=True)
-    span = [float(o.trace.intervals["end"].max()) * 1e-9 for o in (plain, stalled)]
-    it.llm.close()
-    report.keep(step_s=span[0], stalled_s=span[1], longer_s=span[1] - span[0])
-
-
 def probe(report: Report, _: Path | None) -> None:
     import probe_gpu
 
@@ -586,14 +570,13 @@ PARTS: dict[str, Part] = {
     "decode-8b": partial(decode, "8b"),
     "torch-8b": partial(torch_decode, "8b"),
     "partitions": partitions,
-    "delay": delay,
 }
 # The most important parts come first, because the last ones may find no time left.
 PLAN = (
     "probe",
     *(part for part in PARTS if part.startswith("check-")),
     *("decode-1b", "mixed-8b", "numerics", "torch-1b", "torch-1b", "decode-1b", "ablate-decode-1b"),
-    *("ablate-mixed-8b", "decode-8b", "torch-8b", "partitions", "delay"),
+    *("ablate-mixed-8b", "decode-8b", "torch-8b", "partitions"),
 )
 
 

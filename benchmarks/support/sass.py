@@ -210,13 +210,13 @@ class Code:
         return len({self.instructions[i].at // CODE_LINE for i in path})
 
     def waited(self, path: Iterable[int], far: float, near: float) -> float:
-        """Return the cycles of a path with its waits for results: `far` for each load from global memory and each fence
-        of the GPU, `near` for all other results that instructions wait for."""
+        """Return the cycles of a path with its waits for results: `far` for each load from global memory, also by a
+        generic address, and for each fence of the GPU; `near` for all other results that instructions wait for."""
         now, ready = 0.0, [0.0] * (_NO_BARRIER + 1)
         for one in (self.instructions[i] for i in path):
             now = max([now, *(at for barrier, at in enumerate(ready) if one.awaits >> barrier & 1)])
             if one.releases is not None:
-                distant = one.name in ("LDG", "ATOMG") or one.opcode.startswith("MEMBAR.ALL.GPU")
+                distant = one.name in ("LD", "LDG", "ATOMG") or one.opcode.startswith("MEMBAR.ALL.GPU")
                 ready[one.releases] = max(ready[one.releases], now + (far if distant else near))
             now += max(1, one.stall)
         return now

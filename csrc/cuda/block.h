@@ -1,6 +1,6 @@
-// The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kPages
+// The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kRing
 // pages of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all
-// instructions, lies in slot n % kPages of the ring, and uses phase n / kPages of the slot's mbarriers:
+// instructions, lies in slot n % kRing of the ring, and uses phase n / kRing of the slot's mbarriers:
 //   full    the bytes that one of the two loader warps has requested are in the page. For an output page,
 //           `full` means that the consumer warps may write it
 //   ready   output pages only: the consumer warps have written the page
@@ -8,11 +8,10 @@
 //           page when it no longer needs the page, but the storer warp releases an output page on behalf of
 //           all consumer warps
 //
-// Which pages an instruction uses, and in which order, depends on the instruction alone (plan.h). Every role
-// (loader, consumer, storer) can therefore list the same pages without communicating.
+// Every role lists an instruction's pages itself (plan.h).
 //
 // One loader warp loads weights and another loads inputs. For every page, both wait until its slot is empty,
-// although only one of them fills it; the other one passes it. This keeps each loader within kPages pages
+// although only one of them fills it; the other one passes it. This keeps each loader within kRing pages
 // (the whole ring) of the other loader and of the consumer warps. Without this limit a wait could go wrong:
 // it tests only the parity of a barrier's phase, so it would confuse phases that are two apart. No barrier is
 // ever re-initialised.
@@ -24,9 +23,6 @@
 //   loaded   both loaders have requested all of the instruction's loads
 //   outputs  the consumer warps have issued and fenced all of their stores
 //   retired  no warp needs the slot any longer (loaders, storer and consumer warps)
-//
-// A wait that lasts a millisecond is recorded in `late` (watchdog.h). A wait that exceeds the timeout aborts
-// the launch.
 #pragma once
 #include "ops/call.h"
 
@@ -42,7 +38,7 @@ struct SlotMemory {
   Task task;
 };
 
-// A wait that has lasted a millisecond. The waiting warp records it, to help find the cause of a hang.
+// A wait that has lasted a millisecond, as the waiting warp records it (watchdog.h).
 struct Late {
   const void* what;  // the barrier or counter that the warp waits for; null if there is no such wait
   uint32_t parity;   // parity of the barrier phase for which the warp waits
@@ -60,14 +56,14 @@ struct BlockAhead {
 
 template <class Barrier>
 struct BlockMemory {
-  unsigned char pages[kPages][kPageBytes];  // aligned to 1024 bytes on the device
+  unsigned char pages[kRing][kPageBytes];  // aligned to 1024 bytes on the device
+  Scratch scratch;
   Barrier full[kPages], ready[kPages], empty[kPages];
   SlotMemory<Barrier> slots[kSlots];
   Late late[kWarps];
   BlockAhead ahead;
   Sizes dims;
   StepView step;
-  Scratch scratch;
   int32_t rank, worker, index;  // index: the block's number in its grid
 };
 
@@ -76,8 +72,7 @@ using Slot = SlotMemory<typename P::Barrier>;
 template <class P>
 using Block = BlockMemory<typename P::Barrier>;
 
-// Returns the instruction slot of instruction j of a block; slot_parity returns the parity of its barriers'
-// phase.
+// The instruction slot of instruction j of a block, and the parity of its barriers' phase.
 MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }
 MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 
@@ -89,6 +84,6 @@ struct Page {
   // the previous completion of `empty`, when all have released the slot's last page.
   uint32_t parity;
 };
-MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kPages), n / kPages & 1}; }
+MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kRing), n / kRing & 1}; }
 
 }  // namespace mk

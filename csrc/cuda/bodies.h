@@ -20,9 +20,19 @@ struct Bodies {
   }
 
   // Does the part of the work that needs no data of this launch: prefetches the weights of a norm or a
-  // router.
+  // router and, in builds for one row, looks up step tables.
   template <class P>
   MK_FN static void prepare(P& p, const Call& c) {
+    if (kOneRow && c.task->is(Operation::kMatmul)) {
+      p.consumer_sync();  // all warps have left the previous instruction, so this one may use Scratch
+      if (c.phase().result == Result::kHeads && c.warp == 0 && p.lane() == 0) {
+        c.shared->position = c.step->positions[0];
+        c.shared->page = page_of_row(c, 0);
+      }
+    }
+    if constexpr (kTogether) {
+      if (c.task->is(Operation::kAttention)) look_up_items(p, c);
+    }
     if (normed(c)) prefetch_norm(p, c);
     if (kHasExperts && c.task->is(Operation::kRoute)) prefetch_router(p, c);
   }
@@ -40,7 +50,11 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
-    if (normed(c)) norm(p, c);  // the only call, so that the code of `norm` exists only once
+    if (normed(c)) {
+      norm(p, c);  // the only call, so that the code of `norm` exists only once
+    } else if (kOneRow && c.task->is(Operation::kMatmul)) {
+      copy_row(p, c);
+    }
     switch (c.phase().operation) {
       case Operation::kGather:
         return gather(p, c, operands<Run>(record));

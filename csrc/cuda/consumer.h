@@ -1,6 +1,5 @@
-// The consumer warps are the eight warps of a block that together compute each instruction. `Bodies::run(p,
-// call, pages)` computes the instruction. `Bodies::prepare(p, call)` runs before it, and does what is
-// possible before the instruction's inputs are written.
+// The consumer warps are the eight warps of a block that together compute each instruction: Bodies::run does
+// so, and Bodies::prepare does what is possible before the inputs are written.
 #pragma once
 #include "pages.h"
 
@@ -20,13 +19,7 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     Bodies::prepare(p, call);
     p.wait(slot.inputs, slot_parity(j), task.where);
     [[maybe_unused]] const uint64_t begin = p.now();
-    if constexpr (P::kTrace) {
-      if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COUNTER_WAIT, waiting);
-      const Delay& delay = params.delay;
-      if (delay.ns > 0 && delay.segment == task.where.segment && delay.layer == task.where.layer &&
-          delay.record == task.where.number)
-        p.stall(delay.ns);
-    }
+    if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COUNTER_WAIT, waiting);
     Pages<P> pages(p, block, params, task, page);
     Bodies::run(p, call, pages);
     page = pages.next();

@@ -18,7 +18,7 @@ MK_FN Scope scope_of(const Params& params, const Sizes& d) {
 // between launches. So the value is the counter's total for one launch, times the number of launches so far.
 MK_FN Need need_of(const Params& params, const Sizes& d, const Where& where, int32_t counter) {
   const int32_t totals = where.block == 0 ? 0 : where.block == d.layers ? 2 : 1;
-  return {params.counter_values[d.rank] + static_cast<int64_t>(where.block) * params.counters + counter,
+  return {params.counters_of(d.rank) + static_cast<int64_t>(where.block) * params.counters + counter,
           params.launch * static_cast<uint32_t>(params.totals[totals][d.rank * params.counters + counter])};
 }
 
@@ -73,7 +73,7 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
                   int32_t count) {
   if (!params.synchronise) return;
   MK_LOOP for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
-      p.signal(params.counter_values[rank] + static_cast<int64_t>(block) * params.counters + counter, count,
+      p.signal(params.counters_of(rank) + static_cast<int64_t>(block) * params.counters + counter, count,
                scope_of(params, d));
 }
 
@@ -93,7 +93,7 @@ class Signals {
       told.ranks.begin += lane / kSignals;
       if (word == 0 || (word & kIndexed) || !params.synchronise) told.ranks.end = 0;
       told.at = static_cast<int64_t>(block) * params.counters + word_counter(word);
-      if (told.ranks.begin < told.ranks.end) told.first = params.counter_values[told.ranks.begin] + told.at;
+      if (told.ranks.begin < told.ranks.end) told.first = params.counters_of(told.ranks.begin) + told.at;
     }
   }
 
@@ -102,7 +102,7 @@ class Signals {
       if (told.ranks.begin >= told.ranks.end) continue;
       p.signal(told.first, 1, scope_);
       MK_LOOP for (int32_t rank = told.ranks.begin + kStep; rank < told.ranks.end; rank += kStep)
-          p.signal(params_.counter_values[rank] + told.at, 1, scope_);
+          p.signal(params_.counters_of(rank) + told.at, 1, scope_);
     }
   }
 
@@ -119,19 +119,18 @@ class Signals {
   Told told_[kWords];
 };
 
-// Signals that the output rows of an attention work item are final. Each row block (group of rows) has one
-// counter, and the function adds to that of the item's rows. Signal word 0 of the record names the first
-// counter.
+// Signals that the output rows of an attention work item, from `row` on, are final. Each row block (group of
+// rows) has one counter, and the function adds `count` to that of the item's rows. Signal word 0 of the
+// record names the first counter.
 template <class P>
-MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
-                       int32_t item) {
-  const int32_t word = task.record[kSignalWord], rank = word_rank(word), row = s.item_row[item];
+MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const Task& task, int32_t row,
+                       int32_t count) {
+  const int32_t word = task.record[kSignalWord], rank = word_rank(word);
   if (!(word & kIndexed)) return;
   const Ranks ranks = rank == kAllRanks ? all_ranks(d)
                       : rank == kOwner  ? residual_ranks(d, row)
                                         : Ranks{rank, rank + 1};
-  arrive(p, params, d, ranks, task.where.block, word_counter(word) + row / d.row_block,
-         s.item_rows[item] * s.item_kv_heads[item]);
+  arrive(p, params, d, ranks, task.where.block, word_counter(word) + row / d.row_block, count);
 }
 
 }  // namespace mk

@@ -263,10 +263,6 @@ class Device {
         .slot = static_cast<uint8_t>(slot),
     };
   }
-  MK_DEVICE void stall(uint64_t ns) {
-    for (const uint64_t begin = wall_ns(); wall_ns() - begin < ns;) {
-    }
-  }
 #else
   MK_DEVICE uint64_t now() { return 0; }
   MK_DEVICE void trace(const Where&, Role, IntervalKind, uint64_t, int = 0) {}

@@ -1,13 +1,12 @@
 // Computes matmuls with few rows on the CUDA cores. Each output is a dot product, and each weight is loaded
 // into a shared-memory page once.
 //
-// Weights and inputs arrive in shared-memory pages. A page has kPieces pieces, each with up to kPiece
-// successive elements of a row. Output columns are computed 16 at a time, called a unit: with two matrices
-// (gate and up), 8 columns of each. For each kPiece elements of the inner dimension, a unit needs two pages
-// of weights. Consumer warp w takes piece w of both pages, so it computes two columns: 2w and 2w + 1 of the
-// unit or, with two matrices, column w of each. Input rows stay in the ring until the end of their lap
-// (plan.h), and are loaded again in the next one. If the block has normalised the input rows itself, they are
-// in shared memory outside the ring. dot_pages (plan.h) lists the pages.
+// Weights and inputs arrive in pages of kPieces pieces (dot_pages, plan.h). Output columns are computed 16 at
+// a time, called a unit: with two matrices (gate and up), 8 columns of each. For each kPiece elements of the
+// inner dimension, a unit needs two pages of weights. Consumer warp w takes piece w of both pages, so it
+// computes two columns: 2w and 2w + 1 of the unit or, with two matrices, column w of each. Input rows stay in
+// the ring until the end of their lap. If the block has normalised or copied them itself, they are outside
+// the ring.
 //
 // The order of additions is fixed, so results do not depend on the other rows: a lane adds its products in
 // ascending order, then a tree adds the sums of the lanes. For a normalised head, each warp adds the squares
@@ -21,10 +20,9 @@ namespace mk {
 
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where to find one piece (a range of elements) of every input row, in bytes from `base`: in the ring or, if
-// the block has normalised the rows itself, in Scratch, where no place reaches `end`. `first` is the place in
-// row 0; each further row is `stride` bytes later. From `end` on, places wrap around to the start of the
-// ring.
+// Where to find one piece of every input row, in bytes from `base`: in the ring, or in Scratch, where no
+// place reaches `end`. `first` is the place in row 0; each further row is `stride` bytes later. From `end`
+// on, places wrap around to the start of the ring.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -57,7 +55,7 @@ class Dots {
         if (r >= rows) break;
         multiply(sum_[r], first, second, part(input.base + at, v, p.lane(), n));
         at += input.stride;
-        if (at >= input.end) at -= kPages * kPageBytes;
+        if (at >= input.end) at -= kRing * kPageBytes;
       }
     }
   }
@@ -119,6 +117,24 @@ class Dots {
   Pair sum_[kDotRows];
 };
 
+// Copies the row of inputs to shared memory, where `dots` reads it. All consumer warps have left the previous
+// instruction before.
+template <class P>
+MK_FN void copy_row(P& p, const Call& c) {
+  constexpr int kStep = 8 * 32 * kConsumerWarps, kParts = higher_of(ceil_div(kMostInner, kStep), 1);
+  const uint16_t* from = c.at<uint16_t>(c.phase().inputs);
+  const int first = 8 * (c.warp * P::kLanes + p.lane()), inner = c.phase().inner;
+  Words held[kParts];
+  MK_UNROLL for (int i = 0; i < kParts; ++i) {
+    if (first + i * kStep < inner) held[i] = load_words(from + first + i * kStep);
+  }
+  MK_UNROLL for (int i = 0; i < kParts; ++i) {
+    if (first + i * kStep < inner)
+      *reinterpret_cast<Words*>(c.shared->rows + 2 * (first + i * kStep)) = held[i];
+  }
+  p.consumer_sync();
+}
+
 // Passes the warp's two outputs of each row to `to.store`.
 template <class P, class To>
 MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, const Matmul& m, int col) {
@@ -135,12 +151,24 @@ MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, co
 template <class P>
 class DotHeads {
  public:
+  // In builds for one row without head norms, loads the angle of the warp's two columns while it multiplies.
+  MK_FN void begin(const Call& c, const Matmul& m, int unit) {
+    const ToHeads to(c);
+    if (unit == 0) row_ = to.row(0);
+    column_ = to.column(m.tile.col + unit + 2 * c.warp);
+    angle_ = to.angle(row_, column_);
+  }
+
   // Takes the warp's results for the unit of 16 columns that starts at column `unit` of the tile: two
   // columns, for every row. Normally stores them at once. If the head must be normalised, keeps them until
   // the head's last unit, and then stores the whole head.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
-    if constexpr (!kHeadNorms) return store_dots(p, c, dots, to, m, unit + 2 * c.warp);
+    if constexpr (!kHeadNorms) {
+      const Pair t = dots.at(0);
+      if (p.lane() == 0) to.store(row_, column_, t.a, t.b, [&] { return angle_; });
+      return;
+    }
     const bool normed = to.normed(m.tile.col + unit);
     const int units = normed ? to.head_dim() / kUnit : 1, last = unit / kUnit % units, rows = m.tile.rows;
     for_rows(p, 0, rows, [&](int r) {
@@ -183,10 +211,8 @@ class DotHeads {
     }
   }
 
-  // Computes the factor that normalises each row of a head, from the sums of squares of all warps. The warps
-  // exchange their sums through shared memory, some rows at a time. Two arrays are used in turn. So one
-  // barrier per exchange is enough: an array is overwritten only after the next exchange's barrier, and by
-  // then every warp has read the array.
+  // Computes the factor that normalises each row of a head, from the sums of squares of all warps, which they
+  // exchange some rows at a time. Two arrays are used in turn, as in Team::gather.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {
@@ -204,6 +230,9 @@ class DotHeads {
 
   Pair kept_[kUnits][kOwnRows]{};
   int turn_ = 0;
+  ToHeads::Row row_;
+  ToHeads::Column column_;
+  Pair angle_;
 };
 
 // Runs a matmul instruction as dot products, on consumer warp c.warp.
@@ -224,9 +253,10 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   for (int unit = 0; unit < cols; unit += unit_cols(m)) {
     const int col = unit + (m.two() ? c.warp : 2 * c.warp);
     sums.clear();
+    if (!kHeadNorms && m.phase.result == Result::kHeads && col < cols) heads.begin(c, m, unit);
     int piece = 0;
     do {  // at least once: if the loop might not run, the compiler would clear the sums twice
-      if (page == held) {
+      if (!kOneRow && page == held) {
         if (page > 0) {
           release_inputs();
           page += inputs;
@@ -239,9 +269,10 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
       if (col < cols) {
         const int at = piece * rows;
         const DotInput input =
-            normed ? DotInput{c.shared->rows, piece * kPieceBytes, 2 * inner, 0x7FFFFFFF}
-                   : DotInput{pages.ring(), pages.offset(held + at / kPieces) + at % kPieces * kPieceBytes,
-                              kPieceBytes, kPages * kPageBytes};
+            kOneRow || normed
+                ? DotInput{c.shared->rows, piece * kPieceBytes, 2 * inner, 0x7FFFFFFF}
+                : DotInput{pages.ring(), pages.offset(held + at / kPieces) + at % kPieces * kPieceBytes,
+                           kPieceBytes, kRing * kPageBytes};
         sums.add(p, first, second, lower_of(inner - piece * kPiece, kPiece), rows, input);
       }
       pages.release(page, 2);

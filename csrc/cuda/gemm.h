@@ -35,9 +35,8 @@ MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
 // unrolled over all blocks, their code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// Visits the results that this lane holds in its accumulators: calls each(block, h, e) for every pair of
-// adjacent results. A block is 8 columns; at most kTurn of the first `blocks` blocks are visited. acc.row(h)
-// is the pair's row in the tile, and acc.col(e) its column in the block.
+// Calls each(block, h, e) for every pair of adjacent results that this lane holds in the first kTurn of
+// `blocks` blocks. acc.row(h) is the pair's row in the tile, and acc.col(e) its column in the block.
 template <class Accumulators, class Each>
 MK_FN void for_pairs(int blocks, const Each& each) {
   MK_UNROLL for (int i = 0; i < kTurn; ++i) {
@@ -48,12 +47,10 @@ MK_FN void for_pairs(int blocks, const Each& each) {
   }
 }
 
-// Writes a tile's results to output pages in shared memory, from page number `page` on, and returns the
-// number of the page after the last one. The results are in `blocks` accumulator blocks of 8 columns each. A
-// result has kElement bytes, so a page has kTileRowBytes / kElement columns. The caller supplies two
-// functions, which are called for kTurn blocks at a time. `take(first)` returns the values of the blocks from
-// `first` on. `put(taken, first, i, h, e, at)` gets these values as `taken`, and stores at address `at` the
-// pair of block first + i that `h` and `e` select (see for_pairs).
+// Writes a tile's results, `blocks` accumulator blocks, to output pages from page number `page` on, and
+// returns the number of the page after the last one. A result has kElement bytes. For kTurn blocks at a time,
+// `take(first)` returns the values of the blocks from `first` on, and `put(taken, first, i, h, e, at)` stores
+// at address `at` the pair of block first + i that `h` and `e` select (see for_pairs).
 //
 // Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
 // host function.
@@ -136,8 +133,7 @@ MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int
   }
 }
 
-// Runs a matmul instruction on a warp whose rows are outside the tile. The warp computes nothing, but like
-// every consumer warp it must release each page.
+// Releases each page of a matmul, on a warp whose rows are outside the tile.
 template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {

@@ -8,13 +8,6 @@ namespace mk {
 
 struct TensorMap;
 
-// Delays one instruction, for tests of the trace. Only traced launches apply it.
-struct Delay {
-  int32_t segment, layer;
-  int32_t record;  // index of the record, as in a trace
-  int32_t ns;      // 0: no delay
-};
-
 // The wait in which a warp was stuck when its launch was aborted.
 struct Diagnosis {
   int32_t set;       // 0: the warp was not stuck, and the other fields are unset
@@ -51,7 +44,6 @@ struct Params {
   int32_t* trace_counts;           // [blocks]: number of intervals, including those beyond trace_capacity
   uint64_t* clocks;                // [blocks][kClockStamps]
   uint64_t timeout_ns;             // a wait that lasts longer than this aborts the launch
-  Delay delay;
   int32_t trace_capacity;
   uint32_t launch;          // number of launches since the counters were zeroed, including this one
   int32_t first_rank;       // the lowest rank that this grid runs
@@ -62,10 +54,14 @@ struct Params {
   int32_t pipelined;        // 0: a block fetches an instruction only after its previous instruction has ended
   int32_t segments;         // bit s is set if segment s is run
   int32_t layer_begin, layer_end;  // the layers of the body to run
-  // For builds for one row: `buffers` and `layer_stride` of rank 0, which need no load from memory.
+  // For builds for one row: what the tables above say of rank 0, which needs no load from memory.
+  int32_t* first_counters;
   void* first_buffers[kMostBuffers];
   uint64_t first_strides[kMostBuffers];
 
+  MK_DIMS_FN int32_t* counters_of(int32_t rank) const {
+    return kOneRow ? first_counters : counter_values[rank];
+  }
   // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.
   MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
     const int32_t i = static_cast<int32_t>(buffer), of_rank = rank * kBuffers + i;

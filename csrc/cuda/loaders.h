@@ -84,7 +84,7 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!is_experts(task) && !(uses_dots(block.dims) && task.is(Operation::kMatmul))) return nullptr;
-  if (inputs && matmul_of(task).normed()) return nullptr;
+  if (inputs && (kOneRow || matmul_of(task).normed())) return nullptr;
   const Phase& phase = task.phase;
   const int32_t layer = inputs ? 0 : layer_of_weights(block.dims, task);
   const auto* start =
@@ -93,12 +93,12 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
   return start + int64_t{part_of(task).expert} * phase.matrices * phase.width * phase.inner * 2;
 }
 
-// Which of the last kPages pages this loader has filled itself. Their data may still be on its way.
+// Which of the last kRing pages this loader has filled itself. Their data may still be on its way.
 template <class P>
 class Asked {
  public:
   // Counts a page of the ring, filled by this loader or not.
-  MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kPages) - 1); }
+  MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kRing) - 1); }
 
   // Waits until fewer than kWindowPages of these pages may be on their way, because every other access to
   // memory waits behind them. `next` is the number of the next page.

@@ -24,8 +24,7 @@ static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must not 
 constexpr int kAlignment = 1024;
 
 // Registers per thread, after setmaxnreg has moved some from the warps that move data (service warps) to the
-// warps that compute (consumers). The total must not exceed what the block was launched with: otherwise a
-// warp would wait for registers forever.
+// warps that compute (consumers). If the total exceeded what the launch provides, a warp would wait forever.
 #define MK_SERVICE_REGISTERS 56
 #define MK_CONSUMER_REGISTERS 224
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;

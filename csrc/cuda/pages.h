@@ -60,10 +60,11 @@ class Pages {
   }
 
   // Attention only: every consumer warp calls this once it has stored and fenced its part of a work item.
-  // When all have called it, the output rows of the item are complete, and one warp signals their counter.
-  MK_FN void done(int item) {
+  // When all have called it, the item's output rows, from `row` on, are complete, and one warp adds `count`
+  // to their counter.
+  MK_FN void done(int row, int count) {
     p_.consumer_sync();
-    if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, block_.step, task_, item);
+    if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, task_, row, count);
   }
 
   // Returns the number of the first page that this warp still needs: after an instruction, that of the next.

@@ -1,7 +1,7 @@
 // Lists the shared-memory pages that an instruction uses, in order. The list depends only on the
-// instruction's record, the sizes and the step table. So every role (loaders, consumers, storer) calls
-// `for_pages` and gets the same list, without communicating. The callback `each` is a role's code for one
-// page. It is inlined, so each kind of instruction calls it in only one place.
+// instruction's record, the sizes and the step table, so every role (loaders, consumers, storer) gets the
+// same one from `for_pages`. Its callback `each` is inlined, so each kind of instruction calls it in one
+// place.
 //
 // A page has one of two formats. A page of tiles has boxes of kBoxRows rows x 128 bytes. A page of pieces has
 // up to kPieces pieces, each with up to kPiece successive elements of a row. If PageUse::whole is set, one
@@ -74,13 +74,12 @@ struct PageUse {
   }
 };
 
-// Returns a buffer's tensor map. `whole` selects the map for loads of whole pages; the other map is for loads
-// and stores of single boxes.
+// Returns a buffer's tensor map: for loads of whole pages, or for loads and stores of single boxes.
 MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }
 
-// Returns a bit mask: bit b is set if buffer b has a copy for each layer.
+// Bit b of the result is set if buffer b has a copy for each layer.
 MK_DIMS_FN constexpr uint64_t layered_buffers() {
   uint64_t bits = 0;
   for (int b = 0; b < kBuffers; ++b) bits |= uint64_t{kLayered[b]} << b;
@@ -167,9 +166,8 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
     const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // Each step along the inner dimension uses a page of inputs and a page of weights for the chunk's first
-    // kTileRows columns. With two matrices, a page of the second matrix's weights for the same columns
-    // follows. With one matrix, a page of weights for the chunk's other columns follows, if there are any.
+    // Each step along the inner dimension uses a page of inputs, a page of weights for the chunk's first
+    // kTileRows columns, and one of the second matrix or, with one matrix, of the chunk's other columns.
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
@@ -228,12 +226,11 @@ MK_FN int32_t dot_units(const Matmul& m) {
   return (m.tile.cols + unit_cols(m) - 1) >> (m.two() ? 3 : 4);
 }
 MK_FN int32_t dot_pieces(const Matmul& m) {
-  return m.normed() ? 0 : m.rows() * ceil_div(m.phase.inner, kPiece);
+  return m.normed() || kOneRow ? 0 : m.rows() * ceil_div(m.phase.inner, kPiece);
 }
 MK_FN int32_t dot_input_pages(const Matmul& m) { return ceil_div(dot_pieces(m), kPieces); }
-// dot_weight_pages() returns how many weight pages a dot-product matmul uses in all. lap_weights() returns
-// how many fit in the ring at once, beside the inputs. That number is even, because weight pages come in
-// pairs.
+// How many weight pages a dot-product matmul uses in all, and how many fit in the ring beside the inputs.
+// Both are even, because weight pages come in pairs.
 MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.inner, kPiece) * dot_units(m); }
 MK_FN int32_t lap_weights(const Sizes& d, const Matmul& m) {
   return higher_of(d.ring_pages - dot_input_pages(m), 2) & ~1;
@@ -318,17 +315,19 @@ struct KvBlocks {
 // only to the last `span` tokens, so blocks before the window of the item's first row are left out.
 MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   const int32_t begin = s.item_block[item], end = begin + s.item_blocks[item];
-  const int32_t first = first_visible(span, s.positions[s.item_row[item]]) / kKvBlock;
+  const int32_t first = first_visible(span, s.positions[kOneRow ? 0 : s.item_row[item]]) / kKvBlock;
   return {lower_of(higher_of(begin, first), end), end};
 }
 
 // Returns into how many parts heads are divided. A head of more than kHeadPart elements has two parts, each
 // with kHeadPart elements.
 constexpr int kMaxHeadParts = kWide ? 2 : 1;
+// The number of units of an attention item that a block computes at the same time.
+constexpr int kPassUnits = kTogether ? 1 : kConsumerWarps;
 MK_FN int32_t head_parts(const Sizes& d) { return kWide && d.head_dim > kHeadPart ? kMaxHeadParts : 1; }
 
-// Returns the number of units that process `rows` query rows of a KV head of an item: one for each tile of
-// kQueryTile pairs (row, query head) and each part of the head.
+// Returns the number of units of `rows` query rows of a KV head: one for each tile of kQueryTile pairs (row,
+// query head) and each part of the head.
 MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
   return ceil_div(rows * d.group_size(), kQueryTile) * head_parts(d);
 }
@@ -336,8 +335,8 @@ MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
 // Returns the number of pages for one KV block (128 tokens) of a KV head.
 MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4 * head_parts(d); }
 
-// Lists the pages of one attention work item. Its work is divided into units, and in each pass every consumer
-// warp processes one unit (attention.h). A pass goes through the KV blocks and, in each block,
+// Lists the pages of one attention work item. Its work is divided into units, of which each pass processes
+// kPassUnits (attention.h). A pass goes through the KV blocks and, in each block,
 // through the KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token]
 // are split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is
 // a page. If heads have at most kTileInner elements, one page has both halves of the keys, and one page has
@@ -356,9 +355,9 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   const int32_t key_boxes = ceil_div(d.head_dim, kBoxRows * head_parts(d));
   const int32_t halves = narrow ? 1 : 2 * head_parts(d), pages = empty ? 1 : 2 * halves;
   bool opens = true;
-  MK_LOOP for (int32_t pass = 0; pass < units; pass += kConsumerWarps) {
+  MK_LOOP for (int32_t pass = 0; pass < units; pass += kPassUnits) {
     const int32_t first = s.item_kv_head[item] + pass / of_head;
-    const int32_t last = s.item_kv_head[item] + (lower_of(pass + kConsumerWarps, units) - 1) / of_head;
+    const int32_t last = s.item_kv_head[item] + (lower_of(pass + kPassUnits, units) - 1) / of_head;
     int32_t blocks = empty ? 1 : own.end - own.begin;
     MK_LOOP for (int32_t block = own.begin; blocks > 0; ++block, --blocks) {
       MK_LOOP for (int32_t head = first; head <= last; ++head) {
@@ -391,8 +390,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Calls each(PageUse) for every page of the instruction, in order. Stops and returns false once `each`
-// returns false.
+// Calls each(PageUse) for every page of the instruction, until it returns false; then returns false, too.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (static_cast<PagedOperation>(task.phase.operation)) {  // all other operations use no pages

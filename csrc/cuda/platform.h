@@ -6,87 +6,73 @@
 // host a warp has one lane.
 //
 //   static constexpr int kLanes, kTrace
-//   int lane();                              0 .. kLanes - 1
-//   int warp();                              0 .. kWarps - 1, in the block
+//   int lane(), warp()      0 .. kLanes - 1 in the warp; 0 .. kWarps - 1 in the block
+//   void forget()           makes the compiler recompute what it derived from lane() and warp(), from here on
 //
-//   void forget()                            makes the compiler recompute values derived from lane() and
-//                                            warp() from here on, instead of keeping them in registers
+// struct Barrier is a barrier in shared memory. Its phases are numbered from 0, so that their parity
+// alternates.
+//   void init(Barrier&, int arrivals)  sets how many arrivals complete a phase; called before sync_block()
+//   void sync_block()  synchronises all warps of the block: when it begins and, if it is traced, before it
+//   ends bool wait(Barrier&, uint32_t parity, const Where&)  waits until the phase with that parity has
+//   completed,
+//     then acquires. For a new barrier, a wait for parity 1 returns at once. Returns false after an abort
+//   bool wait(Barrier&, uint32_t parity, const Where&, F idle), also of wait_always  ends, too, when idle()
+//     returns true, which it calls again and again
+//   bool test(Barrier&, uint32_t parity)  returns whether the phase has completed, and then acquires. One
+//   lane
+//     may call it
+//   bool passed(uint32_t& since, uint32_t ns)  returns whether this time has passed since it last returned
+//   true bool wait_always(Barrier&, parity, const Where& = between())  waits also after an abort. Returns
+//   false if the
+//     phase is still incomplete long after the abort, when it can no longer complete
+//   void arrive(Barrier&, int count = 1)  releases the warp's earlier writes at block scope. The first
+//   `count`
+//     lanes arrive once each; on the host, the one lane arrives `count` times
+//   void expect(Barrier&, uint32_t bytes)  arrives once. The phase then also waits for loads of this many
+//   bytes
 //
-// struct Barrier                           is a barrier in shared memory. Its phases are numbered from 0, so
-//                                            that their parity alternates
-//   void init(Barrier&, int arrivals)        sets the number of arrivals that complete a phase. It is called
-//                                            before sync_block()
-//   void sync_block()                        synchronises all warps of the block. It is called when the block
-//                                            begins and, if it is traced, before it ends
-//   bool wait(Barrier&, uint32_t parity, const Where&)
-//                                            waits until the phase with that parity has completed, then
-//                                            acquires. For a new barrier, a wait for parity 1 returns at
-//                                            once. Returns false if the launch was aborted
-//   bool wait(Barrier&, uint32_t parity, const Where&, F idle), also of wait_always
-//                                            does the same, but ends when idle(), which it calls again and
-//                                            again while it waits, returns true
-//   bool test(Barrier&, uint32_t parity)     returns whether the phase has completed, and then acquires. One
-//                                            lane may call it
-//   bool passed(uint32_t& since, uint32_t ns)
-//                                            returns whether this time has passed since it last returned true
-//   bool wait_always(Barrier&, parity, const Where& = between())
-//                                            does the same as wait(), but keeps waiting after an abort.
-//                                            Returns false if the phase is still incomplete long after the
-//                                            abort, when it can no longer complete
-//   void arrive(Barrier&, int count = 1)     arrives, and releases the warp's earlier writes at block scope.
-//                                            The first `count` lanes arrive once each; on the host, the one
-//                                            lane arrives `count` times
-//   void expect(Barrier&, uint32_t bytes)    arrives once. The phase then completes only after loads have
-//                                            delivered this many bytes
+// Bulk copies are asynchronous, and one lane starts each. Sizes and addresses are multiples of 16 bytes.
+//   void acquire_map(const TensorMap&)  makes the map, which the host wrote, visible to bulk copies. It is
+//   called
+//     before the block's first copies with the map, and before sync_block()
+//   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)  loads a box of 128-byte rows
+//   with
+//     the 128-byte swizzle: kBoxRows rows, or as many as the map says. Elements outside the tensor become
+//     zero
+//   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)  loads an
+//   unswizzled
+//     box of five dimensions, whose coordinates are 0, piece, a, b and z
+//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z)  prefetches that box into the L2
+//   cache void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&) void store_tile(const
+//   TensorMap&, int x, int y, int z, const void* from), add_tile(..)  store a tile, or add
+//     it (float32) to memory
+//   void commit()  groups this warp's stores since the previous commit
+//   void wait_read(int pending)  waits until all groups except the last `pending` have read their pages
+//   void wait_stores()  waits until the warp's stores are visible to any thread that sees what it does next
+//   void fence_async()  orders this warp's ordinary accesses (generic proxy) before later asynchronous ones
+//   (async
+//     proxy); fence_pages() does so only for shared memory
 //
-//   void acquire_map(const TensorMap&)       makes the tensor map, which the host wrote, visible to bulk
-//                                            copies. It is called before the block's first copies with the
-//                                            map, and before sync_block()
-//   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)
-//   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)
-//   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//                                            loads `bytes` bytes. All of these loads are asynchronous, and
-//                                            each is called by one lane. A tile is a box of 128-byte rows
-//                                            with the 128-byte swizzle: kBoxRows rows, or as many as the map
-//                                            says. Elements outside the tensor become zero. load_columns
-//                                            loads an unswizzled box of five dimensions; its coordinates are
-//                                            0, piece, a, b and z. Sizes and addresses are multiples of 16
-//                                            bytes
-//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z)
-//                                            prefetches the box of load_columns into the L2 cache
-//   void store_tile(const TensorMap&, int x, int y, int z, const void* from)
-//   void add_tile(..)                        store a tile, or add it (float32) to memory, asynchronously
-//   void commit()                            groups this warp's stores since the previous commit
-//   void wait_read(int pending)              waits until all groups except the last `pending` ones have read
-//                                            their pages
-//   void wait_stores()                       waits until all of this warp's stores are visible to any thread
-//                                            that sees what the warp does next
-//   void fence_async()                       orders this warp's ordinary accesses (generic proxy) before
-//                                            later asynchronous ones (async proxy)
-//   void fence_pages()                       does the same, but only for shared memory
+//   bool wait_counters(int n, Scope, const Where&, F need)  waits until the counters need(0) .. need(n - 1),
+//   each a
+//     Need, have reached their targets, then acquires. The lanes divide the counters among themselves.
+//     Returns false after an abort. Like `wait`, it records a wait of over a millisecond, and aborts the
+//     launch if the wait exceeds the time limit (watchdog.h)
+//   void signal(int32_t*, int count, Scope)  adds `count` to a counter, and releases all that the warp has
+//   written
+//     or observed. One lane calls it
+//   int claim(int32_t*, uint32_t base, int end)  takes the next number in [0, end) from a counter whose value
+//   was
+//     `base` before the launch; returns -1 if all numbers are taken
+//   int arrive_acq_rel(int32_t*)  adds 1 with acquire and release, and returns the previous value
+//   void sync_warp()      makes earlier writes of one lane visible to all lanes
+//   void consumer_sync()  synchronises the consumer warps of the block
+//   bool aborted()        polls whether the launch was aborted
 //
-//   bool wait_counters(int n, Scope, const Where&, F need)
-//                                            waits until the counters need(0) .. need(n - 1), each a Need,
-//                                            have reached their targets, then acquires. The lanes divide the
-//                                            counters among themselves. Returns false if the launch was
-//                                            aborted. Like `wait`, it records a wait of over a millisecond,
-//                                            and aborts the launch if the wait exceeds the time limit
-//                                            (watchdog.h)
-//   void signal(int32_t*, int count, Scope)  is called by one lane. Adds `count` to a counter, and releases
-//                                            all that the warp has written or observed
-//   int claim(int32_t*, uint32_t base, int end)
-//                                            takes the next number in [0, end) from a counter whose value
-//                                            was `base` before the launch; returns -1 if all numbers are
-//                                            taken
-//   int arrive_acq_rel(int32_t*)             adds 1 with acquire and release, and returns the previous value
-//   void sync_warp()                         makes earlier writes of one lane visible to all lanes
-//   void consumer_sync()                     synchronises the consumer warps of the block
-//   bool aborted()                           polls whether the launch was aborted
-//
-//   uint64_t now()                           returns the time in ticks of the trace, or 0 if kTrace is 0
-//   void trace(const Where&, Role, IntervalKind, uint64_t begin)
-//                                            records an interval that ends now, if kTrace is not 0
-//   void stall(uint64_t ns)                  delays the warp by `ns` nanoseconds, if kTrace is not 0
+//   uint64_t now()  returns the time in ticks of the trace, or 0 if kTrace is 0
+//   void trace(const Where&, Role, IntervalKind, uint64_t begin)  records an interval that ends now, if
+//   kTrace is
+//     not 0
 //
 // How a block ends after an abort. Waits for data return false at once. The warps still go through all
 // instructions that the controller has handed to them, so that they meet at the same barriers, but they do no
@@ -121,11 +107,17 @@ constexpr bool kWide = true;
 // It has no code for several rows or ranks, or for features that the model does not use.
 #if defined(MK_ONE_ROW)
 constexpr bool kBiases = MK_BIASES, kHeadNorms = MK_HEAD_NORMS;
-constexpr int kMostHidden = MK_SIZE_HIDDEN;
+constexpr int kMostHidden = MK_SIZE_HIDDEN, kMostGroup = MK_SIZE_HEADS / MK_SIZE_KV_HEADS;
+constexpr int kMostInner = higher_of(kMostHidden, higher_of(MK_SIZE_FFN, MK_SIZE_HEADS* MK_SIZE_HEAD_DIM));
 #else
 constexpr bool kBiases = true, kHeadNorms = true;
-constexpr int kMostHidden = 8192;
+constexpr int kMostHidden = 8192, kMostGroup = kQueryTile, kMostInner = 0;
 #endif
+// The number of pages in the ring. A build for one row has one page less. It keeps all input rows of matmuls
+// outside the ring, in the first kCopyBytes of Scratch.
+constexpr int kRing = kOneRow ? kRowPages : kPages, kRowBytes = kNormBytes + (kPages - kRing) * kPageBytes;
+// Whether all consumer warps together compute each tile of attention, because a single row has few tiles.
+constexpr bool kTogether = kOneRow && !kWide;
 
 // An encoded tensor map, which describes a tensor in global memory to the bulk copy engine (TMA) or, in tests
 // on the CPU, to the code that emulates the engine. The host writes it.

@@ -1,7 +1,6 @@
-// What a matmul does with its results, one class for each destination. To avoid repeated work, data that
-// depends on the row alone or on the column alone is computed first:
-//   row(r)     returns the data that `store` needs for output row r, such as addresses
-//   column(c)  returns the data that `store` needs for the output columns c and c + 1, where c is even
+// What a matmul does with its results, one class for each destination:
+//   row(r)     returns what `store` needs of output row r, such as addresses
+//   column(c)  returns what `store` needs of the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
 //   value      returns what the tensor-core path writes to an output page instead of calling `store`
 #pragma once
@@ -13,6 +12,13 @@
 #include "routes.h"
 
 namespace mk {
+
+// Returns the KV page in which row r's key and value are stored; -1 for padding rows.
+MK_FN int32_t page_of_row(const Call& c, int r) {
+  const int32_t seq = c.step->row_seq[r];
+  if (seq < 0) return -1;
+  return c.step->block_tables[int64_t{seq} * c.dims->pages_per_seq() + c.step->positions[r] / kKvBlock];
+}
 
 // Destination of a QKV projection: queries go to the phase's output, keys and values to the KV cache. Queries
 // and keys are rotated (RoPE) by the angles of the row's position. If the model normalises heads, the caller
@@ -52,9 +58,10 @@ class ToHeads {
     Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim,
             c_.at<uint16_t>(c_.phase().output) + int64_t{r} * d_.q_cols(), nullptr, nullptr,
             norm_ ? 0.0f : 1.0f};
-    const int32_t seq = c_.step->row_seq[r], position = c_.step->positions[r], token = position % kKvBlock;
-    if (seq >= 0) {
-      const int32_t page = c_.step->block_tables[int64_t{seq} * d_.pages_per_seq() + position / kKvBlock];
+    const int32_t position = kOneRow ? c_.shared->position : c_.step->positions[r],
+                  token = position % kKvBlock;
+    const int32_t page = kOneRow ? c_.shared->page : page_of_row(c_, r);
+    if (page >= 0) {
       out.k = c_.at<uint16_t>(Buffer::K_CACHE) + k_index(d_, page, 0, 0) + token;
       out.v = c_.at<uint16_t>(Buffer::V_CACHE) + v_index(d_, page, 0, token);
     }
@@ -84,7 +91,16 @@ class ToHeads {
     return {Buffer::K_CACHE, element, int64_t{k} * kKvBlock, bias, scale};
   }
 
+  // Returns the angle of two adjacent columns.
+  MK_FN static Pair angle(const Row& row, const Column& column) {
+    return load_pair(row.rope + column.element);
+  }
+
   MK_FN void store(Row& row, const Column& column, float a, float b) const {
+    store(row, column, a, b, [&] { return angle(row, column); });
+  }
+  template <class Angle>
+  MK_FN void store(Row& row, const Column& column, float a, float b, const Angle& angle_of) const {
     a += column.bias.a, b += column.bias.b;
     if (column.to == Buffer::V_CACHE) {
       if (row.v) store_pair(row.v + column.at, a, b);
@@ -97,7 +113,7 @@ class ToHeads {
     const bool late = kWide && d_.late_scales;
     a *= row.norm, b *= row.norm;
     if (!late) a *= column.scale.a, b *= column.scale.b;
-    const Pair angle = load_pair(row.rope + column.element);
+    const Pair angle = angle_of();
     float x = a * angle.a - b * angle.b, y = b * angle.a + a * angle.b;
     if (late) x *= column.scale.a, y *= column.scale.b;
     if (column.to == Buffer::Q) {
@@ -115,8 +131,7 @@ class ToHeads {
   const float *const bias_, *const norm_;
 };
 
-// The common base of all destinations except ToHeads. The `store` of its subclasses needs only the column's
-// number, so `column` returns just this number.
+// The common base of all destinations except ToHeads. `store` needs only the column's number.
 class To {
  public:
   MK_FN explicit To(const Call& c) : c_(c), bias_(bias_of(c)) {}
@@ -137,10 +152,10 @@ class To {
 };
 
 // Adds the results to the output, which is the residual, or stores them there if the phase says so. An
-// addition is one access that nothing waits for, instead of a load and a store. The order of additions is
-// fixed all the same: within a phase, one instruction adds to each element, and the counters order phases.
-// The additions are relaxed. They become visible with the signal after them, because each warp arrives at
-// `outputs` only after its own additions.
+// addition is one access that nothing waits for. The order of additions is fixed all the same: within a
+// phase, one instruction adds to each element, and the counters order phases. The additions are relaxed. They
+// become visible with the signal after them, because each warp arrives at `outputs` only after its own
+// additions.
 class ToResidual : public To {
  public:
   using To::To;

@@ -21,7 +21,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     if constexpr (!kHasExperts) dims.expert_parallel = 0;  // leaves out the code for the other case
     block.dims = sizes_of(dims);
     block.step = step_view(params.step_words, block.dims);
-    MK_LOOP for (int i = 0; i < kPages; ++i) {
+    MK_LOOP for (int i = 0; i < kRing; ++i) {
       p.init(block.full[i], 1);
       p.init(block.ready[i], kConsumerWarps);
       p.init(block.empty[i], kConsumerWarps + 1);

@@ -1,7 +1,6 @@
 // The rows and the expert of an experts instruction. The controller waits for the instruction's counters,
-// reads ROUTES and publishes parts of the instruction, so that no other role must wait for ROUTES to know
-// which pages to load. A part covers at most as many token rows as dot products can process at once. It uses
-// the rows among them that have chosen the expert.
+// reads ROUTES and publishes parts of the instruction, so that no other role must wait. A part covers at most
+// as many token rows as dot products can process at once. It uses those that have chosen the expert.
 #pragma once
 #include "ops/call.h"
 #include "ops/memory.h"

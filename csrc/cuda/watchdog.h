@@ -5,9 +5,7 @@
 // then every stuck warp has a record, and the abort keeps the records. megakernel/runtime/cuda/stall.py reads
 // them and finds the one wait that all others depend on.
 //
-// A wait of over a millisecond is first recorded in the block's array `late` in shared memory: the address of
-// the barrier or counter, and the current instruction. Before a warp ends, it translates its record and
-// writes it to Params.diagnoses, where the host finds it.
+// A record is first in the block's array `late`. Before a warp ends, it writes it to Params.diagnoses.
 #pragma once
 #include "counters.h"
 
@@ -21,7 +19,7 @@ struct BarrierName {
 };
 template <class Barrier>
 MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barrier) {
-  MK_LOOP for (int32_t s = 0; s < kPages; ++s) {
+  MK_LOOP for (int32_t s = 0; s < kRing; ++s) {
     if (&barrier == &block.full[s]) return {Awaited::kFull, s};
     if (&barrier == &block.ready[s]) return {Awaited::kReady, s};
     if (&barrier == &block.empty[s]) return {Awaited::kEmpty, s};

@@ -320,7 +320,9 @@ class Engine {
       const Task& task = *run.task;
       const bool reads_late = task.read_bytes > 0 && !run.read_ahead;
       const double queue_s = devices_[w.rank].queue_s(now_);
-      run.begin = now_ + (task.start_s > 0 ? task.start_s + queue_s : 0.0);
+      const double prepared = std::max(w.compute_end, run.fetched) + task.prepare_s;
+      run.begin = std::max(now_, task.prepare_s > 0 ? prepared + queue_s : 0.0) +
+                  (task.start_s > 0 ? task.start_s + queue_s : 0.0);
       if (task.weight_bytes > 0 || run.read_ahead)
         run.begin = std::max(run.begin, run.head_begin + c_.latency_s);
       if (reads_late) run.begin = std::max(run.begin, run.body_begin + c_.latency_s + queue_s);

@@ -116,6 +116,7 @@ def cases() -> list[Case]:
     clipped = replace(biased, hidden=256, ffn=72, experts=7, experts_per_token=2, family="gpt_oss", clipped_gates=True)
     return [
         Case("few rows", biased, 5, "dots"),
+        Case("one row", biased, 1, "dots", "inside"),
         Case("few rows of one KV head", grouped, 2, "dots", "inside"),
         Case("many rows", biased, 150, "tensor"),
         Case("few rows with norms of heads", normed, 5, "dots", "inside"),
@@ -188,7 +189,7 @@ def _compile(case: Case) -> Program:
 
 def _step(program: Program, seed: int) -> Any:
     """Return a step with two sequences. One decodes a token with a context so long that several work items share its
-    attention; the other is a short prompt."""
+    attention; the other is a short prompt, for which a step of one row has no room."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()
@@ -203,4 +204,4 @@ def _step(program: Program, seed: int) -> Any:
         pages[d.bucket.pages_per_seq :],
         [SampleRow(rows - 1, temperature=0.8, top_k=50, top_p=0.9, seed=seed)],
     )
-    return build_step(d, [decode, prompt])
+    return build_step(d, [decode, prompt][: d.bucket.tokens])

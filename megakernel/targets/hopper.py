@@ -34,7 +34,7 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
     """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.traffic`). On a
     GPU, matmuls load inputs again and again."""
     found = traffic.loads(phase, columns, dims)
-    if not (dims.worker.ring_pages and phase.is_matmul and phase.norm is None):
+    if not (dims.worker.ring_pages and phase.is_matmul and phase.norm is None) or pages.one_row(dims):
         return found
     return replace(found, read=_through_the_ring(phase, columns, dims))
 

@@ -11,17 +11,10 @@ from numpy.typing import NDArray
 
 from ..isa import Column, Dims, Operation, Phase, Units, ceil_div
 from ..machine import ONE_ROW, Path
-from .pages import CHUNK, DOT_PIECE, K_STEP, PIECES, matmul_pages
+from .pages import CHUNK, DOT_PIECE, K_STEP, PIECES, matmul_pages, one_row
 
 Floats = NDArray[np.float64]
 SAMPLE_GROUP = 8192  # logits of a row that the warps which sample process at once
-
-
-def one_row(dims: Dims) -> bool:
-    """Whether programs of these sizes have a build of the CUDA interpreter of their own: they compute one row on one
-    GPU, without experts."""
-    alone = dims.bucket.tokens == dims.split.tp == 1
-    return alone and dims.worker.units == Units.DOTS and not dims.model.experts
 
 
 def own_paths(dims: Dims, paths: dict[str, Path]) -> dict[str, Path]:

@@ -18,7 +18,8 @@ dots       Matmuls as dot products (`dims.worker.units` is DOTS). Weight columns
            column. The ring is filled several times, and each filling is called a lap: first weight pages, then pages
            with all of the instruction's input rows. The input pages are released at the end of the lap, and loaded
            again in the next lap. If the matmul normalises its input rows itself, they take no pages: the consumers keep
-           them in NORM_BYTES of shared memory beside the ring.
+           them in NORM_BYTES of shared memory beside the ring. In a build for one row, this is so for all inputs: they
+           have COPY_BYTES, and the ring has ROW_PAGES.
 attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows are divided into
            query tiles, called units. A unit has QUERY_TILE (row, head) pairs that use one KV head, or one of two parts
            of it if heads have more than HEAD_PART elements. The thread block computes UNITS units at a time, in one
@@ -37,7 +38,7 @@ from numpy.typing import NDArray
 
 from ..isa import PHASE_FIELDS, Column, Dims, Dtype, Phase, Units, ceil_div
 from ..library import load
-from .launch import PAGE_BYTES
+from .launch import PAGE_BYTES, PAGES
 
 ROW_BYTES = 128
 PAGE_ROWS = PAGE_BYTES // ROW_BYTES
@@ -61,6 +62,8 @@ WINDOW_PAGES, AHEAD_PAGES, AHEAD_NS = 3, 12, 800
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
 DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
 NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself
+# A build for one row has a page less in its ring. It keeps all input rows outside the ring.
+ROW_PAGES, COPY_BYTES = PAGES - 1, NORM_BYTES + PAGE_BYTES - 1024
 UNITS = 8  # query tiles of attention (units) that a thread block computes at the same time
 QUERY_TILE = 16  # (query row, query head) pairs of a query tile
 HEAD_PART = 128  # the maximum number of a head's elements that a unit computes; a wider head has two units
@@ -95,12 +98,22 @@ def _int32(column: Column) -> NDArray[np.int32]:
     return np.ascontiguousarray(column, np.int32)
 
 
+def one_row(dims: Dims) -> bool:
+    """Whether programs of these sizes have a build of the CUDA interpreter of their own: they compute one row on one
+    GPU, without experts, and shared memory holds their inputs beside the ring."""
+    alone, model = dims.bucket.tokens == dims.split.tp == 1, dims.model
+    fits = 2 * max(model.hidden, model.ffn, model.heads * model.head_dim) <= COPY_BYTES
+    return alone and fits and dims.worker.units == Units.DOTS and not model.experts
+
+
 def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
     """Return the pages of matmul instructions whose tiles have `rows` x `cols` outputs."""
     rows, cols = _int32(rows), _int32(cols)
     out = np.empty((len(rows), 6), np.int32)
     of = ctypes.byref(dims.native), _words(phase, dims), len(rows)
     load().mk_matmul_pages(*of, rows.ctypes.data, cols.ctypes.data, out.ctypes.data)
+    if one_row(dims):
+        out[:, [1, 4]], out[:, 3] = 0, np.minimum(out[:, 0], ROW_PAGES)
     return Pages(*np.ascontiguousarray(out.T, np.int64))
 
 

@@ -19,6 +19,8 @@ from megakernel.scheduler.simulate.native import Work, run
 from megakernel.scheduler.simulate.work import make_work
 from megakernel.targets.hopper import check_pages
 from megakernel.targets.issue import own_paths
+from megakernel.targets.launch import PAGE_BYTES
+from megakernel.targets.pages import ROW_PAGES, one_row
 from megakernel.trace import Trace, TraceHeader
 
 _TICK_S = 1e-9
@@ -100,6 +102,8 @@ def _own(program: Program, costs: TaskCosts) -> TaskCosts:
         paths = own_paths(program.dims, costs.paths)
         signal_s = costs.signal_s + paths["hand_off"].cold - costs.paths["hand_off"].cold
         costs = replace(costs, paths=paths, signal_s=signal_s)
+        if one_row(program.dims):
+            costs = replace(costs, ring_bytes=float(ROW_PAGES * PAGE_BYTES))
     return costs if program.dims.worker.units == Units.DOTS or not costs.window_bytes else costs.windowless()
 
 

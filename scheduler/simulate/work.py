@@ -44,7 +44,7 @@ from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TAS
 from megakernel.targets.hopper import loads
 from megakernel.targets.issue import matmul_issue, sample_steps
 from megakernel.targets.launch import PAGE_BYTES
-from megakernel.targets.pages import STAGES, attention_pages, computed_rows, matmul_pages, tile_work
+from megakernel.targets.pages import STAGES, attention_pages, computed_rows, matmul_pages, one_row, tile_work
 
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
@@ -228,8 +228,7 @@ def _plain(
     else:
         tasks.set(task, ring_bytes=weights)
     if costs.paths and costs.fixed:
-        start_s, end_s = fixed_s(phase, dims, costs.paths, costs.latency_s)
-        tasks.set(task, start_s=start_s, end_s=end_s)
+        tasks.set(task, **fixed_s(phase, dims, costs.paths, costs.latency_s))
     # The times add up, because a matmul that normalises its inputs does so before its matrix work.
     compute_s = matrix_s + work.vector_flops / costs.vector_flops
     # `stage` bytes must arrive before arithmetic can start. For dot products, these are two pages of weights.
@@ -333,23 +332,24 @@ _ENDS = {
 }
 
 
-def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) -> tuple[float, float]:
-    """Return the seconds that an instruction takes from the end of its waits to its first page, and from its last page
-    to its end. `latency_s` is the latency of a load."""
+def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) -> dict[str, float]:
+    """Return the seconds that an instruction takes before its waits (`prepare_s`), from the end of its waits to its
+    first page (`start_s`), and from its last page to its end (`end_s`). `latency_s` is the latency of a load."""
+    found = {"prepare_s": paths["prepare"].cold if one_row(dims) or phase.norm is not None else 0.0}
     if phase.operation is Operation.ATTENTION:
-        return paths["attention_start"].cold, paths["attention_end"].cold
+        return found | {"start_s": paths["attention_start"].cold, "end_s": paths["attention_end"].cold}
     if not phase.is_matmul:
-        return 0.0, paths["other"].cold
+        return {"end_s": paths["other"].cold}
     if dims.worker.units == Units.TENSOR:
-        return paths["tile_start"].cold, paths["tile_end"].cold
+        return {"start_s": paths["tile_start"].cold, "end_s": paths["tile_end"].cold}
     if phase.norm is not None:
-        start = paths["prepare"].cold + paths["start_normed"].cold
+        start = paths["start_normed"].cold
     else:
         start = max(paths["start"].cold, paths["input"].cold + latency_s)
     # The first pair of pages takes longer, because its code is not cached yet. Every unit of columns except the last
     # ends while the next unit is loaded, in the time that `matmul_issue` counts.
     start += paths["dots"].cold - paths["dots"].warm
-    return start, paths[_ENDS.get(phase.result, "end_partial")].cold
+    return found | {"start_s": start, "end_s": paths[_ENDS.get(phase.result, "end_partial")].cold}
 
 
 def _targets(rank: int | Int32s | None, size: Floats, own: Ints | int, dims: Dims) -> Floats:
@@ -394,8 +394,7 @@ def _attention(
     for name, part in (("read_bytes", kv_bytes + size * live), ("ring_bytes", ring), ("compute_s", compute_s)):
         np.add.at(tasks.table[name], task, part)
     if costs.paths and costs.fixed:
-        start_s, end_s = fixed_s(phase, dims, costs.paths, costs.latency_s)
-        tasks.set(task, start_s=start_s, end_s=end_s)
+        tasks.set(task, **fixed_s(phase, dims, costs.paths, costs.latency_s))
     tasks.set(
         task,
         read_key=key,

@@ -11,7 +11,6 @@ import pytest
 from mutate import edit
 from phase_graph import by_phases
 from runner import Piece, Runner
-from simulated import by_node
 from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel import LLM, SamplingParams
@@ -121,26 +120,6 @@ def test_a_missing_signal_ends_in_an_error_and_the_next_launch_works(runner: Run
     np.testing.assert_array_equal(runner.backend.launch(good, table).logits[:], expected)
     runner.backend.start(good, table).abort()
     np.testing.assert_array_equal(runner.backend.launch(good, table).logits[:], expected)
-
-
-def test_a_stalled_instruction_delays_what_depends_on_it(runner: Runner) -> None:
-    """An instruction of layer 1 that stalls for 5 ms delays the end of the launch, but no instruction of layer 0."""
-    tokens = list(range(150))
-    program = runner.program(150, 150)
-    table = runner.table(program, [Piece(0, 0, tokens)])
-    runner.backend.launch(program, table, trace=True)
-    plain = runner.backend.launch(program, table, trace=True).trace
-    row = int(program.body.offsets[1]) // 2
-    runner.backend.delay(1, row, 1, 5e-3)
-    stalled = runner.backend.launch(program, table, trace=True).trace
-    assert stalled.header.dropped == 0
-
-    ran = by_node(plain.intervals), by_node(stalled.intervals)
-    before, after = ({node: int(rows["end"].max()) for node, rows in nodes.items()} for nodes in ran)
-    late = {key for key in before if after[key] - before[key] > 2_500_000}
-    assert (1, row) in late and before.keys() == after.keys()
-    assert not any(layer == 0 for layer, _ in late)
-    assert max(after.values()) - max(before.values()) > 4_000_000
 
 
 @pytest.mark.parametrize("model", ["random:llama-3.2-1b", "random:llama-3.1-8b"])

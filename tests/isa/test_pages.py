@@ -50,10 +50,13 @@ def compiled(tokens: int, config: ModelConfig = LLAMA_1B, logit_rows: int = 1, t
 )
 def test_pages_of_tiles(name: str, tile: tuple[int, int], taken: tuple[int, ...]) -> None:
     units = Units.DOTS if tile[1] < 128 else Units.TENSOR
-    dims = least_dims(LLAMA_1B, Dtype.BF16).changed(ring_pages=launch.PAGES, units=int(units))
+    dims = least_dims(LLAMA_1B, Dtype.BF16).changed(ring_pages=launch.PAGES, units=int(units), tokens=2)
     forward = passes.apply(families.forward(LLAMA_1B), dims.split, "inside" if "norm" in name else "own")
-    found = matmul_pages(forward.by_name[name.removesuffix("+norm")], *np.array(tile)[:, None], dims)
+    sizes = forward.by_name[name.removesuffix("+norm")], *np.array(tile)[:, None]
+    found = matmul_pages(*sizes, dims)
     assert tuple(int(n[0]) for n in (found.weights, found.inputs, found.output, found.held)) == taken
+    alone = matmul_pages(*sizes, dims.changed(tokens=1))  # a build for one row keeps inputs outside the ring
+    assert units is Units.TENSOR or (alone.weights, alone.inputs, alone.held_inputs) == (taken[0], 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def operand(program: Program, name: str, which: str, value: int) -> Program:
 
 
 def test_an_instruction_that_holds_more_than_the_ring_is_named() -> None:
-    tensor, few = compiled(300), compiled(1, norm="own")
+    tensor, few = compiled(300), compiled(2, norm="own")
     assert (tensor.dims.worker.units, few.dims.worker.units) == (Units.TENSOR, Units.DOTS)
     for program, name, holds, has in (
         (tensor, "gate_up_silu(", 6, 5),

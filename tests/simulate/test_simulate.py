@@ -144,6 +144,15 @@ def test_a_small_access_waits_behind_the_bytes_that_are_on_their_way() -> None:
         assert times(rows, IntervalKind.COMPUTE, "end", 1) == pytest.approx([begin + 8 + 2 + left])
 
 
+def test_workers_prepare_while_they_wait() -> None:
+    """What a task prepares takes 4 s, beside the wait for its inputs, which arrive after 3 or 8 s."""
+    for arrival in (3, 8):
+        work = hand_work([[Task(compute=arrival, signals=[(0, 0)])], [Task(waits=[0])]])
+        work.tasks["prepare_s"][1] = 4
+        _, rows = hand_run(work)
+        assert times(rows, IntervalKind.COMPUTE, "begin", 1) == pytest.approx([max(arrival, 4)])
+
+
 def test_stages_of_a_pipeline_wait_for_each_other() -> None:
     """Of two equally fast stages with room for n steps between them, each works n / (n + 1) of the time."""
     one = np.ones(1)
@@ -154,20 +163,21 @@ def test_stages_of_a_pipeline_wait_for_each_other() -> None:
 
 
 def test_inputs_of_a_matmul_are_loaded_again_in_each_lap() -> None:
-    """The down projection of 8B has 14 pages of weights for 8 columns, and 2 pages of inputs, which all rings of 13
-    pages hold together with only 10 pages of weights. The next lap's inputs are late, whatever memory delivers."""
+    """The down projection of 8B has 14 pages of weights for 8 columns, and 4 pages of inputs of two rows, which all
+    rings of 13 pages hold together with only 8 pages of weights. The next lap's inputs are late, whatever memory
+    delivers."""
     machine, config = machines.load("h100"), replace(load_config("random:llama-3.1-8b"), layers=1)
-    program = compiled(config, machine, 1, max_seqs=1, max_context=128)
+    program = compiled(config, machine, 2, max_seqs=1, max_context=128)
     costs = costs_of(machine)
     work = make_work(program, decode_step(program.dims, 1, 128), costs)
     assert costs.paths is not None
     phases = program.forward.by_number
     names = [phases[n].name if n in phases else "" for n in work.records["phase"].tolist()]
     down = work.tasks[work.records["first_task"][names.index("down_proj")]]
-    laps = math.ceil(28 * 2 / 10)
-    idle = (laps - 1) * (2 * costs.paths["input_page"].warm + costs.latency_s)
+    laps = math.ceil(28 * 2 / 8)
+    idle = (laps - 1) * (4 * costs.paths["input_page"].warm + costs.latency_s)
     assert down["tail_s"] > idle and down["compute_s"] == pytest.approx(
-        28 * costs.paths["dot_pair"].warm + 2 * costs.paths["dot_unit"].warm + idle
+        28 * costs.paths["dot_pairs"].warm + 2 * costs.paths["dot_unit"].warm + idle
     )
 
 

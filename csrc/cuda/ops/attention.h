@@ -1,8 +1,8 @@
 // Attention. The step's tables assign work items (some rows, heads and KV blocks of one sequence) to each
 // attention instruction. The query rows of an item that share a KV head are divided into tiles of 16, and
-// each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. The keys and
-// values arrive in shared-memory pages (plan.h). A warp skips the pages of KV heads that its tile does not
-// use.
+// each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. In builds
+// for one row, all of them process the same tile. The keys and values arrive in shared-memory pages (plan.h).
+// A warp skips the pages of KV heads that its tile does not use.
 //
 // A warp has registers for the results of kHeadPart elements of a head. If heads have two parts, two warps
 // process each tile: both compute all scores, and each computes the results of its own part.
@@ -26,40 +26,89 @@ struct QueryRows {
   MK_FN int head(int i) const { return (begin + i) % heads; }
 };
 
+// What the step's tables say of a work item. `position`: that of its first row. `blocks`: the KV blocks that
+// it reads, none if all of them come before the layer's sliding window.
+struct ItemWork {
+  int32_t seq, kv_head, kv_heads, split, position;
+  KvBlocks blocks;
+};
+MK_FN ItemWork item_work(const Call& call, int item) {
+  const StepView& s = *call.step;
+  return {s.item_seq[item],
+          s.item_kv_head[item],
+          s.item_kv_heads[item],
+          s.item_split[item],
+          s.positions[kOneRow ? 0 : s.item_row[item]],
+          visible_blocks(s, item, call.dims->span(call.task->where.layer))};
+}
+
+// The items [begin, end) of an attention instruction, and the work of the first. In builds for one row, each
+// warp looks them up before the inputs are there, and keeps them at the end of Scratch.rows.
+struct OwnItems {
+  int32_t begin, end;
+  ItemWork first;
+};
+MK_FN OwnItems& own_items(const Call& call) {
+  return reinterpret_cast<OwnItems*>(call.shared->rows + kCopyBytes)[call.warp];
+}
+template <class P>
+MK_FN void look_up_items(P& p, const Call& call) {
+  static_assert(!kTogether || kCopyBytes + sizeof(OwnItems) * kConsumerWarps + 512 <= kRowBytes);
+  const int begin = first_item(*call.step, *call.task), end = end_item(*call.step, *call.task);
+  if (p.lane() == 0) own_items(call) = {begin, end, begin < end ? item_work(call, begin) : ItemWork{}};
+  p.sync_warp();
+}
+
 template <class P, class Pages>
 class AttentionItem {
  public:
   MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item)
-      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item) {}
+      : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item) {
+    if constexpr (kTogether) {
+      const OwnItems& own = own_items(call);
+      read_ = item == own.begin ? own.first : item_work(call, item);
+    }
+  }
 
   MK_FN void run() {
-    if (s_.item_seq[item_] < 0) {
+    if (work().seq < 0) {
       pages_.skip(1);
       store_zeros();
     } else {
       if (no_blocks()) pages_.skip(1);
-      MK_LOOP for (int pass = 0; pass < units(); pass += kConsumerWarps) run_pass(pass);
-      if (s_.item_split[item_] >= 0) {
+      MK_LOOP for (int pass = 0; pass < units(); pass += kPassUnits) run_pass(pass);
+      if (work().split >= 0) {
         if (!last_of_split()) return;
         merge_split();
       }
     }
     p_.fence_async();
-    pages_.done(item_);
+    const int rows = work().seq < 0 ? s_.item_rows[item_] : this->rows();
+    pages_.done(row(), rows * work().kv_heads);
   }
 
  private:
-  // Returns the KV blocks that the item reads. It reads none if all of them come before the layer's sliding
-  // window.
-  MK_FN KvBlocks blocks() const { return visible_blocks(s_, item_, span()); }
+  // Builds for one row read the tables once, and others when they need an entry, because registers are short.
+  MK_FN ItemWork work() const {
+    if constexpr (kTogether) return read_;
+    return item_work(call_, item_);
+  }
+  MK_FN KvBlocks blocks() const { return work().blocks; }
   MK_FN bool no_blocks() const { return blocks().begin == blocks().end; }
   MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
+
+  MK_FN int32_t position(int row) const {
+    if constexpr (kTogether) return read_.position;
+    return s_.positions[row];
+  }
 
   MK_FN int parts() const { return head_parts(d_); }
   // Returns which part of a head this warp computes. Successive warps compute the parts of one tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
-  MK_FN int of_head() const { return head_units(d_, s_.item_rows[item_]); }
-  MK_FN int units() const { return s_.item_kv_heads[item_] * of_head(); }
+  MK_FN int row() const { return kOneRow ? 0 : s_.item_row[item_]; }
+  MK_FN int rows() const { return kOneRow ? 1 : s_.item_rows[item_]; }  // not of padding
+  MK_FN int of_head() const { return head_units(d_, rows()); }
+  MK_FN int units() const { return work().kv_heads * of_head(); }
 
   // For each KV block, a narrow head has one page of keys and one of values; a wider head has two
   // of each for each of its parts.
@@ -67,23 +116,25 @@ class AttentionItem {
   MK_FN int head_pages() const { return kv_pages(d_); }
 
   // A unit is a tile of 16 query rows with one part of one KV head. Processes up to eight units of the item
-  // at once, one per warp, from number `begin` on.
+  // at once, one per warp, from number `begin` on. If the warps work together, processes one unit.
   MK_FN void run_pass(int begin) {
-    const int of_head = this->of_head(), end = lower_of(begin + kConsumerWarps, units()),
-              unit = begin + call_.warp;
+    const int of_head = this->of_head(), end = lower_of(begin + kPassUnits, units()),
+              unit = kTogether ? begin : begin + call_.warp;
     // The KV head of this warp's unit (tile and part of a head), counted from the item's first KV head; -1 if
     // no unit is left for the warp.
     const int own = unit < end ? unit / of_head : -1;
     const int first = unit % of_head / parts() * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
-    const bool split = s_.item_split[item_] >= 0;
+    const bool split = work().split >= 0;
     // The number of KV heads of all warps' units together, and how many of them come before this warp's KV
     // head.
     const int heads = (end - 1) / of_head - begin / of_head + 1, before = own - begin / of_head;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     typename P::AttentionTile tile(p_, d_);
+    // If the warps work together, the first four use the first half of each tile, and the others the second.
+    const bool halves = kTogether && !narrow(), second = call_.warp >= kConsumerWarps / 2;
     bool started = false;
-    for (int block = blocks().begin; block < s_.item_block[item_] + s_.item_blocks[item_]; ++block) {
+    for (int block = blocks().begin; block < blocks().end; ++block) {
       item_ = here(item_);
       if (last < block * kKvBlock) {
         pages_.skip(heads * head_pages());
@@ -92,27 +143,31 @@ class AttentionItem {
       pages_.skip(before * head_pages());
       if constexpr (kWide) tile.clear();
       MK_LOOP for (int of = 0; of < parts(); ++of) {
+        if (halves && second) pages_.skip(1);
         const unsigned char* keys = pages_.take();
         // The queries must not be read before this point. They are written by another instruction, and the
         // input loader has filled this page only after it has waited for that instruction's counters. Builds
         // for wide heads read the queries again for each KV block, because registers are short.
         if (kWide || !started) start(tile, query_rows(here(own), here(first)), of);
         started = true;
-        tile.template scores<0>(keys);
-        if (!narrow()) {
+        tile.template scores<0>(keys + (kTogether && narrow() && second ? kPageBytes / 2 : 0));
+        if (!narrow() && !kTogether) {
           pages_.release();
           keys = pages_.take();
         }
-        tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
+        if constexpr (!kTogether) tile.template scores<1>(keys + (narrow() ? kPageBytes / 2 : 0));
         pages_.release();
+        if (halves && !second) pages_.skip(1);
       }
-      tile.softmax(scale, kWide ? d_.score_cap : 0.0f, block, span());
+      tile.softmax(p_, *call_.shared, scale, kWide ? d_.score_cap : 0.0f, block, span());
       if (!split) tile.merge();
       if constexpr (kWide) pages_.skip(2 * part());
-      tile.template values<0>(pages_.take(), split);
+      if (halves && second) pages_.skip(1);
+      tile.template values<0>(*call_.shared, pages_.take(), split);
       pages_.release();
-      if (!narrow()) {
-        tile.template values<1>(pages_.take(), split);
+      if (halves && !second) pages_.skip(1);
+      if (!narrow() && !kTogether) {
+        tile.template values<1>(*call_.shared, pages_.take(), split);
         pages_.release();
       }
       if constexpr (kWide) pages_.skip(2 * (parts() - 1 - part()));
@@ -135,7 +190,7 @@ class AttentionItem {
 
   MK_FN void start(typename P::AttentionTile& tile, const QueryRows& q, int part) {
     tile.start([&](int i) { return q.has(i) ? query(q, i) + part * kHeadPart : nullptr; },
-               [&](int i) { return s_.positions[q.first_row + q.row(i)]; });
+               [&](int i) { return position(q.first_row + q.row(i)); });
   }
 
   MK_FN void store_partials(const typename P::AttentionTile& tile, int head, int first, int block) {
@@ -164,7 +219,7 @@ class AttentionItem {
     int turn = 0;
     MK_LOOP for (int r = 0; r < s_.item_rows[item_]; ++r) {
       const int row = s_.item_row[item_] + r;
-      for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
+      for (int head = 0; head < work().kv_heads; ++head) {
         const QueryRows q = query_rows(head, 0);
         for (int g = 0; g < q.heads; ++g, ++turn) {
           if (turn % kConsumerWarps == call_.warp) merge_row(row, r, head, q.first_head, g);
@@ -175,11 +230,11 @@ class AttentionItem {
 
   MK_FN void merge_row(int row, int r, int head, int first_head, int g) {
     const Ranks ranks = output_ranks();
-    const int first = first_visible(span(), s_.positions[row]) / kKvBlock;
+    const int first = first_visible(span(), position(row)) / kKvBlock;
     for (int e = 2 * p_.lane(); e < d_.head_dim; e += 2 * P::kLanes) {
       Softmax sums;
       float a = 0.0f, b = 0.0f;
-      MK_UNROLL_4 for (int block = first; block <= s_.positions[row] / kKvBlock; ++block) {
+      MK_UNROLL_4 for (int block = first; block <= position(row) / kKvBlock; ++block) {
         const float* from = partial(r, head, g, block);
         const float m = load_float(from), l = load_float(from + 1);
         const float block_a = load_float(from + 2 + e), block_b = load_float(from + 3 + e);
@@ -200,7 +255,7 @@ class AttentionItem {
   MK_FN void store_zeros() {
     const Ranks ranks = output_ranks();
     MK_LOOP for (int r = call_.warp; r < s_.item_rows[item_]; r += kConsumerWarps) {
-      for (int head = 0; head < s_.item_kv_heads[item_]; ++head) {
+      for (int head = 0; head < work().kv_heads; ++head) {
         const QueryRows q = query_rows(head, 0);
         MK_LOOP for (int rank = ranks.begin; rank < ranks.end; ++rank) {
           MK_LOOP for (int e = 2 * p_.lane(); e < q.heads * d_.head_dim; e += 2 * P::kLanes)
@@ -218,8 +273,8 @@ class AttentionItem {
   }
 
   MK_FN QueryRows query_rows(int head, int begin) const {
-    const int kv_head = s_.item_kv_head[item_] + head, first = d_.query_head(kv_head);
-    return {s_.item_row[item_], s_.item_rows[item_], first, d_.query_head_end(kv_head) - first, begin};
+    const int kv_head = work().kv_head + head, first = d_.query_head(kv_head);
+    return {row(), rows(), first, d_.query_head_end(kv_head) - first, begin};
   }
 
   // Returns the position of the tile's last row, which sees more tokens than the others, or -1 if the tile
@@ -227,7 +282,7 @@ class AttentionItem {
   MK_FN int32_t last_position(const QueryRows& q) const {
     if (!q.has(0)) return -1;
     const int last = lower_of(kQueryTile, q.rows * q.heads - q.begin) - 1;
-    return s_.positions[q.first_row + q.row(last)];
+    return position(q.first_row + q.row(last));
   }
 
   MK_FN const uint16_t* query(const QueryRows& q, int i) const {
@@ -261,14 +316,14 @@ class AttentionItem {
   const StepView& s_;
   Pages& pages_;
   int item_;
+  ItemWork read_;  // only if kTogether
 };
 
 template <class P, class Pages>
 MK_FN void attention(P& p, const Call& call, Pages& pages) {
-  const StepView& s = *call.step;
-  for (int item = first_item(s, *call.task); item < end_item(s, *call.task); ++item) {
-    AttentionItem<P, Pages>(p, call, pages, item).run();
-  }
+  const int begin = kTogether ? own_items(call).begin : first_item(*call.step, *call.task);
+  const int end = kTogether ? own_items(call).end : end_item(*call.step, *call.task);
+  for (int item = begin; item < end; ++item) AttentionItem<P, Pages>(p, call, pages, item).run();
 }
 
 }  // namespace mk

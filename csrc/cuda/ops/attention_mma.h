@@ -1,4 +1,6 @@
-// One warp's attention arithmetic on the tensor cores: 16 query rows attend to a KV block. Keys are stored as
+// Attention's arithmetic on the tensor cores: 16 query rows attend to a KV block. One warp computes them or,
+// in builds for one row, all consumer warps together: each the scores of 16 tokens and, once the warps have
+// exchanged the probabilities, 16 elements of the head. Both ways add in the same order. Keys are stored as
 // [element][token] and values as [token][element], so ldmatrix.trans loads both as the B matrix of mma.
 #pragma once
 #include "../tensor_core.h"
@@ -40,14 +42,12 @@ class AttentionTile {
   // every member that start() sets. This saves registers: the compiler need not keep the members of the
   // previous tile alive.
   template <class P>
-  __device__ AttentionTile(P& p, const Sizes& d) : lane_(p.lane()), d_(d) {
+  __device__ AttentionTile(P& p, const Sizes& d) : lane_(p.lane()), warp_(p.warp() - kConsumerWarp), d_(d) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;
     MK_UNROLL for (int k = 0; k < kHeadPart / 16; ++k) {
       MK_UNROLL for (int w = 0; w < 4; ++w) query_[k][w] = 0;
     }
-    MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
-    }
+    MK_UNROLL for (int n = 0; n < kOutputs; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f; }
   }
 
   // Loads the lane's elements of the queries, and the positions of the lane's rows. row(i) returns the
@@ -56,7 +56,7 @@ class AttentionTile {
   template <class Row, class Position>
   __device__ void start(Row row, Position position) {
     const int lane = here(lane_), head_dim = size();
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
+    MK_UNROLL for (int half = 0; half < kHalves; ++half) {
       const uint16_t* from = row(fragment_row(lane, half));
       if (from) position_[half] = position(fragment_row(lane, half));
       const uint16_t* own = here(from + fragment_col(lane));
@@ -73,25 +73,25 @@ class AttentionTile {
   // Sets all scores to zero. Builds for wide heads call this before the first scores() of a KV block, and
   // each scores() then adds the products of one part of the head.
   __device__ void clear() {
-    MK_UNROLL for (int n = 0; n < 16; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) score_[n][e] = 0.0f; }
+    MK_UNROLL for (int n = 0; n < kScores; ++n) { MK_UNROLL for (int e = 0; e < 4; ++e) score_[n][e] = 0.0f; }
   }
 
   // Computes the scores of half kHalf (0 or 1) of a KV block's tokens; `keys` is a tile [element][64 tokens].
   template <int kHalf>
   __device__ void scores(const unsigned char* keys) {
-    const uint32_t own = own_matrix_row(keys, here(lane_));
+    constexpr int kFirst = kTogether ? 0 : 8 * kHalf, kEnd = kFirst + lower_of(kScores, 8);
+    const uint32_t own = own_matrix_row(keys, here(lane_)) ^ own_column() * 2;
     const int head_dim = size();
-    MK_UNROLL for (int n = 0; n < 8; ++n) {
-      MK_UNROLL for (int e = 0; e < 4; ++e) score_[8 * kHalf + n][e] =
-          kWide ? score_[8 * kHalf + n][e] : 0.0f;
+    MK_UNROLL for (int n = kFirst; n < kEnd; ++n) {
+      MK_UNROLL for (int e = 0; e < 4; ++e) score_[n][e] = kWide ? score_[n][e] : 0.0f;
     }
     MK_UNROLL for (int k = 0; k < kHeadPart / 16; ++k) {
       if (16 * k + 16 > head_dim) break;
-      MK_UNROLL for (int n = 0; n < 8; n += 2) {
+      MK_UNROLL for (int n = kFirst; n < kEnd; n += 2) {
         uint32_t b[4];
-        load_b(b, own, 16 * k, 8 * n);
-        mma_16x8x16(score_[8 * kHalf + n], query_[k], b[0], b[1]);
-        mma_16x8x16(score_[8 * kHalf + n + 1], query_[k], b[2], b[3]);
+        load_b(b, own, 16 * k, 8 * (n - kFirst));
+        mma_16x8x16(score_[n], query_[k], b[0], b[1]);
+        mma_16x8x16(score_[n + 1], query_[k], b[2], b[3]);
       }
     }
     // If head_dim is an odd multiple of 8, eight elements of the head remain, half of an mma fragment. The
@@ -100,33 +100,35 @@ class AttentionTile {
     if (head_dim % 16 == 0) return;
     uint32_t query[4] = {};
     pick(query, query_, head_dim / 16);
-    MK_UNROLL for (int n = 0; n < 8; n += 2) {
+    MK_UNROLL for (int n = kFirst; n < kEnd; n += 2) {
       uint32_t b[4];
-      load_b(b, own, head_dim - 8, 8 * n);
-      mma_16x8x16(score_[8 * kHalf + n], query, b[0], 0);
-      mma_16x8x16(score_[8 * kHalf + n + 1], query, b[2], 0);
+      load_b(b, own, head_dim - 8, 8 * (n - kFirst));
+      mma_16x8x16(score_[n], query, b[0], 0);
+      mma_16x8x16(score_[n + 1], query, b[2], 0);
     }
   }
 
   // Computes the softmax of KV block number `block`: turns the scores into e^(score - m), rounded to bf16,
   // where m is the row's maximum score in the block. A row sees the last `span` tokens up to its own; for
-  // other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before rounding. Scores are
-  // first multiplied by `scale`, and limited by `cap` if it is not 0.
-  __device__ void softmax(float scale, float cap, int block, int span) {
+  // other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before rounding: a lane
+  // adds its sums of 16 tokens each, in ascending order. Scores are first multiplied by `scale`, and limited
+  // by `cap` if it is not 0.
+  template <class P>
+  __device__ void softmax(P& p, Scratch& shared, float scale, float cap, int block, int span) {
     if (kWide && cap != 0.0f) {
       const float inside = scale * one_over_root(cap * cap);
-      MK_UNROLL for (int n = 0; n < 16; ++n) {
+      MK_UNROLL for (int n = 0; n < kScores; ++n) {
         MK_UNROLL for (int e = 0; e < 4; ++e) score_[n][e] = tanh_fast(score_[n][e] * inside);
       }
       scale = cap;
     }
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
+    MK_UNROLL for (int half = 0; half < kHalves; ++half) {
       const int seen = position_[half] + 1 - block * kKvBlock;
       // The row sees the token in column c of this lane if 0 <= offset + c < span. With unsigned numbers, one
       // comparison tests both limits.
-      const unsigned offset = fragment_col(here(lane_)) + span - seen;
+      const unsigned offset = first() + fragment_col(here(lane_)) + span - seen;
       float m = minus_infinity();
-      MK_UNROLL for (int n = 0; n < 16; ++n) {
+      MK_UNROLL for (int n = 0; n < kScores; ++n) {
         MK_UNROLL for (int e = 2 * half; e < 2 * half + 2; ++e) {
           score_[n][e] = offset + (8 * n + e % 2) < static_cast<unsigned>(span) ? score_[n][e] * scale
                                                                                 : minus_infinity();
@@ -135,18 +137,35 @@ class AttentionTile {
       }
       m = fmaxf(m, shuffle_xor(m, 1));
       m = fmaxf(m, shuffle_xor(m, 2));
+      if constexpr (kTogether) {
+        const int row = fragment_row(here(lane_), half);
+        Most& most = *reinterpret_cast<Most*>(shared.rows + kMostAt);
+        if (lane_ % 4 == 0) most[warp_][row] = m;
+        p.consumer_sync();
+        MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) m = fmaxf(m, most[w][row]);
+      }
       const float base = m == minus_infinity() ? 0.0f : m;
       float l = 0.0f;
       // The accumulators of 16 tokens already have the register layout of the next mma's A
       // fragment.
-      MK_UNROLL for (int k = 0; k < 8; ++k) {
+      MK_UNROLL for (int k = 0; k < kScores / 2; ++k) {
+        float sum = 0.0f;
         MK_UNROLL for (int n = 0; n < 2; ++n) {
           const float* pair = &score_[2 * k + n][2 * half];
           const float first = exp_fast(pair[0] - base), second = exp_fast(pair[1] - base);
-          l += first;
-          l += second;
+          sum += first;
+          sum += second;
           probability_[k][2 * n + half] = pack_bf16(first, second);
         }
+        l += sum;
+      }
+      if constexpr (kTogether) {
+        Shared& all = *reinterpret_cast<Shared*>(shared.rows);
+        all.sum[warp_][half][lane_] = l;
+        MK_UNROLL for (int w = half; w < 4; w += 2) all.probability[warp_][w][lane_] = probability_[0][w];
+        p.consumer_sync();
+        l = 0.0f;
+        MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) l += all.sum[w][half][lane_];
       }
       l += shuffle_xor(l, 1);
       block_[half] = {m, l + shuffle_xor(l, 2)};
@@ -157,7 +176,7 @@ class AttentionTile {
   // Merges the block's softmax maximum m and sum l (softmax.h) into those of earlier blocks, for the rows
   // that see the block. values() merges o, the block's weighted sum of values.
   __device__ void merge() {
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
+    MK_UNROLL for (int half = 0; half < kHalves; ++half) {
       const Rescale scale = seen_[half] ? sums_[half].merge(block_[half].a, block_[half].b) : Rescale{};
       block_[half] = {scale.keep, scale.add};
     }
@@ -168,24 +187,33 @@ class AttentionTile {
   // the earlier KV blocks. If `alone` is set, replaces that result, because the caller stores each block's o
   // separately. To save registers, processes four accumulator fragments at a time.
   template <int kHalf>
-  __device__ void values(const unsigned char* values, bool alone) {
-    const uint32_t own = own_matrix_row(values, here(lane_));
-    MK_UNROLL for (int first = 0; first < 8; first += 4) {
-      float o[4][4] = {};
+  __device__ void values(const Scratch& shared, const unsigned char* values, bool alone) {
+    constexpr int kAtOnce = lower_of(kOutputs, 4), kFirst = kTogether ? 0 : 8 * kHalf;
+    const uint32_t own = own_matrix_row(values, here(lane_)) ^ own_column() * 2;
+    MK_UNROLL for (int first = 0; first < lower_of(kOutputs, 8); first += kAtOnce) {
+      float o[kAtOnce][4] = {};
       MK_UNROLL for (int k = 0; k < 8; ++k) {
-        MK_UNROLL for (int n = 0; n < 4; n += 2) {
+        uint32_t of_others[4] = {};
+        if constexpr (kTogether) {
+          const Shared& all = *reinterpret_cast<const Shared*>(shared.rows);
+          MK_UNROLL for (int w = 0; w < 4; ++w) {
+            if (w % 2 < kHalves) of_others[w] = all.probability[k][w][lane_];
+          }
+        }
+        const uint32_t (&probability)[4] = kTogether ? of_others : probability_[k % (kScores / 2)];
+        MK_UNROLL for (int n = 0; n < kAtOnce; n += 2) {
           uint32_t b[4];
           load_b(b, own, 16 * k, 8 * (first + n));
-          mma_16x8x16(o[n], probability_[k], b[0], b[1]);
-          mma_16x8x16(o[n + 1], probability_[k], b[2], b[3]);
+          mma_16x8x16(o[n], probability, b[0], b[1]);
+          mma_16x8x16(o[n + 1], probability, b[2], b[3]);
         }
       }
-      MK_UNROLL for (int half = 0; half < 2; ++half) {
+      MK_UNROLL for (int half = 0; half < kHalves; ++half) {
         if (!seen_[half]) continue;
         const Rescale scale{block_[half].a, block_[half].b};
-        MK_UNROLL for (int n = 0; n < 4; ++n) {
+        MK_UNROLL for (int n = 0; n < kAtOnce; ++n) {
           MK_UNROLL for (int e = 0; e < 2; ++e) {
-            float &out = out_[8 * kHalf + first + n][2 * half + e], &block_o = o[n][2 * half + e];
+            float &out = out_[kFirst + first + n][2 * half + e], &block_o = o[n][2 * half + e];
             out = alone ? block_o : scale.merged(out, block_o);
           }
         }
@@ -196,9 +224,9 @@ class AttentionTile {
   // Merges one more score without a value into each row i: value(i), the sink of the row's head.
   template <class Value>
   __device__ void add_sinks(Value value) {
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
+    MK_UNROLL for (int half = 0; half < kHalves; ++half) {
       const float keep = sums_[half].merge(value(fragment_row(here(lane_), half)), 1.0f).keep;
-      MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
+      MK_UNROLL for (int n = 0; n < kOutputs; ++n) {
         MK_UNROLL for (int e = 0; e < 2; ++e) out_[n][2 * half + e] *= keep;
       }
     }
@@ -209,12 +237,13 @@ class AttentionTile {
   template <class To>
   __device__ void store_block(To to, int part) const {
     const int lane = here(lane_), head_dim = size();
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
+    const int skipped = part * kHeadPart + first();
+    MK_UNROLL for (int half = 0; half < kHalves; ++half) {
       if (!seen_[half]) continue;
-      float *out = to(fragment_row(lane, half)), *own = here(out + 2 + part * kHeadPart + fragment_col(lane));
-      if (lane % 4 == 0 && part == 0) store_pair(out, block_[half]);
-      MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
-        if (8 * n < head_dim) store_pair(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
+      float *out = to(fragment_row(lane, half)), *own = here(out + 2 + skipped + fragment_col(lane));
+      if (lane % 4 == 0 && skipped == 0) store_pair(out, block_[half]);
+      MK_UNROLL for (int n = 0; n < kOutputs; ++n) {
+        if (first() + 8 * n < head_dim) store_pair(own + 8 * n, {out_[n][2 * half], out_[n][2 * half + 1]});
       }
     }
   }
@@ -224,29 +253,48 @@ class AttentionTile {
   template <class To>
   __device__ void store_results(To to) const {
     const int lane = here(lane_), head_dim = size();
-    MK_UNROLL for (int half = 0; half < 2; ++half) {
-      uint16_t *out = to(fragment_row(lane, half)), *own = here(out + fragment_col(lane));
+    MK_UNROLL for (int half = 0; half < kHalves; ++half) {
+      uint16_t *out = to(fragment_row(lane, half)), *own = here(out + first() + fragment_col(lane));
       const float share = 1.0f / sums_[half].l;
       if (!out) continue;
-      MK_UNROLL for (int n = 0; n < kHeadPart / 8; ++n) {
-        if (8 * n < head_dim)
+      MK_UNROLL for (int n = 0; n < kOutputs; ++n) {
+        if (first() + 8 * n < head_dim)
           store_word(own + 8 * n, pack_bf16(out_[n][2 * half] * share, out_[n][2 * half + 1] * share));
       }
     }
   }
 
  private:
+  // The numbers of fragments of eight tokens and of eight elements of the head that this warp computes, and
+  // of groups of eight rows that can have a query row.
+  static constexpr int kScores = kTogether ? 2 : kKvBlock / 8, kOutputs = kTogether ? 2 : kHeadPart / 8,
+                       kHalves = kMostGroup > 8 ? 2 : 1;
+  // What the warps exchange about a KV block: for each warp, its sums and its part of the probabilities.
+  struct Shared {
+    float sum[kConsumerWarps][2][32];
+    uint32_t probability[kConsumerWarps][4][32];
+  };
+  // The maximum score of each query row in each warp. It lies where no other instruction writes.
+  using Most = float[kConsumerWarps][kQueryTile];
+  static constexpr int kMostAt = kRowBytes - sizeof(Most);
+  static_assert(!kTogether || (sizeof(Shared) <= kCopyBytes && kCopyBytes <= kMostAt));
+
+  // Returns the first token of a KV block, and the first element of the head, that this warp computes;
+  // own_column() counts them from the beginning of their tile.
+  __device__ int first() const { return kTogether ? 16 * warp_ : 0; }
+  __device__ int own_column() const { return first() % 64; }
+
   // Returns how many elements of the head the tile has.
   __device__ int size() const { return kWide ? lower_of(d_.head_dim, kHeadPart) : d_.head_dim; }
 
-  const int lane_;
+  const int lane_, warp_;
   const Sizes& d_;  // loaded where it is needed, which costs no register elsewhere
   int position_[2];
   uint32_t query_[kHeadPart / 16][4];
-  float out_[kHeadPart / 8][4];
+  float out_[kOutputs][4];
   Softmax sums_[2];
-  float score_[16][4];
-  uint32_t probability_[8][4];
+  float score_[kScores][4];
+  uint32_t probability_[kScores / 2][4];
   Pair block_[2];  // the KV block's softmax maximum and sum; after merge(), factors for old and new outputs
   bool seen_[2];
 };

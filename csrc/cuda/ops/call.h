@@ -27,9 +27,10 @@ MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
 // Shared memory that a block's consumer warps use within an instruction. Its contents are not kept for the
 // next instruction.
 struct Scratch {
-  alignas(16) unsigned char rows[kNormBytes];  // bf16 rows that a matmul has normalised
+  alignas(16) unsigned char rows[kRowBytes];  // bf16 rows that a matmul has normalised or copied
   uint64_t gathered[2][kConsumerWarps];
   float squares[2][kConsumerWarps][8];  // dots.h: a warp's sum of squares over its columns of a head, by row
+  int32_t position, page;               // in builds for one row: its position and KV page; no page: -1
   int32_t last;    // attention: whether this block was the last, and so merges partial results
   int32_t listed;  // sample.h: number of logits copied to the list of candidates
 };
@@ -111,9 +112,11 @@ MK_FN T reduce_lanes(T value, F combine) {
 template <class P>
 class Team {
  public:
-  // Waits until all consumer warps have finished their work for the previous instruction.
-  MK_FN Team(P& p, const Call& call) : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
-    p_.consumer_sync();
+  // Waits until all consumer warps have finished their work for the previous instruction, unless the caller
+  // knows that they have.
+  MK_FN Team(P& p, const Call& call, bool met = false)
+      : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
+    if (!met) p_.consumer_sync();
   }
 
   // Exchanges one value per warp: returns an array of all eight values, valid until the warp's next call. Two

@@ -1,7 +1,7 @@
 // RMS norms of rows. A norm instruction stores the normalised rows on every rank that needs them. A matmul
 // that normalises its own inputs keeps them in shared memory instead. All consumer warps work on one row at a
-// time, so that even a single row is fast. Each lane has its elements of the row in registers, and loads
-// those of the next row while the warps add up the sum of squares.
+// time, so that even a single row is fast. Each lane has its elements of the row in registers, and
+// loads those of the next row while the warps add up the sum of squares.
 #pragma once
 #include "../../common/index.h"
 #include "call.h"
@@ -34,12 +34,15 @@ class Norm {
         weight_(call.weights<float>(norm_weights(call.phase()))),
         width_(call.dims->hidden),
         first_(8 * (call.warp * P::kLanes + p.lane())),
-        team_(p, call) {}
+        team_(p, call, kOneRow && own_) {
+    MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
+      if (kOneRow && first_ + h * kStep < width_) weights_.part[h] = read_eight(weight_ + first_ + h * kStep);
+    }
+  }
 
-  // Normalises rows: for each i in [row, row + rows), normalises row source(i) of the inputs, multiplies it
-  // by the weights, and stores the result as row i of the output, on every rank that needs it. If source(i)
-  // is kNone, zeros are stored; if it is kSkip, nothing is stored. (A matmul that normalises its own inputs
-  // stores the result in shared memory instead, as row i - row of Scratch.)
+  // For each i in [row, row + rows), normalises row source(i) of the inputs, multiplies it by the weights,
+  // and stores the result as row i of the output, on every rank that needs it, or as row i - row of Scratch.
+  // If source(i) is kNone, zeros are stored; if it is kSkip, nothing is stored.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -60,8 +63,8 @@ class Norm {
           store(i, i - row, k, pack_eight(times(v, scale, w)));
         };
         MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-          if (first_ + h * kStep < width_)
-            scaled(first_ + h * kStep, held.part[h], read_eight(weight_ + first_ + h * kStep));
+          const int k = first_ + h * kStep;
+          if (k < width_) scaled(k, held.part[h], kOneRow ? weights_.part[h] : read_eight(weight_ + k));
         }
         MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep)
             scaled(k, load_eight(x + k), read_eight(weight_ + k));
@@ -131,6 +134,7 @@ class Norm {
   const bool own_;
   const float *x_, *weight_;
   const int width_, first_;
+  NormPart weights_;  // in builds for one row, which load them before the inputs
   Team<P> team_;
 };
 

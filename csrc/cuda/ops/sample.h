@@ -35,8 +35,8 @@ MK_FN Peak as_peak(uint64_t key) {
   return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
 }
 
-// Returns the weight of a token in the random draw, as an integer in units of 2^-44. The sum of 2^18 such
-// weights fits in 64 bits. `e` is e^(the token's logit - the largest logit); the weight of NaN is 0.
+// Returns the weight of a token in the random draw, in units of 2^-44, of which 2^18 fit in 64 bits. `e` is
+// e^(the token's logit - the largest logit); the weight of NaN is 0.
 MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
 constexpr float kWeightless = 32.0f;  // the weight of logits this far below the maximum is 0
 
@@ -178,8 +178,7 @@ class Sampler {
     }
   }
 
-  // Returns the weight that top-p must keep: the fraction p of the total weight `all`, rounded up, and at
-  // least 1.
+  // Returns the weight that top-p must keep: the fraction p of `all`, rounded up, and at least 1.
   MK_FN static uint64_t part(float p, uint64_t all) {
     const double wanted = ceil(static_cast<double>(p) * static_cast<double>(all));
     return wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all);
@@ -210,9 +209,8 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // Finds a token by its cumulative weight: returns the first id, in ascending order, at which the sum of the
-  // weights of the kept tokens exceeds `wanted`. With `equals`, counts the kept tokens whose logit equals
-  // `bound` instead of adding weights. The search narrows a range of ids in rounds: in each round, every one
+  // Returns the first id, in ascending order, at which the sum of the weights of the kept tokens exceeds
+  // `wanted`. With `equals`, counts the kept tokens whose logit equals `bound` instead. In each round, each
   // of the eight warps adds up an eighth of the remaining ids.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
@@ -284,15 +282,13 @@ class Sampler {
     return (wanted - above + each - 1) / each;
   }
 
-  // Returns a value whose upper 32 bits are the larger of the upper halves of a and b, and whose lower 32
-  // bits are the larger of the lower halves.
+  // Returns the larger of the upper halves of a and b, and the larger of the lower halves.
   MK_FN static uint64_t widen(uint64_t a, uint64_t b) {
     const uint64_t high = 0xFFFFFFFF00000000u;
     return greater(a & high, b & high) | greater(a & ~high, b & ~high);
   }
 
-  // Copies the kept logits with order keys in (low, high] to `other_`, in any order, and returns their
-  // number.
+  // Copies the kept logits with order keys in (low, high] to `other_`. Returns their number.
   MK_FN int list(uint32_t low, uint32_t high) {
     int32_t* count = &call_.shared->listed;
     if (thread_ == 0) *count = 0;
@@ -306,8 +302,7 @@ class Sampler {
     return *count;
   }
 
-  // Calls each(token id) for tokens [begin, end) of a sequence's history; the threads divide them among
-  // themselves.
+  // Calls each(token id) for tokens [begin, end) of a history, which the threads divide among themselves.
   template <class Each>
   MK_FN void for_tokens(const int32_t* history, int begin, int end, const Each& each) {
     MK_LOOP for (int t = begin + thread_; t < end; t += kThreadsOfRow) each(load_int(history + t));

@@ -125,11 +125,6 @@ class CudaBackend:
             if not self._closed:  # a closed backend's GPU may have stopped answering, and a call to it would hang
                 loaded.close()
 
-    def delay(self, segment: int, record: int, layer: int, seconds: float) -> None:
-        """Delay one instruction by `seconds` in every traced launch, for tests; 0 ends the delay. `segment` is an index
-        of SEGMENTS, and `record` the instruction's number in the trace."""
-        self._tracing.delay = (segment, layer, record, round(seconds * 1e9))
-
     # -- launches
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:

@@ -23,8 +23,8 @@ from ...errors import MegakernelError, regular
 from ...isa import FIXED_SIZES, Dims, Forward, Units
 from ...library import source_folder
 from ...model.cache import cache_folder
-from ...targets.issue import one_row
 from ...targets.launch import Ablation
+from ...targets.pages import one_row
 from .limits import wide
 
 KERNEL = "megakernel"

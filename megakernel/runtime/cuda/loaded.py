@@ -85,6 +85,7 @@ class Grid:
         self.params: Any = Params(
             mapped=mapped,
             mapped_everywhere=mapped_everywhere,
+            first_counters=int(arrivals["counter_values"][0]),
             first_rank=ranks.start,
             ranks=len(ranks),
             workers=program.workers,

@@ -27,15 +27,14 @@ _READ_CYCLES = 36  # cycles to read clock64, as benchmarks/speed/probe_gpu.py me
 
 
 class Tracing:
-    """Memory for a launch's intervals on each GPU. Tests set `delay`: (segment, layer, record, ns)."""
+    """Memory for a launch's intervals on each GPU."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap = heap
         self._memory: dict[int, tuple[int, int, int]] = {}  # for each GPU: address, blocks, intervals per block
-        self.delay = (0, 0, 0, 0)
 
     def prepare(self, grid: Grid, program: Program) -> None:
-        """Give the next launch on a GPU empty memory for its intervals, and set its `delay`."""
+        """Give the next launch on a GPU empty memory for its intervals."""
         capacity, blocks = _capacity(program), grid.blocks
         address, have_blocks, have = self._memory.get(grid.gpu.ordinal, (0, 0, 0))
         if blocks > have_blocks or capacity > have:
@@ -49,7 +48,6 @@ class Tracing:
         p.clocks = address + blocks * capacity * DTYPE.itemsize
         p.trace_counts = p.clocks + 8 * CLOCK_STAMPS * blocks
         grid.gpu.fill(p.trace_counts, 0, 4 * blocks)
-        p.delay.segment, p.delay.layer, p.delay.record, p.delay.ns = self.delay
 
     def collect(self, loaded: Loaded, table: StepTable) -> Trace:
         """Return the trace of the launch that has just ended. `table` is its step table."""

@@ -37,7 +37,8 @@ class HostAttentionTile {
     }
   }
 
-  void softmax(float scale, float cap, int block, int span) {
+  template <class P>
+  void softmax(P&, Scratch&, float scale, float cap, int block, int span) {
     for (int i = 0; i < rows_; ++i) {
       const int tokens = position_[i] + 1 - block * kKvBlock, before = tokens - span;
       float m = minus_infinity(), l = 0.0f;
@@ -65,7 +66,7 @@ class HostAttentionTile {
   }
 
   template <int kHalf>
-  void values(const unsigned char* values, bool alone) {
+  void values(const Scratch&, const unsigned char* values, bool alone) {
     for (int i = 0; i < rows_; ++i) {
       if (!seen_[i]) continue;
       for (int e = 64 * kHalf; e < lower_of(64 * kHalf + 64, size_); ++e) {

@@ -203,7 +203,6 @@ class HostWarp {
 
   uint64_t now() const { return 0; }
   void trace(const Where&, Role, IntervalKind, uint64_t) {}
-  void stall(uint64_t) {}
 
   // Records what the warp waits for, as the watchdog does before it aborts a launch.
   void note() { block_.memory.late[warp_] = late_; }

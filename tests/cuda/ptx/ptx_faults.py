@@ -48,7 +48,7 @@ tensor
   no fence after the initialisation of barriers  roles.h: p.sync_block()  fence\.mbarrier_init
   consumers do not wait for pages  pages.h: p_.wait(block_.full[page.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   the storer does not wait for output pages  storer.h: p.wait(block.ready[at.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
-  the parity of pages is always 0  block.h: n / kPages & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
+  the parity of pages is always 0  block.h: n / kRing & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
   stores are not waited for  device.cuh: cp.async.bulk.wait_group 0  cp\.async\.bulk\.wait_group 0
   a page is released while it is stored  device.cuh: cp.async.bulk.wait_group.read 0  cp\.async\.bulk\.wait_group\.read 0
   stores are not committed  device.cuh: cp.async.bulk.commit_group  cp\.async\.bulk\.commit_group
@@ -77,8 +77,11 @@ row dots
   signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
   loaders do not wait for empty pages  loaders.h: p.wait(block.empty[at.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   consumers do not wait for inputs  consumer.h: p.wait(slot.inputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
-  the parity of pages is always 0  block.h: n / kPages & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
+  the parity of pages is always 0  block.h: n / kRing & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
   a consumer does not release a page  pages.h: p_.arrive(block_.empty[  mbarrier\.arrive
+  warps do not meet when they have copied a row of inputs  dots.h: ^p.consumer_sync()  bar\.sync
+  warps that share a tile of attention do not meet  attention_mma.h: ^p.consumer_sync()  bar\.sync
+  lane 0 does not hand over the work items that it looked up  attention.h: ^p.sync_warp()  bar\.warp\.sync
 """  # noqa: E501
 
 
