@@ -89,10 +89,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path, model: str, name: str, kind:
         READERS[name](folder / name)
 
 
-def test_kept_ceilings_are_read_from_a_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_ceilings_are_read_from_a_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path))
     os.mkfifo(tmp_path / "ceilings.json")
-    assert kept.recall("a machine", 1) is None
+    assert kept.recall("a machine", 1) is None and "it is not a regular file" in caplog.text
 
 
 WRITER = """
