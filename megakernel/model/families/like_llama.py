@@ -21,7 +21,6 @@ def scaled_embeddings(hidden: int) -> dict[str, Any]:
     return {"embedding_multiplier": math.sqrt(max(hidden, 1))}
 
 
-# gate and up in one tensor
 _ONE_GATE_UP = of_layer("mlp.gate_up_proj mlp.gate_up_proj", "ffn_up ffn_up")
 
 CWM = Family(
