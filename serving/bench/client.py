@@ -93,7 +93,7 @@ class ServerClient:
         if it lists none, and RefusedError if it answers with an error."""
         body = await self.get("/v1/models")
         try:
-            self.model = self.model or str(msgspec.json.decode(body)["data"][0]["id"])
+            self.model = self.model or msgspec.convert(msgspec.json.decode(body)["data"][0]["id"], str)
         except (*ERRORS, LookupError, TypeError):
             raise MegakernelError(f"{self.url}/v1/models names no model: is this an OpenAI API?") from None
 
