@@ -19,7 +19,7 @@ from svg import WIDTH, Picture
 from megakernel.isa.record import Records, phase_number
 from megakernel.program import Program
 from megakernel.scheduler import Options
-from megakernel.targets.pages import matmul_pages
+from megakernel.targets.pages import ROW_PAGES, matmul_pages
 from megakernel.trace import IntervalKind
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -248,48 +248,38 @@ def overlap() -> Picture:
     return out
 
 
-def page_order(program: Program, record: Records) -> str:
-    """Return the order in which a matmul's data pass through pages of shared memory: W for weights, X for input rows.
-
-    The matmul uses `dots`, dot products on CUDA cores.
-    """
-    phase, dims = program.forward.by_number[int(phase_number(record))], program.dims
+def weight_pages(program: Program, record: Records) -> int:
+    """Return through how many pages of shared memory a matmul's weights pass. Its row of inputs lies beside them."""
+    phase = program.forward.by_number[int(phase_number(record))]
     operands: dict[str, Any] = phase.columns(record[None])
-    rows, cols = operands["rows"], operands["cols"]
-    taken = matmul_pages(phase, rows, cols, dims)
-    weights, inputs = int(taken.weights[0]), int(taken.held_inputs[0])
-    lap = (dims.worker.ring_pages - inputs) // 2 * 2
-    return "".join("W" * min(lap, weights - first) + "X" * inputs for first in range(0, weights, lap))
+    return int(matmul_pages(phase, operands["rows"], operands["cols"], program.dims).weights[0])
 
 
 def ring() -> Picture:
     program = decode(3)
-    slots = program.dims.worker.ring_pages
-    pages: list[tuple[str, str]] = []
+    pages: list[str] = []
     for record in program.body.stream(WORKER):
         phase = program.forward.by_number[int(phase_number(record))]
         if phase.is_matmul:
-            pages += [(phase.name, page) for page in page_order(program, record)]
-    rows = -(-len(pages) // slots)
-    left, top = 112, 96
-    cell = (WIDTH - 14 - left) / slots
+            pages += [phase.name] * weight_pages(program, record)
+    rows = -(-len(pages) // ROW_PAGES)
+    left, top = 112, 66
+    cell = (WIDTH - 14 - left) / ROW_PAGES
     out = Picture(top + 40 * rows + 50, "The pages of one layer in the ring of one block")
     short = {"qkv_rope": "QKV", "o_proj": "O projection", "gate_up_silu": "gate and up", "down_proj": "down projection"}
-    counts = {name: len(list(found)) for name, found in groupby(name for name, _ in pages)}
+    counts = {name: len(list(found)) for name, found in groupby(pages)}
     legend(out, 26, [(COLOURS[name], f"{short[name]}: {count} pages") for name, count in counts.items()])
-    kinds = "W: weights, which the weight loader brings. X: activations, which the input loader brings after the wait."
-    out.text(16, 54, kinds, quiet=True)
-    for slot in range(slots):
-        out.text(left + cell * (slot + 0.5), 86, f"slot {slot}", anchor="middle", quiet=True, size=12)
-    for i, (name, page) in enumerate(pages):
-        row, slot = divmod(i, slots)
+    for slot in range(ROW_PAGES):
+        out.text(left + cell * (slot + 0.5), 56, f"slot {slot}", anchor="middle", quiet=True, size=12)
+    for i, name in enumerate(pages):
+        row, slot = divmod(i, ROW_PAGES)
         out.rect(left + cell * slot, top + 40 * row, cell - 3, 34, COLOURS[name])
-        out.text(left + cell * slot + (cell - 3) / 2, top + 40 * row + 22, f"{page} {i}", anchor="middle")
+        out.text(left + cell * slot + (cell - 3) / 2, top + 40 * row + 22, str(i), anchor="middle")
     for row in range(rows):
-        first, last = row * slots, min((row + 1) * slots, len(pages)) - 1
+        first, last = row * ROW_PAGES, min((row + 1) * ROW_PAGES, len(pages)) - 1
         out.text(left - 10, top + 40 * row + 22, f"pages {first} to {last}", anchor="end", quiet=True, size=12)
     foot = top + 40 * rows
-    rule = f"Page n lies in slot n mod {slots}. A loader fills it once the page above it has been released,"
+    rule = f"Page n lies in slot n mod {ROW_PAGES}. The loader fills it once the page above it has been released,"
     out.text(16, foot + 18, rule)
     out.text(16, foot + 36, "whether or not the two belong to the same instruction.")
     return out

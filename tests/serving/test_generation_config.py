@@ -52,7 +52,7 @@ def test_llm_takes_them_from_elsewhere_or_not_at_all(model: str, tmp_path: Path)
     with LLM(model, generation_config=str(tmp_path), backend="null", **LIMITS) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(min_p=0.25)
     for content, message in (
-        ('{"top_p": 3}', "top_p=3.0 must be .*; --generation-config vllm"),
+        ('{"top_p": 3}', "top_p=3.0 must be .*; use --generation-config vllm"),
         ("[", "not valid JSON"),
     ):
         path.write_text(content)
