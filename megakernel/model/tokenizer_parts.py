@@ -123,7 +123,7 @@ def _texts(declared: dict[str, Any]) -> Iterator[str]:
     for entry in found:
         text = entry[0] if isinstance(entry, list) and entry else entry
         if isinstance(entry, list) and not (len(entry) == 2 and isinstance(entry[1], (int, float))):
-            raise ValueError(f"the vocabulary has the entry {entry!s:.60}")
+            raise ValueError(f"an entry of the vocabulary must be a token and its score, not {entry!s:.60}")
         if isinstance(entry, list) and not math.isfinite(entry[1]):
             raise ValueError(f"the score of the token {text!s:.40} is not finite")
         if isinstance(text, str):

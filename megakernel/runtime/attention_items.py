@@ -196,7 +196,7 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Ends:
-    """The places where the shares of slots end, except the last slot's. Each array has one element per slot."""
+    """Where each slot's share of the attention work ends. Arrays have an element for each slot except the last."""
 
     tile: Ints
     part: Ints  # index in the tile of the part (group of KV heads) where the share ends

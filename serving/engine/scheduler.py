@@ -420,7 +420,7 @@ class Batch:
             self.waiting.append(sequence.request.client, [sequence])
 
     def _write_history(self, slot: int, start: int) -> None:
-        """Let the host write a sequence's tokens from `start` on to HISTORY, if penalties make a launch read them."""
+        """If penalties make a launch read HISTORY, let the host write a sequence's tokens there, from `start` on."""
         if self.slots.sampling.penalised[slot]:
             self.histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
 
