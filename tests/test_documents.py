@@ -52,8 +52,7 @@ NOT_RUN = {
     r"doctor --calibrate": "takes a minute; tests/roofline/test_kept.py runs it for an instant",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
-    r"rounding\.py": "needs llama.cpp and MT-bench's questions, and takes minutes",
-    r"llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes an hour",
+    r"rounding\.py|llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes minutes",
 }
 
 # Flags that tests add to a command, so that it finishes quickly or uses the server that the same document started.
@@ -74,6 +73,7 @@ SMALLER = {
     r"timeline .*--model": "--launches 2",
     r"predictions\.py": "--batches 1",
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
+    r"speed/structured\.py": "--model MODEL --tokens 4 --rounds 1",
     r"correctness/structured\.py": "--schemas 1 --tokens 64",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",
 }

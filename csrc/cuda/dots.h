@@ -73,9 +73,9 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form two halves. Each lane
-  // keeps half of its rows, and gives its sums of the other half to its partner in the other half. In the
-  // end, lane i has the total of row i. For a single row, reduce() adds in the same order.
+  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form pairs. Of the rows
+  // that both still have, each keeps one half, and gives its partner its sums of the other half. In the end,
+  // lane i has the total of row i. For a single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask >= kDotRows) {

@@ -67,7 +67,7 @@ struct Routes {
     MK_LOOP for (; !(chosen & 1) || i-- > 0; chosen >>= 1)++ row;
     return row;
   }
-  // Returns the row of the part's i-th result. A token has one result row for each of its experts.
+  // Returns the row of the i-th result of a part (tokens of one expert). A token has a row for each expert.
   MK_FN int32_t result(const Task& task, int32_t i) const {
     const int32_t row = token(task, i), expert = first + part_of(task).expert;
     int32_t place = 0;

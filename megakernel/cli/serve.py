@@ -111,7 +111,7 @@ def _flags(path: Path) -> list[str]:
     known = {flag.lstrip("-") for name in _SETTINGS for flag in (SETTINGS[name].flag, *SETTINGS[name].aliases)}
     line: list[str] = []
     for key, value in content.items():
-        name = key.replace("_", "-") if isinstance(key, str) else "a key that is not text"
+        name = key.replace("_", "-") if isinstance(key, str) else repr(key)
         if name not in known:
             raise MegakernelError(f"{path}: {name} is not a flag of serve: see megakernel serve --help")
         values = value if isinstance(value, list) else [value]

@@ -124,7 +124,7 @@ def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> lis
     join to the first token come first."""
     if (characters := sum(len(token) ** 2 for token in ranked)) > MOST_SPLIT_CHARACTERS:
         raise MegakernelError(
-            f"{source}: the tokens are too long: their parts have {characters} characters, more than the limit of "
+            f"{source}: the tokens are too long: the squares of their lengths add up to {characters}, more than "
             f"{MOST_SPLIT_CHARACTERS}"
         )
     return [

@@ -73,7 +73,7 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
             "and tensor cores load 8 elements of a head at once"
         )
     if rope.dims % 2 or not 0 <= rope.dims <= config.head_dim:
-        raise refuse(f"{rope.dims} rotated elements of a head of {config.head_dim} are not supported")
+        raise refuse(f"RoPE rotates {rope.dims} elements of a head, but needs an even number up to {config.head_dim}")
     if config.heads * config.head_dim > _LARGEST:
         raise refuse(f"{config.heads} heads of size {config.head_dim} are together more than {_LARGEST} columns")
     if config.window:
@@ -88,7 +88,7 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
                 f"beta_fast), not {rope.low_freq_factor} and {rope.high_freq_factor}"
             )
         if not 0 < rope.original_context <= _LARGEST:
-            raise refuse(f"original_max_position_embeddings is {rope.original_context}; it must be positive")
+            raise refuse(f"original_max_position_embeddings is {rope.original_context}; it must be 1 to {_LARGEST}")
     if rope.kind is RopeKind.YARN and rope.theta <= 1:
         raise refuse(f"RoPE theta is {rope.theta}; YaRN needs more than 1")
     lists = {RopeKind.FACTORS: [rope.factors], RopeKind.LONGROPE: [rope.factors, rope.short_factors]}

@@ -69,7 +69,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class Causes:
-    """For each wait word, the phases whose signals can end the wait. `first` and `later` [records, WAITS] are indices
+    """For each wait of a record, the phases whose signals can end it. `first` and `later` [records, WAITS] are indices
     into `names`, for layer 0 and for all other layers; -1 means no phase. A name lists phases, separated by commas. A
     `join` only passes signals on, so the phases that the join waits for are listed."""
 

@@ -134,8 +134,8 @@ _CLAIM_S = 0.432e-6
 def _gpu_costs(machine: Machine) -> TaskCosts:
     if not (machine.cache_bytes and machine.cache_bytes_per_s and machine.worker_bytes_per_s):
         raise MegakernelError(
-            f"cannot simulate on {machine.name}: its file needs chip.l2_bytes, l2_bytes_per_clock and"
-            " load_bytes_per_clock, or a base that has them"
+            f"cannot simulate on {machine.name}: its file, or the `base` that it names, needs l2_bytes,"
+            " l2_bytes_per_clock and load_bytes_per_clock in [chip]"
         )
     matrix = machine.matrix_flops / machine.workers * _MATRIX_FRACTION
     trip_s, code_s = (machine.paths["l2_trip"].warm, machine.paths["hand_off"].cold) if machine.paths else (0.0, 0.0)

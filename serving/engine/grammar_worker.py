@@ -85,7 +85,7 @@ _PARTS = "x-parts"  # key of the root schema for rewritten schemas that referenc
 # lookaround is found inside them; `_pattern` keeps these.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
-# Syntax that the grammar library cannot express: word boundaries, back references, other lookarounds, atomic groups.
+# Syntax that the grammar library cannot express: word boundaries, back references, nested lookarounds, atomic groups.
 _BEYOND = re.compile(r"\\[bBc0-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)")
 
 

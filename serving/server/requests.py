@@ -105,7 +105,7 @@ def by_type(known: Collection[str], otherwise: str) -> Discriminator:
     return Discriminator(tag)
 
 
-# Says whether a content is a text or a list of parts, so that errors name the part that is wrong.
+# Says whether the content is a text or a list of parts, so that errors name the part that is wrong.
 TEXT_OR_PARTS = Discriminator(lambda given: "(parts)" if isinstance(given, list) else "(text)")
 
 

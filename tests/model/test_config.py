@@ -281,7 +281,7 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("quantization_config", {**IMAGES, "text_config": {"model_type": "mistral"}, "quantization_config": {"a": 1}}),
         ("text_config", {**IMAGES, "text_config": "mistral"}),
         ("partial_rotary_factor", {**PHI3, "partial_rotary_factor": 0.01}),
-        ("5 rotated elements of a head of 16", {**PHI3, "partial_rotary_factor": 0.33}),
+        ("RoPE rotates 5 elements of a head, but needs an even number", {**PHI3, "partial_rotary_factor": 0.33}),
         ("RoPE factors must be 4", {**PHI3, "partial_rotary_factor": 0.5, "rope_scaling": LONG}),
         ("yarn", {**PHI3, "rope_scaling": YARN}),
         ("full_attn_mod", {**PHI3, "full_attn_mod": 2}),

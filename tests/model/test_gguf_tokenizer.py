@@ -228,7 +228,7 @@ def test_odd_lists_that_work(tmp_path: Path) -> None:
 
 def test_long_tokens_are_refused_before_they_take_minutes(tmp_path: Path) -> None:
     keys = spm_keys(*("a" * 4000 + str(i) for i in range(99)))
-    with pytest.raises(MegakernelError, match="tokens are too long: their parts have 15"):
+    with pytest.raises(MegakernelError, match="tokens are too long: the squares of their lengths add up to 15"):
         load_tokenizer(str(ggml(tmp_path / "m.gguf", **keys)))
 
 

@@ -35,8 +35,8 @@ MK_FN Peak as_peak(uint64_t key) {
   return {key_value(static_cast<uint32_t>(key >> 32)), static_cast<int32_t>(~static_cast<uint32_t>(key))};
 }
 
-// Returns the weight of a token in the random draw, in units of 2^-44, of which 2^18 fit in 64 bits. `e` is
-// e^(the token's logit - the largest logit); the weight of NaN is 0.
+// Returns the weight of a token in the random draw, in units of 2^-44; the sum of 2^18 weights fits in 64
+// bits. `e` is exp(the token's logit - the largest logit); the weight of NaN is 0.
 MK_FN uint64_t weight(float e) { return e > 0.0f ? static_cast<uint64_t>(e * 0x1p44f) : 0; }
 constexpr float kWeightless = 32.0f;  // the weight of logits this far below the maximum is 0
 

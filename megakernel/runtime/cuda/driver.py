@@ -151,8 +151,8 @@ class Gpu:
         return out
 
     def send(self, address: int, pinned: NDArray[np.uint8], sent: Event) -> None:
-        """Start a copy to the device, even while a kernel runs. Later work in `stream` waits for the copy, by
-        `sent`."""
+        """Start a copy to the device, even while a kernel runs. The copy ends with the
+        event `sent`, for which later work in `stream` waits."""
         self.use()
         self._send(address, pinned, self._side)
         sent.record(self._side)
