@@ -76,8 +76,8 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
 
 
 # Methods of these records are translated to C++, so that Python and C++ compute the same sizes. C++ computes the sizes
-# in _DERIVED once per program, except those in _QUICK. Those and _FUNCTIONS, which have arguments, it computes at each
-# use.
+# in _DERIVED once per program, except those in _QUICK. It computes at each use the sizes in _QUICK, and _FUNCTIONS,
+# which have arguments.
 _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),

@@ -105,7 +105,7 @@ class Trace:
         with file_errors(f"read trace {path}"):
             data = regular(path).read_bytes()
         if data[:8] != _MAGIC:
-            raise MegakernelError(f"{path} is not a trace file of this version")
+            raise MegakernelError(f"{path} is not a trace file of this version: record it again")
         start = 16 + int.from_bytes(data[8:16], "little")
         try:
             header = msgspec.json.decode(data[16:start], type=TraceHeader)

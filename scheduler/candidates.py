@@ -129,7 +129,7 @@ def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
     if wanted == "inside" and not inside:
         raise MegakernelError(
             "cannot compile norms into matmuls (norm = 'inside'): "
-            + ("rows of the residual have owners" if sends else "the matmul units cannot normalise so many rows")
+            + ("it needs residual = 'replicated'" if sends else f"the matmul units cannot normalise {rows} rows")
         )
     if wanted != "auto":
         return own.choosing(norm=wanted)

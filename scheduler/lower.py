@@ -72,7 +72,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
 
 
 def _idle(phase: Phase, d: Dims) -> bool:
-    """Whether the rank does nothing in a phase: it has no part of the weights whose products are added, or no heads."""
+    """Whether the rank does nothing in a phase, because it has no heads or none of the weights that ranks divide."""
     return {Result.PARTIAL: phase.inner(d.split), Result.HEADS: d.split.rank_heads}.get(phase.result, 1) == 0
 
 
@@ -131,8 +131,8 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 
 
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
-    """Cut the matmuls of a mixture of experts into column tiles for each place. The operand `place` selects an expert:
-    the j-th of each row, or expert e of the rank. In the first case, a tile has one row; in the second, all rows."""
+    """Cut the matmuls of a mixture of experts into column tiles for each place. The operand `place` selects an expert.
+    For tiles of one row, place j is the j-th expert that the row uses; for tiles of all rows, expert j of the rank."""
     tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.col_unit
     length, starts = (tokens, 1) if d.by_expert else (1, tokens)
     units, count = ceil_div(cols, unit), 0

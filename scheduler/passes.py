@@ -31,8 +31,8 @@ def norms_next(forward: Forward) -> Forward:
 
 def norms_inside(forward: Forward) -> Forward:
     """Remove the norms of each layer: a matmul that would read a norm's result normalises the norm's inputs itself.
-    This is right only if those inputs do not change between the norm and the matmul. Norms before a router remain, and
-    so do norm phases without weights, which do not normalise but only convert."""
+    This is right only if those inputs do not change between the norm and the matmul. Norms before a router remain.
+    Norm phases without weights also remain, because they do not normalise: they only round their inputs."""
     norms: dict[Buffer | None, Phase] = {}  # buffer -> the norm that wrote its present contents
     body = []
     for phase, after in zip_longest(forward.body, forward.body[1:]):

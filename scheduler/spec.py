@@ -43,7 +43,7 @@ _DEFAULT = Options()
 @dataclass(frozen=True)
 class Spec:
     """What a program is compiled for: steps of up to `tokens` token rows, of which `logit_rows` get logits, on `tp`
-    ranks. The backend that launches the program must have the same sizes but for these two numbers of rows.
+    ranks. The backend that launches the program must have the same sizes except these two numbers of rows.
 
     max_seqs, max_context (tokens)  the engine's limits
     weight_bits     the bits per element of weight matrices that are not stored in `dtype`

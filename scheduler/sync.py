@@ -1,5 +1,5 @@
 """Turns dependencies between groups of tasks into counters, the integers in device memory by which instructions wait
-for each other. An encoded instruction names them in its wait words and signal words.
+for each other. A record (an encoded instruction) has one word for each of its waits and signals.
 
 A counter means "these groups of tasks are done". Its total is the number of arrivals that its signals add. Groups with
 the same successors share a counter, so a task signals few counters and most consumers wait for one counter.
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """The signal words of some tasks: those at the indices `members` in the PhaseTasks `tasks` of a segment."""
+    """The encoded signals of some tasks: those at the indices `members` in the PhaseTasks `tasks` of a segment."""
 
     segment: int
     tasks: int
@@ -59,7 +59,7 @@ class Signals(NamedTuple):
 
 
 class Successors(NamedTuple):
-    """The groups of tasks that wait for a group, on `rank`. ALL_RANKS stands for the same tasks on every rank."""
+    """The groups of tasks on `rank` that wait for a group. ALL_RANKS stands for the same tasks on every rank."""
 
     rank: int
     groups: frozenset[int]
@@ -70,7 +70,7 @@ class Links:
     """The counters that a step of `synchronise` creates, and who uses them.
 
     homes     for each counter, the only rank that uses it, or SHARED
-    signals   signal words, in the order in which they fill the words of a task
+    signals   encoded signals, in the order in which they are written into a task's record
     waits     the counters for which each group of tasks waits
     picks     (segment, index of PhaseTasks) -> the first counter of the grid from which the step's inputs select the
               counters for which these tasks wait
@@ -123,12 +123,12 @@ def synchronise(tasks: Tasks, dependencies: Dependencies) -> Sync:
 
 
 def _next(links: Iterable[Links]) -> int:
-    """Return the number of the first counter that a step after those of `links` creates."""
+    """Return the number of the next new counter, after all counters of `links`."""
     return sum(len(each.homes) for each in links)
 
 
 class _Graph:
-    """Which groups of tasks wait for which. No step changes it.
+    """Which groups of tasks wait for which. No step of `synchronise` changes it.
 
     items       the groups that stand for attention items
     to_items    the edges (producer, item) to attention items
@@ -207,7 +207,7 @@ class _Shared:
 def _attention_grids(graph: _Graph) -> Links:
     """Create the two grids of counters for attention. The tasks that compute q, k and v signal the first grid, which is
     on the rank that runs the attention. Attention signals the second grid, which is on the rank that receives the
-    attention output of the rows. Its counters have the numbers of the row blocks, because they are created first."""
+    attention output of the rows. The second grid is created first, so its counters have the row blocks' numbers."""
     if not graph.items:
         return Links()
     dims = graph.tasks.dims
@@ -328,7 +328,7 @@ def _prologue_done(graph: _Graph, entered: Mapping[int, set[Target]], first: int
     for producer, consumers in graph.entering.items():
         for g in {g for consumer in consumers if (g := gate(consumer)) is not None}:
             signallers[min(entered[g])].add(producer)
-        # The remaining consumers wait for no previous layer, so they wait for the prologue in layer 0 only.
+        # The other consumers do not wait for the previous layer. In layer 0, they wait for the prologue directly.
         for to in graph.targets(consumer for consumer in consumers if gate(consumer) is None):
             signallers[shared.target("entering", to)].add(producer)
     signallers |= _signallers_of_the_rest(graph.groups, entered, signallers)
@@ -357,7 +357,7 @@ def _signallers_of_the_rest(
 
 
 def _written(graph: _Graph, links: Sequence[Links]) -> Sync:
-    """Number the counters of all steps, write the words of all tasks, and add up the arrivals of each counter."""
+    """Number the counters of all steps, encode all waits and signals, and add up the arrivals of each counter."""
     tasks, tp = graph.tasks, graph.tasks.dims.split.tp
     homes = [home for each in links for home in each.homes]
     waits = [[np.zeros((len(part), rec.WAITS), np.int32) for part in segment] for segment in tasks.segments]
@@ -401,7 +401,7 @@ def _written(graph: _Graph, links: Sequence[Links]) -> Sync:
 
 
 def _joined(group: Group, counters: Sequence[int], room: int, first: int) -> tuple[list[int], list[Join]]:
-    """Return the wait words of a group of tasks that waits for `counters`. Its records can name `room` counters. If
+    """Return the encoded waits of a group of tasks that waits for `counters`. Its records can name `room` counters. If
     there are more, `join` instructions wait for some of them and signal new counters, numbered from `first`."""
     words, joins = [rec.counter_word(counter) for counter in counters], list[Join]()
     while len(words) > room:

@@ -70,8 +70,8 @@ class Device {
     write_back(now);
   }
 
-  // Returns how many seconds a small access waits: until all bytes that are on their way when it begins have
-  // arrived (Little's law). At most `window_` bytes of each transfer are on their way.
+  // Returns how many seconds a small access waits: all bytes that are in flight when it begins arrive first
+  // (Little's law). At most `window_` bytes of each transfer are in flight.
   double queue_s(double now) const {
     return std::max(memory.backlog_s(now, window_), cached.backlog_s(now, window_));
   }

@@ -173,8 +173,8 @@ class Engine {
     if (w.loaded + 1 == w.headed) {
       w.wait = task.first_wait;
       pass_waits(w);
-      // If the waits are satisfied and the ring has room for everything, all data is loaded at once, without
-      // a separate head. If the waits are satisfied but the room is too small, the head includes inputs.
+      // If the waits are satisfied and the ring has room for all data, it is loaded at once. If the room is
+      // too small, the part that is loaded first (the head) includes inputs.
       if (load_inputs(w)) return true;
       if (met(w) && task.ring_bytes > 0) {
         add_reads(w);
@@ -266,8 +266,8 @@ class Engine {
     run.body_begin = now_;
     add_reads(w);
     // If the worker's next task comes from a queue, the worker claims that task when the current task has
-    // requested its last data. To find this time, the simulator splits off the last part of the load, as many
-    // bytes as the ring buffer holds, as a load of its own.
+    // requested its last data. To find this time, the simulator divides the load into two. The second one
+    // has as many bytes as the ring buffer holds.
     const bool before_claim = c_.claim_in_flight > 1 && w.loaded + 1 == w.fetched && claims(p_, w);
     const double last = before_claim ? kept(c_, task) * (task.weight_bytes + task.read_bytes) : run.rest;
     if (run.rest <= last) run.last_begin = now_;
@@ -304,7 +304,7 @@ class Engine {
     run.body_end = now_;
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.head_begin, run.head_end);
     record(w, run, Role::LOADER, IntervalKind::LOAD, run.body_begin, run.body_end);
-    // If the load of the next task has not begun yet, its waits begin with it.
+    // The next task's waits begin now, or when its load begins if that is later.
     if (++w.loaded < w.headed) w.wait = w.run(w.loaded).task->first_wait;
     return true;
   }
@@ -413,8 +413,8 @@ class Engine {
     }
   }
 
-  // Returns which set (block) of counters a task waits for. It adds to counters of this block or the next
-  // one.
+  // Returns the number of the block (set) of counters for which a task waits. The task adds to counters of
+  // this block or of the next one.
   int32_t block(const Run& run) const { return run.by_segment(0, run.layer, p_.layers); }
 
   // -- writing the trace

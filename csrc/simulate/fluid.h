@@ -84,7 +84,7 @@ class Shared {
     return who;
   }
   double delivered(double now) const { return flows_.delivered(now); }
-  // Returns how long the bytes on their way need to arrive: at most `window` bytes of each flow count.
+  // Returns in how many seconds all bytes in flight arrive. Each flow has at most `window` bytes in flight.
   double backlog_s(double now, double window) const {
     return std::min(carried - delivered(now), window * static_cast<double>(flows_.count())) / rate_;
   }

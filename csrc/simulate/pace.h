@@ -24,8 +24,8 @@ class Pace {
   void stored(int32_t layer, double now) {
     if (layer < 2 && --left_[layer] == 0) ended_[layer] = now;
   }
-  // Returns how many seconds the further layers take. Until the second layer has ended, the result is only a
-  // lower bound.
+  // Returns how many seconds the layers take that are not simulated. Until the second layer has ended, the
+  // result is only a lower bound.
   double further_s(double now) const {
     return left_[0] > 0 ? 0.0 : further_layers_ * ((left_[1] > 0 ? now : ended_[1]) - ended_[0]);
   }

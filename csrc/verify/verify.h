@@ -44,8 +44,8 @@ struct Step {
 enum class What : int32_t {
   twice,  // `earlier` and `later` belong to one phase, and both write the same elements
 
-  // `later` (-1: the host) reads elements that `phase` should have written last, but the last event that
-  // writes them before is `earlier` (-1: there is none).
+  // `later` (-1: the host) reads elements that `phase` should have written last, but `earlier` wrote them
+  // last (-1: no event wrote them).
   missing,
 
   unordered,  // `later` must access the elements after `earlier`, but may begin before it ends

@@ -167,7 +167,7 @@ class RemoteModel:
 
         self._run(read())
         if answer.finish_reason == "stopped":
-            raise MegakernelError(f"{self._client.url} ended its answer in the middle")
+            raise MegakernelError(f"{self._client.url} ended its answer before it was complete: send the message again")
 
     def _run(self, request: Coroutine[Any, Any, T]) -> T:
         """Wait for a request. Ctrl-C cancels it. Raises MegakernelError if it fails."""

@@ -21,7 +21,7 @@ from ..runtime import Chunk, SampleRow, build_step, registered
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-# The seconds that an instruction may wait for another. No instruction takes a thousandth of this time.
+# The seconds that an instruction may wait for another. Every instruction takes less than a thousandth of it.
 _TIMEOUT_S = 2.0
 # The maximum number of differences to find per case. Each may cost a failed launch, which takes 3 * _TIMEOUT_S.
 _MOST_DIFFERENCES = 8
@@ -189,7 +189,7 @@ def _compile(case: Case) -> Program:
 
 def _step(program: Program, seed: int) -> Any:
     """Return a step with two sequences. One decodes a token with a context so long that several work items share its
-    attention; the other is a short prompt, for which a step of one row has no room."""
+    attention; the other is a short prompt, which is left out if the step has only one row."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()

@@ -116,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
 def answer(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: Callable[[Token, str], None] | None
 ) -> RequestOutput:
-    """Return the answer to `prompt`. Each token is passed to `show`. Until the first token, or without `show` until the
-    end, a terminal shows what takes time."""
+    """Return the answer to `prompt`. Each token is passed to `show`. A terminal says what takes time until the first
+    token arrives, or until the end if `show` is None."""
     with output.busy("compiling, then computing the answer") as arrived:
         found = llm.generate(
             [prompt], params, on_token=show, on_step=lambda step: arrived() if show and len(step.sequence) else None

@@ -79,7 +79,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
 
 def _until_signal(asked: threading.Event, undeploy: Any) -> int:
     """Wait for SIGTERM or Ctrl-C, then call `undeploy`, which finishes the running requests. A second signal ends the
-    process at once. If `asked` is set, Ctrl-C came before. Return the exit status."""
+    process at once. If `asked` is set, Ctrl-C was pressed before this call. Return the exit status."""
     got = signal.SIGINT
 
     def on_signal(number: int, frame: FrameType | None) -> None:

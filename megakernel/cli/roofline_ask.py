@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _example(words: list[str]) -> list[str]:
-    """Return the question and the flags that answer exercise words[0], a number, of the book *How to Scale Your Model*.
+    """Return the question and the flags that answer an exercise of the book *How to Scale Your Model*.
 
-    Only --json may follow the number. Raises MegakernelError for anything else."""
+    words[0] is the exercise's number. Only --json may follow it. Raises MegakernelError for anything else."""
     number, *more = int(words[0][:3]), *words[1:]
     if number not in EXAMPLES or set(more) - {"--json"}:
         raise MegakernelError(

@@ -102,7 +102,7 @@ def _flags(path: Path) -> list[str]:
 
     try:
         with file_errors(f"read {path}"):
-            # /dev/stdin is no regular file, but a replica's server gets its flags through a pipe.
+            # A replica's server gets its flags through a pipe, /dev/stdin, which is no regular file.
             content = yaml.safe_load((path if path == Path("/dev/stdin") else regular(path)).read_text())
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise MegakernelError(f"{path} is not YAML: {' '.join(str(e).split()):.300}") from e

@@ -164,7 +164,7 @@ class Curve(_Section, frozen=True):
 
     def at(self, message_bytes: float) -> float:
         """Return the bytes/s for a message size, by interpolating logarithms. A message smaller than all measured ones
-        takes as long as the smallest of these."""
+        takes as long as the smallest measured one."""
         points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
         if message_bytes <= points[0][0]:
             return points[0][1] * message_bytes / points[0][0]
@@ -211,8 +211,8 @@ class Hardware(_Section, frozen=True):
         return self.chip.l2_bytes_per_clock * self.chip.sms * self.clock_hz
 
     def path_seconds(self) -> dict[str, Path] | None:
-        """Return how long each path of the machine code takes, or None if the machine file has no paths. A path of a
-        build for one token row has a name that begins with ONE_ROW."""
+        """Return how long each path (a part of the interpreter's machine code) takes, or None if the machine file has
+        no paths. In the interpreter's build for one token row, names of paths begin with ONE_ROW."""
         if self.paths is None:
             return None
         line, trip, found = self.paths["code_line"][0], self.paths["l2_trip"][0], {}
@@ -256,7 +256,7 @@ class Hardware(_Section, frozen=True):
         if gpus <= self.node.gpus:
             return tuple(out)
         if gpus % self.node.gpus:
-            raise MegakernelError(f"{gpus} GPUs do not fill whole {self.name} nodes of {self.node.gpus} GPUs")
+            raise MegakernelError(f"{gpus} GPUs do not fill {self.name} nodes: use a multiple of {self.node.gpus}")
         if not self.node.nodes_per_unit:
             raise MegakernelError(
                 f"the network between nodes of {self.name} is not described: use at most {self.node.gpus} GPUs"

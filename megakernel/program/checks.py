@@ -175,8 +175,8 @@ def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:
 
 
 def _records(program: Program, parts: list[Part], whole: bool) -> Iterator[str]:
-    """Yield violations in instruction records: first in each record alone, except for the data that it accesses; then
-    in all attention instructions and all drains together."""
+    """Yield violations in instruction records: first in each record alone, then in all attention instructions and all
+    drains together. The data that instructions access is checked later."""
     dims = program.dims.ranks
     for number, part in enumerate(parts):
         yield from _headers(part, number)
@@ -239,8 +239,8 @@ def _counters(part: Part) -> Iterator[str]:
         if words.indexed.any():
             row = words.row[words.indexed]
             attends = np.isin(row, part.rows(part.phases.attention))
-            # An indexed word names a group of counters, one for each row block. If attention waits for the group, it
-            # has a counter for each pair (row block, group of KV heads).
+            # An indexed wait or signal names a grid of counters, one for each row block. If attention waits for the
+            # grid, there is a counter for each pair (row block, group of KV heads).
             members = np.where(attends & (not signal), part.records[row, _GROUPS].astype(np.int64), 1)
             picks = attends | np.isin(part.number[row], [] if signal else part.phases.logit_norms)
             bad = ~picks | (words.slot[words.indexed] != 0)

@@ -55,14 +55,14 @@ def program_from_bytes(data: bytes, name: str) -> Program:
     """Return the program that `Program.to_bytes` has converted to `data`. Raises MegakernelError, which calls the
     program `name`, if it is invalid."""
     if data[: len(MAGIC)] != MAGIC:
-        raise MegakernelError(f"{name} is not a megakernel program")
+        raise MegakernelError(f"{name} is not a megakernel program: write one with megakernel compile")
     if len(data) < START or data[len(MAGIC)] != VERSION:
         found = data[len(MAGIC)] if len(data) > len(MAGIC) else "none"
         raise MegakernelError(
             f"program {name} has format version {found}, but this release reads {VERSION}: compile it again"
         )
     if hashlib.sha256(memoryview(data)[HASHED:]).digest() != data[HASHED - 32 : HASHED]:
-        raise MegakernelError(f"program {name} is damaged: its checksum does not match")
+        raise MegakernelError(f"program {name} is damaged: its checksum does not match: compile it again")
     try:
         program = _decode(data)
     except (ValueError, RecursionError, msgspec.MsgspecError) as e:

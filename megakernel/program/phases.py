@@ -47,10 +47,10 @@ class Phases:
         self.matmuls = [phase for phase in forward if phase.is_matmul]
         self.experts = [phase for phase in forward if phase.operation is Operation.EXPERTS]
         self.attention = next((phase for phase in forward if phase.operation is Operation.ATTENTION), None)
-        # The phases that compute only the rows that get logits. They wait for these rows' row blocks (groups of rows).
+        # The norms that compute only the rows that get logits. They wait for these rows' row blocks (groups of rows).
         self.logit_norms = [p.number for p in forward if p.operation is Operation.NORM and p.rows is Rows.LOGIT]
-        # The residual stream, and results that a norm will add to it (STORED). Usually, a rank uses only the row blocks
-        # (groups of rows) that it owns; with a replicated residual, it uses all rows.
+        # The buffers of the residual stream, and of results that a norm will add to it (STORED). A rank uses only the
+        # row blocks (groups of rows) that it owns, or all rows if the residual is replicated.
         writers = (Operation.GATHER, Operation.REDUCE)
         own = [p for p in forward if p.rows is Rows.OWN]
         self.residual = {
@@ -109,7 +109,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _inner(p: Phase, d: Dims) -> int:
-    """Return the length of a phase's dot products on a rank, times the rank's number of experts if each has weights."""
+    """Return the length of a phase's dot products on a rank, times its number of experts if each has its weights."""
     return p.inner(d.split) * (prod(d.split.stack) if BUFFERS[given(p.weights)].per_expert else 1)
 
 

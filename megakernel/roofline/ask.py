@@ -44,7 +44,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of `megakernel roofline ask`. It answers the questions with these `numbers` in docs/roofline.md.
+    """A question of `megakernel roofline ask`. It answers the exercises `numbers` of *How to Scale Your Model*.
     `needs` and `figures` are Python expressions: conditions with the messages of their errors, and results by name."""
 
     name: str

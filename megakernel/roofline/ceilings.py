@@ -125,8 +125,8 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) ->
 
 
 def machine_ceilings(machine: Machine, devices: int = 1) -> Ceilings:
-    """Return the sum of the datasheet rates of `devices` such devices, and the rate at which each of them sends. For
-    `host`, they are rough estimates."""
+    """Return the datasheet rates of `devices` devices of this kind together, and the rate at which each of them
+    sends. For `host`, all these rates are rough estimates."""
     return Ceilings(
         devices * machine.memory_bytes_per_s,
         devices * machine.matrix_flops,

@@ -121,8 +121,8 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
 
     A layer has two gathers of normalised rows, and two reductions: of the attention output and of the MLP's output.
     Each of the four sends (Y - 1) / Y of `rows` rows of the hidden size. Two options change this. With a replicated O
-    projection, the first reduction is replaced: each rank sends its own heads of a row to the row's owner, 1 / Y as
-    much. With a replicated residual, there are no gathers, and the two reductions send their rows to every rank.
+    projection, each rank sends its own heads of a row, 1 / Y of the row, to the row's owner instead of the first
+    reduction. With a replicated residual, there are no gathers, and the two reductions send their rows to every rank.
 
     In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample.
     """

@@ -1,6 +1,6 @@
 """What each kind of processor requires of a program: tile sizes, pages of shared memory, launch limits, issue times.
 
-The compiler, the simulator and the verifier import this package, as the backends do. It loads no GPU package."""
+The compiler, the simulator, the verifier and the backends import this package. It loads no GPU package."""
 
 from __future__ import annotations
 

@@ -56,13 +56,13 @@ PIECE_INNER = 256
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
 # For matmuls as dot products, at most WINDOW_PAGES pages of weights are on their way to an SM. While its shared memory
-# has no room for weights, it prefetches a page into L2 every AHEAD_NS, in which the memory of an H100 delivers one to
-# each SM. It prefetches at most AHEAD_PAGES pages: those of all SMs fill half of the 50 MB of L2.
+# has no room for weights, it prefetches a page into L2 every AHEAD_NS: in this time, an H100's memory delivers a page
+# to each SM. It prefetches at most AHEAD_PAGES pages: those of all SMs fill half of the 50 MB of L2.
 WINDOW_PAGES, AHEAD_PAGES, AHEAD_NS = 3, 12, 800
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
 DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
 NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself
-# A build for one row has a page less in its ring. It keeps all input rows outside the ring.
+# The interpreter's build for one token row has a page less in its ring, as it keeps inputs outside the ring.
 ROW_PAGES, COPY_BYTES = PAGES - 1, NORM_BYTES + PAGE_BYTES - 1024
 UNITS = 8  # query tiles of attention (units) that a thread block computes at the same time
 QUERY_TILE = 16  # (query row, query head) pairs of a query tile
@@ -99,8 +99,8 @@ def _int32(column: Column) -> NDArray[np.int32]:
 
 
 def one_row(dims: Dims) -> bool:
-    """Whether programs of these sizes have a build of the CUDA interpreter of their own: they compute one row on one
-    GPU, without experts, and shared memory holds their inputs beside the ring."""
+    """Whether the special build of the CUDA interpreter for one token row runs programs of these sizes: they compute
+    one row on one GPU, without experts, and shared memory has room for their inputs beside the ring."""
     alone, model = dims.bucket.tokens == dims.split.tp == 1, dims.model
     fits = 2 * max(model.hidden, model.ffn, model.heads * model.head_dim) <= COPY_BYTES
     return alone and fits and dims.worker.units == Units.DOTS and not model.experts
@@ -127,14 +127,14 @@ def attention_pages(item_rows: Column, item_kv_heads: Column, item_blocks: Colum
 
 
 def head_units(rows: Column, dims: Dims) -> Ints:
-    """Return how many units process these numbers of query rows of an item, for each KV head."""
+    """Return how many units (query tiles) an attention item with `rows` query rows has for each KV head."""
     rows, out = _int32(rows), np.empty(len(rows), np.int64)
     load().mk_head_units(ctypes.byref(dims.native), len(rows), rows.ctypes.data, out.ctypes.data)
     return out
 
 
 def pass_rows(dims: Dims) -> int:
-    """Return how many query rows of one KV head fill all UNITS units of a thread block."""
+    """Return how many query rows of one KV head fill all UNITS units (query tiles) of a thread block."""
     return int(load().mk_pass_rows(ctypes.byref(dims.native)))
 
 

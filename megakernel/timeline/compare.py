@@ -93,8 +93,8 @@ def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
 
 
 def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
-    """Return an array [rows, words] that identifies the instructions of some intervals (`rows`) in both traces.
-    `places` maps the numbers of this program's phases to a common list."""
+    """Return an array [rows, words] that identifies the instruction of each interval in `rows`. An instruction that is
+    in both traces has equal words in both. `places` maps the numbers of this program's phases to a common list."""
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
     own = (places[resolved.number], resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)

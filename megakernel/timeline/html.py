@@ -148,7 +148,7 @@ def _about(source: _Source, unit_s: float) -> dict[str, Any]:
 
 
 def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
-    """Return how many of the page's time units are a tick of the trace, and the length of the trace in these units."""
+    """Return the length of a tick of the trace in the page's time units, and the length of the trace in these units."""
     factor = source.resolved.tick_s / unit_s
     return factor, int(source.resolved.period * factor) + 1
 
@@ -160,7 +160,7 @@ def _bins(resolved: Resolved) -> int:
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Return the columns of all traces, one trace after another. Indices of the second trace's things are shifted."""
+    """Return the columns of all traces, one trace after another. The second trace's indices are shifted."""
     parts = [_columns(s, unit_s) for s in sources]
     starts = ("regionStart", "pieceStart")  # one more than the things whose first regions or pieces they tell
     shifted = dict.fromkeys(("record", "releaser", "pieceOf", "lane", "causesFirst", "causesLater", *starts), 0)

@@ -139,7 +139,7 @@ class Resolved:
 
     @cached_property
     def cause(self) -> Ints:
-        """For each counter wait, the phases that can end it, as an index into `causes.names`; otherwise -1."""
+        """For each wait for counters, the phases that can end it, as an index into `causes.names`; else -1."""
         word = self.record, self.rows["slot"] % rec.WAITS
         found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
         return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)

@@ -135,7 +135,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
-    """A mask of the intervals `wanted`. An instruction without such an interval has its intervals `other` instead."""
+    """A mask of the intervals `wanted`, or of the intervals `other` for instructions that have no wanted interval."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: Mask = wanted | (other & ~has[resolved.instance])

@@ -62,7 +62,7 @@ class Pieces:
 
 @lru_cache(maxsize=2)
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time into pieces with one state each. Where several states apply, the first one counts."""
+    """Divide the workers' time into pieces with one state each: if several apply, the first one in `State`."""
     period, launches, every = resolved.period, resolved.launches, np.arange(resolved.lanes)
     base = resolved.lane * period
     begin, end = base + resolved.begin, base + resolved.end
@@ -91,7 +91,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
-    """Return each state with a mask of its intervals. If several states apply at a time, the first one counts."""
+    """Return each state with a mask of its intervals. If several apply at a time, the first of this list counts."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [

@@ -169,7 +169,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
-    """Return the cause of each piece, as an index into the names also returned; -1 if the piece is no wait."""
+    """Return the cause of each piece of time as an index into the second result, names; -1 if the piece is no wait."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1

@@ -83,7 +83,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def causes(program: Program) -> Causes:
-    """The causes of all waits of a program. Inside, a set of phases is an integer in which bit n stands for phase n."""
+    """The causes of all waits of a program. In the code, a set of phases is an integer: bit n is phase n."""
     records, segment, ranks = program.every
     waits, signals = Waits.of(program, records), Signals.of(program, records)
     ahead, signalling = signals.ahead == 1, segment[signals.record]

@@ -112,7 +112,7 @@ def _same(machine: Machine) -> dict[str, Any]:
     return {name: getattr(machine, name) for name in names}
 
 
-# GPUs: the fraction of the datasheet's rates that programs reach, by benchmarks/speed/probe_gpu.py on an H100
+# GPUs: fractions of the datasheet's rates that benchmarks/speed/probe_gpu.py has measured on an H100
 # (benchmarks/results/gpu-h100.json). torch.matmul of 8,192 x 8,192 x 8,192 in bf16 did 780 of 990 TFLOP/s. With one
 # row, it read 134 MB of weights in 48.3 us (50.4 us minus the launch): 2.78 of 3.35 TB/s. (A stream of plain reads
 # reaches 3.15, but every step reads weights as a matmul does.) A tile of attention queries occupies only a quarter of
@@ -208,5 +208,5 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. Those of this computer (`host`) are nominal if it was not calibrated."""
+    """Return the costs of a machine. Those of this computer (`host`) are assumptions if it was not calibrated."""
     return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)

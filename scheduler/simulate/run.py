@@ -96,7 +96,7 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
 
 def _own(program: Program, costs: TaskCosts) -> TaskCosts:
-    """Return `costs` adapted to a program: its build of the interpreter may have other times of machine code, and on
+    """Return `costs` adapted to a program: the interpreter's build for it may execute other machine code, and on
     GPUs, only loaders of dot products limit the bytes in flight (csrc/cuda/loaders.h)."""
     if costs.paths:
         paths = own_paths(program.dims, costs.paths)

@@ -101,8 +101,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
-    # Vectorise over all instructions (records) of a phase, on all ranks with parts of the same sizes. `alike` has the
-    # first of these ranks. The work of attention differs between ranks.
+    # Handle all instructions (records) of a phase at once, on all ranks whose shards have the same sizes. `alike` has
+    # the first of these ranks. Attention is handled rank by rank, because its work differs between ranks.
     parts = [view.dims.split.parts for view in views]
     alike = np.array([parts.index(sizes) for sizes in parts])[ranks]
     groups = []
@@ -218,11 +218,11 @@ def _plain(
     if phase.is_matmul and dims.worker.ring_pages:
         matrix_s, idle_s = _paged(tasks, task, phase, columns, dims, costs, workers)
     elif dims.worker.ring_pages:
-        # Each of these weights counts as loaded by one instruction only, so it needs no cache entry. None is loaded
-        # ahead, because the warps that compute load all data themselves.
+        # Each weight of a router or expert counts as loaded by one instruction only, so it needs no cache entry. It is
+        # not loaded ahead, because the warps that compute load all data themselves.
         matrix_s = work.matrix_flops / costs.vector_flops  # of routers and experts, which are dot products
         if costs.paths and phase.operation is Operation.SAMPLE:
-            # Each warp loads the next group of logits while it processes the last, so the slower of the two counts.
+            # Each warp loads the next group of logits while it processes one, so the slower of the two counts.
             slowest_s = max(costs.paths["sample_step"].warm, costs.latency_s)
             matrix_s = rows * (costs.latency_s + sample_steps(dims) * slowest_s)
     else:
@@ -296,11 +296,11 @@ def _paged(
         again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
-    # The last columns are stored by way of shared memory. The next instruction loads into the pages after them.
+    # The last columns are stored through pages of the ring. The next instruction loads into the pages after these.
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
     matrix_s = costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
-    # Between two steps, both warpgroups do the same at the same time, so the matrix units wait for them.
+    # Between two k steps, both warpgroups do other work at the same time, so the matrix units are idle then.
     computing_s = matrix_s + consumers_s
     held_pages = np.maximum(taken.held, 1)
     step_pages = held_pages / STAGES
@@ -313,8 +313,8 @@ def in_turn_s(one: Floats, other: Floats, steps: Floats) -> Floats:
     """Return the seconds of two stages of a pipeline that take `one` and `other` seconds on average, if up to `steps`
     steps of the work fit between them.
 
-    Each step takes one stage a random time (exponentially distributed, as for memory that others use too). So a stage
-    is sometimes idle because the other is late: the throughput is that of a closed queue of two such stages.
+    A stage needs a random time for each step (exponentially distributed, as for memory that others use too). So a
+    stage is sometimes idle because the other is late: the throughput is that of a closed queue of two such stages.
     """
     slow, fast = np.maximum(one, other), np.minimum(one, other)
     part = np.clip(fast / np.maximum(slow, 1e-30), 0.0, 1 - 1e-9)
@@ -346,8 +346,8 @@ def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) 
         start = paths["start_normed"].cold
     else:
         start = max(paths["start"].cold, paths["input"].cold + latency_s)
-    # The first pair of pages takes longer, because its code is not cached yet. Every unit of columns except the last
-    # ends while the next unit is loaded, in the time that `matmul_issue` counts.
+    # The first pair of pages takes longer, because its code is not cached yet. The end of every unit of
+    # columns except the last overlaps the loads of the next unit, and `matmul_issue` counts it.
     start += paths["dots"].cold - paths["dots"].warm
     return found | {"start_s": start, "end_s": paths[_ENDS.get(phase.result, "end_partial")].cold}
 

@@ -56,7 +56,7 @@ One launch proves any number of launches. The host (with one rank) or the exit b
 launches. Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k, except
 joins at the end of a stream, which only wait for conditions that stay true. So when an instruction of launch k + 1
 begins, every counter has exactly k times its total, every queue has been claimed exactly k times its length, the last
-item of every split has reset its SPLITS word to 0, and all reads of launch k are done. Launch k + 1 finds the same
+item of every split has reset its count, SPLITS, to 0, and all reads of launch k are done. Launch k + 1 finds the same
 state as launch 1, and its waits, for k + 1 times the total, need all of its own arrivals. An aborted launch may stop
 anywhere. The backend then ends all workers of all ranks and resets counters, claims and SPLITS to 0, the state before
 launch 1. Activations need no reset, because nothing reads what its launch did not write."""

@@ -131,7 +131,7 @@ EXPERTS = ("--experts", "128", "--active", "4")
         ("0", "have the numbers 1 to 42"),
         ("11 --gpus 3", "only --json may follow such a number"),
         ("all-gather --bytes 1 --gpus 1", "one GPU sends nothing"),
-        ("all-gather --bytes 1 --gpus 12", "do not fill whole h100 nodes of 8 GPUs"),
+        ("all-gather --bytes 1 --gpus 12", "do not fill h100 nodes: use a multiple of 8"),
         ("all-gather --bytes 1 --gpus 16 --machine a100", "use at most 8 GPUs"),
         ("matmul --rows 1 --inner-size 1 --cols 1 --dtype fp2", "'fp2' is not an operand type"),
         ("matmul --rows 1 --inner-size 1 --cols 1 --dtype fp4", "h100 does not compute in fp4"),
