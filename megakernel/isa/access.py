@@ -30,7 +30,7 @@ class Index(Enum):
                  gives items to instructions so that a layer's items cover the rank's box once. `item_columns` converts
                  KV heads to columns. Only K and V of this step's rows count, because K and V of earlier steps do not
                  change during a launch. An item reads K and V of the tokens that its rows attend to. It waits for all
-                 rows of their row blocks (groups of rows), because each counter stands for a whole row block.
+                 rows in the row blocks (groups of rows) of these tokens, because each counter stands for a whole block.
     LOGIT_ROW    Only rows whose logits are computed: row `logit_rows[i]` for each logit row i of the instruction. The
                  step table contains `logit_rows`. If the rows are divided among ranks, an instruction touches only the
                  rows of its own rank.

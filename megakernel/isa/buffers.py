@@ -117,7 +117,7 @@ def _kv(split: Split) -> Share:
 
 
 def _normed(split: Split) -> Split:
-    """Return the split of q, k and v. If norms span all heads, nothing is split: each rank has every head."""
+    """Return how ranks share the rows of q, k and v. If norms span all heads, each rank has the rows of all heads."""
     return Split(split.model) if split.qkv_rows > split.qkv_cols else split
 
 

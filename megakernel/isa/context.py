@@ -33,8 +33,8 @@ class Context:
     the last layer if there is no such layer. `send(buffer, rank, index, values)` writes to another rank's copy; reading
     it is impossible. `values` must have the buffer's type.
 
-    `codes(buffer, ahead=0)` returns the weights that are multiplied as integers: for each such group of rows, the
-    number of its first row, and the integers.
+    `codes(buffer, ahead=0)` returns the weights that are multiplied as integers, as a list of groups of rows. Each
+    entry has the number of the group's first row, and the integers.
     """
 
     phase: Phase
@@ -112,7 +112,7 @@ class Context:
         return to_f32(self.cache_blocks(buffer, sequence, head, positions), Dtype.Q8_0)[:, : d.model.head_dim]
 
     def cache_blocks(self, buffer: Buffer, sequence: int, head: int, positions: NDArray[Any]) -> NDArray[np.uint8]:
-        """Like `read_cache` for quantised K or V, but return whole Q8_0 blocks, ended by zeros: [tokens, bytes]."""
+        """Like `read_cache` for quantised K or V, but return whole Q8_0 blocks, padded with zeros: [tokens, bytes]."""
         d, (page, offset) = self.dims, self._places(sequence, positions)
         rows: NDArray[np.uint8] = self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)]
         whole = Dtype.Q8_0.row_bytes(d.model.head_dim)

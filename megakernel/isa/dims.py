@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from .dtypes import BLOCKS, Dtype
 
 # FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT, so that no shard ends inside a
-# quantised block of 32 weights. This is also the width of two column panels of a CPU's packed matrix. If blocks have
-# 256 weights, a shard that ends inside one is an error. Only the last nonempty shard may have another size.
+# quantised block of 32 weights. Only the last nonempty shard may have a width that is not a multiple. If blocks have
+# 256 weights, a shard that ends inside one is an error. A CPU packs matrices in groups of 16 columns.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.
@@ -382,7 +382,7 @@ class Dims:
     # -- The methods below are used in Python only, and are not translated to C++.
 
     def first_block(self, position: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first KV block that a token at `position` attends to in any layer: 0 unless all have windows."""
+        """Return the first KV block that a token at `position` attends to in any layer; 0 if a layer has no window."""
         return np.maximum(position.astype(np.int64) + 1 - max(self.model.spans), 0) // self.bucket.kv_block
 
     def owners(self, row: int) -> range:
@@ -417,7 +417,7 @@ class Dims:
         return Dims(split, Bucket(**of[Bucket]), Worker(**of[Worker]))  # type: ignore[arg-type]
 
     def changed(self, **sizes: float) -> Dims:
-        """Return a copy with other values for some sizes, which `sizes` names as in DIM_FIELDS."""
+        """Return a copy in which some sizes have the values in `sizes`, named as in DIM_FIELDS."""
         return Dims.of(**self.flat | sizes)
 
 

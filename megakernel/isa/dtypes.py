@@ -79,7 +79,7 @@ class Block(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """The integer that stands for 0 in types without a minimum, whose integers are then unsigned; 0 in others."""
+        """The number to subtract from stored integers: 0 in types with a minimum, and in types with signed integers."""
         bits = self.low.width + self.high.width
         return 0 if len(self.scales) == 2 or bits == 8 else 1 << bits - 1
 

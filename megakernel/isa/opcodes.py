@@ -81,8 +81,8 @@ class Rows(IntEnum):
 
 class Result(IntEnum):
     """What happens to the results of a matmul after its bias has been added. Some other operations have a Result too:
-    COMBINE (the sum over a token's experts) may have RESIDUAL or PARTIAL, REDUCE may have STORED, and NORM RESIDUAL or
-    HEADS.
+    COMBINE (the sum over a token's experts) may have RESIDUAL or PARTIAL, REDUCE may have STORED, and NORM may have
+    RESIDUAL or HEADS.
 
     NONE      no matmul, or a matmul of EXPERTS that stores its products as they are
     HEADS     RoPE rotates q and k; q is stored in Q, k and v are stored in the KV cache

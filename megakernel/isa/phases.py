@@ -38,8 +38,7 @@ class Phase:
     `bias`         added to the results; None if the model has none
     `norm`         the scales of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
-    `ahead`        usually 0; n if the weights are those of the layer n layers later, or of the last layer if there are
-                   fewer
+    `ahead`        usually 0; n if the weights are those of the layer n layers later, or else of the last layer
     `weight_bits`  mean bits per weight in memory; None means the compute type's bits
     `number`       the number of the phase in its forward pass (`Forward`), which instructions contain
     """
@@ -77,7 +76,7 @@ class Phase:
 
     @property
     def adds_products(self) -> bool:
-        """Whether the phase adds products of inputs and weights, of which each rank may compute a part."""
+        """Whether the phase adds products of inputs and weights. Each rank may compute a part of these products."""
         return self.operation in (Operation.MATMUL, Operation.COMBINE)
 
     @property
@@ -137,7 +136,7 @@ def _same(name: str) -> Callable[[Phase, Dims], int]:
 
 class PhaseField:
     """A field of the C++ struct `Phase`, with its C++ type `kind`. `value` computes the field's value on one rank; by
-    default, it is that of the field of the Python class with this name."""
+    default, it is the value of the field with the same name in the Python class `Phase`."""
 
     def __init__(self, kind: str, name: str, what: str = "", value: Callable[[Phase, Dims], int] | None = None) -> None:
         self.kind, self.name, self.what, self.value = kind, name, what, value or _same(name)
@@ -182,7 +181,7 @@ class Forward:
     def of(*segments: Sequence[Phase]) -> Forward:
         """Number the phases of the prologue, the body and the epilogue."""
         if sum(map(len, segments)) > MAX_PHASES - len(CONTROL):
-            raise MegakernelError(f"a forward pass has at most {MAX_PHASES - len(CONTROL)} phases")
+            raise MegakernelError(f"a forward pass must have at most {MAX_PHASES - len(CONTROL)} phases")
         numbers = itertools.count(1 + len(CONTROL))
         return Forward(*(tuple(replace(p, number=next(numbers)) for p in s) for s in segments))
 

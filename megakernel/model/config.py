@@ -68,13 +68,13 @@ class Rope:
 class ModelConfig(Shape):
     """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
 
-    `head_norms`            each head of q and k is normalised before RoPE, as in families that say so
+    `head_norms`            each head of q and k is normalised before RoPE (always so if `Family.head_norms` is true)
     `nope_layers`           layers without RoPE
-    `full_layers`           layers without the sliding window that `window` sizes
+    `full_layers`           layers without a sliding window; in all others, a window has `window` tokens
     `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base
     `rounds_embedding`      `embedding_multiplier` is rounded to the compute type
-    `shared_ffn`            width of the MLP whose pieces, as wide as an expert, are the shared experts
-    `dense_ffn`             width of the MLP of dense layers, whose pieces are the experts of all tokens
+    `shared_ffn`            width of the MLP that all tokens use; its pieces, as wide as an expert, count as experts
+    `dense_ffn`             width of the MLP of layers without a router; its pieces count as experts that all tokens use
     `embedding_multiplier`  multiplies embeddings
     `residual_multiplier`   multiplies the outputs of attention and of the MLP
     `attention_multiplier`  multiplies attention scores; None means 1 / sqrt(head_dim)
@@ -162,8 +162,8 @@ class Keys:
         return number
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id, and
-        some GGUF files the same bits without a sign."""
+        """The token ids at a key whose value is one id, a list of ids, or null. Some files contain -1 for no id.
+        In some GGUF files, this -1 has become the unsigned number 2^32 - 1."""
         found = self._read(key, _Whole | list[_Whole], "token ids", [])
         return tuple(i for i in (found if isinstance(found, list) else [found]) if i not in (-1, 2**32 - 1))
 

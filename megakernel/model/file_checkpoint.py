@@ -60,7 +60,7 @@ class Naming:
         """The tensors that contain the rows of a buffer, in order. NAME[i] is piece i of a tensor (see `_Pieces`)."""
         config, parts = self.config, self._parts(buffer)
         if not (config.experts and weight(buffer).per_expert):
-            # Routers of dense layers are not used. Those of the next layer stand for them.
+            # Dense layers have no router. That of the first layer with experts is read in its place, but not used.
             routed = max(layer, config.dense_layers) if buffer in (Buffer.W_ROUTER, Buffer.B_ROUTER) else layer
             return [part.format(routed) for part in parts]
         wide, _, count = self.wide(buffer, layer)
@@ -103,7 +103,7 @@ class Naming:
 class FileCheckpoint:
     """A Checkpoint that reads from files. The constructor checks every tensor's name and shape, but reads no weights.
 
-    `widened` counts the stored bytes that must be converted when they are read. It has one entry for each such type.
+    `widened` counts the stored bytes that must be converted when they are read, by the name of their type.
     `left_out` counts tensors that encode images, which are not supported. With `some`, weights may be absent.
     """
 
@@ -283,8 +283,8 @@ def _check_shape(tensors: TensorFile, name: str, shape: tuple[int, ...]) -> None
 
 
 class _Pieces:
-    """A view of files in which MLPs that all tokens use are cut into pieces as wide as an expert, ended by zeros. The
-    tensor NAME becomes NAME[0], NAME[1] and so on."""
+    """A view of files in which MLPs that all tokens use are cut into pieces as wide as an expert. Zeros fill up the
+    last piece. The tensor NAME becomes NAME[0], NAME[1] and so on."""
 
     def __init__(self, files: TensorFile, naming: Naming) -> None:
         config = naming.config
@@ -318,7 +318,7 @@ class _Pieces:
             return np.pad(rows, ((0, end - start - len(rows)), (0, 0)))
         kind, rows = self.dtype(stem), self._files.rows(stem, start, end)
         if kind.quantised and first % BLOCKS[kind].weights:
-            raise MegakernelError(f"tensor {stem} in {self.where(stem)} cannot be cut: a piece would begin in a block")
+            raise MegakernelError(f"{self.where(stem)}: cannot split {stem}: a piece would begin in a quantised block")
         part = rows.view(np.uint8)[:, kind.row_bytes(first) : kind.row_bytes(min(first + self._ffn, width))]
         return np.pad(part, ((0, 0), (0, kind.row_bytes(self._ffn) - part.shape[1]))).view(rows.dtype)
 

@@ -369,7 +369,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     if kind == "yarn":
         slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
-        # The number is either YaRN's whole factor, or another number to multiply YaRN's factor by.
+        # In files, attn_factor is either YaRN's whole factor, or a number by which YaRN's factor is multiplied.
         attention = full if math.isclose(attention, full, rel_tol=1e-6) else attention * full
         ends = keys.number("attention.temperature_scale", 0.0) != 0
         return Rope(theta, RopeKind.YARN, factor, slow, fast, original, attention=attention, ends=ends)

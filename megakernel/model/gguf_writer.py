@@ -105,7 +105,7 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
             values[key] = value
     multiplier = config.attention_multiplier
     if "attention.scale" not in keys and multiplier and not math.isclose(multiplier, config.head_dim**-0.5):
-        raise MegakernelError(f"GGUF files of the family {config.family} have no attention multiplier")
+        raise MegakernelError(f"GGUF files of {config.family} models cannot contain attention_multiplier {multiplier}")
     types = {int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
     for key, value in values.items():
         writer.add_key_value(f"{FAMILIES[config.family].gguf[0]}.{key}", value, types[type(value)])

@@ -244,7 +244,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     partial = _once(keys, inside, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
     dims = int(head_dim * partial)
     if partial != 1 and not ("partial_rotary_factor" in family.defaults and 0 < dims < head_dim):
-        raise MegakernelError(f"{source}: partial_rotary_factor = {partial} does not fit this family")
+        raise MegakernelError(f"{source}: partial_rotary_factor is {partial}; it must be 1 (0 to 1 in some families)")
     rope = Rope(theta, kind, dims=0 if partial == 1 else dims)
     if kind is RopeKind.DEFAULT:
         return rope

@@ -107,7 +107,7 @@ def _added(
     listed: dict[str, list[str]],
 ) -> list[AddedToken]:
     """Return the tokens to add to `backend`, as in transformers: those that the configuration, or else
-    `added_tokens.json`, declares, and special tokens. Tokens with a name, such as `eos_token`, have no text in answers.
+    `added_tokens.json`, declares, and special tokens. Answers leave out tokens with a name, such as `eos_token`.
     """
     own = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = dict.fromkeys([*(special[name] for name in NAMED_TOKENS if name in special), *special.values()])

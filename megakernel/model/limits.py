@@ -75,7 +75,7 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
     if rope.dims % 2 or not 0 <= rope.dims <= config.head_dim:
         raise refuse(f"RoPE rotates {rope.dims} elements of a head, but needs an even number up to {config.head_dim}")
     if config.heads * config.head_dim > _LARGEST:
-        raise refuse(f"{config.heads} heads of size {config.head_dim} are together more than {_LARGEST} columns")
+        raise refuse(f"{config.heads} heads times head size {config.head_dim} must be at most {_LARGEST}")
     if config.window:
         first, every, at = config.full_places().values()
         full = {layer for layer in range(config.layers) if layer < first or layer % every == at}

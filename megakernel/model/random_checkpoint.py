@@ -88,7 +88,7 @@ class RandomCheckpoint:
         return converted(rows, column_share(buffer, split).size, BUFFERS[buffer].resolve_dtype(split.model))
 
     def _whole(self, buffer: Buffer, layer: int, split: Split) -> WeightRows:
-        """Generate all rows of a buffer. With several ranks, each thread keeps the rows for the next rank."""
+        """Generate all rows of a buffer. A thread keeps its last result, because the next rank needs the same rows."""
         key = buffer, layer if BUFFERS[buffer].layered else 0
         made: tuple[object, WeightRows] | None = getattr(self._last, "made", None)
         if made is not None and made[0] == key:

@@ -30,8 +30,8 @@ _FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype
 _DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # bytes have quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
-# Prefixes of tensor names in other models, each with the usual prefix in its place. Embedding models, which have no LM
-# head, have no prefix. Models that also see images have one of two, from older or newer software.
+# Prefixes of tensor names, each with the usual prefix that replaces it. Embedding models, which have no LM head, have
+# no prefix. Models that also see images have one of the other two, written by older or newer software.
 _PREFIXES = (("", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OF_IMAGES = tuple(
     f"{outer}{part}." for outer in ("", "model.") for part in ("multi_modal_projector", "vision_tower", "visual")
@@ -174,7 +174,7 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
 
 
 def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str, *, some: bool = False) -> FileCheckpoint:
-    """Return the checkpoint `name` of tensors with the names in Hugging Face's files: all or, with `some`, not all."""
+    """Return checkpoint `name` of `tensors`, named as in Hugging Face's files. With `some`, a part may be absent."""
     family = FAMILIES[config.family]
     tensors.use(family)
     expected = expected_shapes(safetensors_naming(config))

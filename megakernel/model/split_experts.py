@@ -1,9 +1,8 @@
 """Reads experts from safetensors files in which one tensor has gate and up of all experts of a layer.
 
-In gpt-oss, outputs of gate and up alternate, and there are biases. In Qwen3-VL, those of gate come first. A tensor of
-floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks`
-[expert, output, block, 16] has 16 bytes for 32 inputs, and `_scales` [expert, output, block] has one exponent per
-block.
+In gpt-oss, outputs of gate and up alternate, and there are biases. In Qwen3-VL, outputs of gate come first. A tensor
+of floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks` [expert, output,
+block, 16] has 16 bytes for 32 inputs, and `_scales` [expert, output, block] has one exponent per block.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders the text between `{% generation %}` and `{% endgeneration %}` (marks for training) as usual. Variables
-    that it sets end with it."""
+    """Renders the text between `{% generation %}` and `{% endgeneration %}` (marks for training) like any other. A
+    variable that is set there exists only there."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 

@@ -68,8 +68,8 @@ class Tokenizer:
         self._bytes = [cache(partial(self.token_bytes, skip_special=skip)) for skip in (False, True)]
 
     def encode(self, text: str, *, add_special: bool = True, limit: Limit | None = None) -> list[int]:
-        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required. Of
-        a text that certainly has more ids than `limit` wants, only the end is encoded, or TooLong is raised, as `limit`
+        """Return the ids of `text`, in which special tokens are recognised. `add_special` adds BOS if required. If
+        a text certainly has more ids than `limit` wants, only its end is encoded, or TooLong is raised, as `limit`
         says. So the memory needed does not depend on the length of the text."""
         if limit is not None and len(text) > 2 * limit.most:
             text = self._wanted(text, limit)

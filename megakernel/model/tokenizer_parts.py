@@ -46,19 +46,21 @@ def check_parts(declared: dict[str, Any]) -> None:
             if name == "Precompiled" and not _sound(part.get("precompiled_charsmap")):
                 raise ValueError("the table of its normalizer is damaged")
     if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
-        raise ValueError("its components make texts too long")
+        raise ValueError(
+            f"it has over {MOST_TOKENIZER_PARTS} components, or makes texts over {MOST_TOKENIZER_GROWTH} times as long"
+        )
     if any(len(text) > MOST_TOKEN_CHARACTERS for text in _texts(declared)):
         raise ValueError(f"it has a token of more than {MOST_TOKEN_CHARACTERS} characters")
 
 
 def _check_template(part: dict[str, Any]) -> None:
-    """Raise ValueError if a template uses a special token that it does not define, or a second text. The package finds
-    that too late."""
+    """Raise ValueError if a template for one text refers to a second text, or to a special token that it does not
+    define. The package `tokenizers` finds such mistakes too late."""
     known, steps = part.get("special_tokens"), part.get("single")
     for step in steps if isinstance(steps, list) else []:
         token, text = (step.get("SpecialToken"), step.get("Sequence")) if isinstance(step, dict) else (None, None)
         if isinstance(text, dict) and text.get("id") != "A":
-            raise ValueError("its template for one text has a second one")
+            raise ValueError("its template for one text refers to a second text")
         if isinstance(token, dict) and isinstance(known, dict) and token.get("id") not in known:
             raise ValueError(f"its template has the token {token.get('id')!s:.40}, which it does not define")
 
@@ -95,7 +97,7 @@ def _growth(part: dict[str, Any]) -> float:
 
 def _sound(table: Any) -> bool:
     """Whether a Precompiled table is a trie whose every step stays inside it, followed by texts. Its first number is
-    the trie's size in bytes. Each node is 32 bits: bit 31 marks a leaf, and the others have the offset of the next."""
+    the trie's size in bytes. Each node is 32 bits: bit 31 marks a leaf, and other bits give the next node's offset."""
     try:
         raw = base64.b64decode(table, validate=True) if isinstance(table, str) else b""
     except binascii.Error:

@@ -37,7 +37,7 @@ def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
     multiplied = [kept for buffer, kept in storage.items() if buffer is not Buffer.EMBED]
     quantised = any(part.dtype.quantised for kept in multiplied for layer in kept.layers for part in layer)
     if name == "q8" and not quantised:
-        raise MegakernelError("--activations q8 needs weights that are quantised here: choose a type with --weights")
+        raise MegakernelError("--activations q8 needs weights that are quantised: choose their type with --weights")
     return quantised and name != "float"
 
 

@@ -4,7 +4,7 @@ an input of each launch, says which items an instruction computes.
 Therefore an instruction also selects at run time which counters it waits for. Q, K and V have one counter for each row
 block (group of token rows) and each group of `group_heads` KV heads. The output has one counter per row block. When the
 output of an item's rows and KV heads is complete, the item adds (rows x KV heads) to the counter. If several items
-share this output, only the last item to finish adds. Wait and signal words name the first counter of each kind.
+share this output, only the last item to finish adds. A record names only the first counter of Q, K, V and the output.
 """
 
 from __future__ import annotations
@@ -177,15 +177,15 @@ def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
 
 
 def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> tuple[NDArray[Any], F32]:
-    """K and V of a KV block's tokens before `end`: [tokens, head_dim] each, but quantised K in blocks: [tokens,
-    bytes]."""
+    """Return K and V of a KV block's tokens before `end`: [tokens, head_dim] each. If K is quantised, it is returned as
+    Q8_0 blocks: [tokens, bytes]."""
     positions = np.arange(block * c.dims.bucket.kv_block, min((block + 1) * c.dims.bucket.kv_block, end))
     read = c.cache_blocks if c.dims.model.quantised_kv else c.read_cache
     return read(Buffer.K_CACHE, sequence, head, positions), c.read_cache(Buffer.V_CACHE, sequence, head, positions)
 
 
 def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -> F32:
-    """Attention of one row's heads to some tokens: maximum m, sum l, output * l: [heads, 2 + head_dim]."""
+    """Attend with one row's heads to some tokens. Return maximum m, sum l and output * l: [heads, 2 + head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     quantised = c.dims.model.quantised_kv
     scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)

@@ -32,8 +32,8 @@ def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOW
     }
 
 
-# Keys of config.json: for the number of experts in files of transformers 4 and 5, for training, and for whether the
-# model also returns the router's logits.
+# Keys of config.json: numbers of experts (transformers 4 and 5 name one of them differently), settings of training, and
+# whether the model also returns the router's logits.
 _KEYS = (
     "num_local_experts num_experts num_experts_per_tok output_router_logits router_aux_loss_coef router_jitter_noise"
 )
@@ -139,21 +139,21 @@ QWEN3_MOE = Family(
 
 
 def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dense: int) -> dict[str, Any]:
-    """Add an MLP of width `shared` that all tokens use, and `layers` first layers with only an MLP of width `dense`, to
-    the sizes of experts in `routed`. Pieces of these MLPs count as experts."""
+    """Return the sizes of experts in `routed` with two additions: an MLP of width `shared` that all tokens use, and an
+    MLP of width `dense` instead of experts in the first `layers` layers. Pieces of these MLPs count as experts."""
     more, dense = -(-shared // max(routed["ffn"], 1)), dense if layers else 0
     every, used = routed["experts"] + more, routed["experts_per_token"] + more
     if min(shared, layers, dense) < 0 or dense > routed["ffn"] * used or every > MOST_EXPERTS:
         raise MegakernelError(
-            f"{config.source}: {layers} layers with an MLP of width {dense} are not supported beside {every} experts "
-            f"of width {routed['ffn']}, of which a token uses {used}"
+            f"{config.source}: {layers} layers with an MLP of width {dense} and {every} experts are not supported; the "
+            f"limits are {MOST_EXPERTS} experts, and for the MLP the width {routed['ffn'] * used} of a token's experts"
         )
     counted = {"experts": every, "experts_per_token": used, "shared_experts": more}
     return routed | counted | {"shared_ffn": shared, "dense_layers": layers, "dense_ffn": dense}
 
 
 def read_pieces(config: Keys, shared: int, layers: int) -> dict[str, Any]:
-    """Read the experts. If the file does not say them, there are `shared` shared experts and `layers` dense layers."""
+    """Read the experts. By default, there are `shared` shared experts and `layers` dense layers."""
     config.only("moe_layer_end_index", -1, config.count("num_hidden_layers") - 1)
     ffn, layers = config.count("moe_intermediate_size"), config.count("first_k_dense_replace", layers)
     wide = config.count("shared_expert_intermediate_size", ffn * config.count("n_shared_experts", shared))
@@ -161,7 +161,7 @@ def read_pieces(config: Keys, shared: int, layers: int) -> dict[str, Any]:
 
 
 def read_gguf_pieces(config: Keys, gating: int, normalised: bool = False) -> dict[str, Any]:
-    """As `read_pieces`, for GGUF files, in which `gating` is the number of the family's function of scores."""
+    """Like `read_pieces`, for GGUF files. `gating` is GGUF's number for the function that gives experts' scores."""
     config.only("expert_gating_func", 0, gating)
     dense = config.count("feed_forward_length", 0)
     routed = {"ffn": dense, "normalised_routes": config.flag("expert_weights_norm", normalised), **counts(config)}

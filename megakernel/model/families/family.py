@@ -56,7 +56,7 @@ WEIGHTS: dict[Buffer, Weight] = {
 class Family:
     """Declares a model family: its forward pass, and how to read its files.
 
-    `name`            `model_type` in config.json; the class name there is the same in other letters, or in `also`
+    `name`            `model_type` in config.json; the class name there begins with it, in CamelCase, or is in `also`
     `models`          published models of the family, in Markdown
     `also`            other class names in config.json
     `inside`          the classes of models that also see images and contain a language model of the family
@@ -70,7 +70,7 @@ class Family:
     `shared`          the tensor names of the MLP whose pieces are the shared experts; dense layers have Llama's names
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
                       formats, the rows are half of a head's rotated part apart
-    `alternate`       in tensors with gate and up of all experts, their outputs alternate
+    `alternate`       in a tensor with gate and up of all experts, outputs of gate alternate with those of up
     `norms_minus_one` safetensors files contain the scales of norms minus 1
     `fixed`           fields of ModelConfig with the same value in all models of the family
     `fields`          fields of ModelConfig that have a key in config.json: the key, and the value if it is absent
@@ -78,8 +78,8 @@ class Family:
     `read`            returns the other fields of ModelConfig that the reader of config.json does not set for all
                       families. Its result may also have the entry `longest`, a limit of the context in tokens.
     `keys`            the keys that `read` needs, or that have no effect in this family, separated by spaces
-    `aliases`         other names of keys in config.json, with the usual ones
-    `renames`         parts of tensor names in safetensors files, with the usual ones, which replace them
+    `aliases`         other names of keys in config.json, and the usual names of these keys
+    `renames`         parts of tensor names in safetensors files, and the usual parts that replace them
     `defaults`        the values of keys that are absent in config.json, where they are not those of Llama. The key
                       `partial_rotary_factor`, and `alpha` of RoPE's settings, are supported only if listed here.
     `activations`     the allowed names of the MLP's activation in config.json

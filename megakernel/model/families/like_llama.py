@@ -261,7 +261,7 @@ SEED_OSS = Family(
     name="seed_oss",
     models="Seed-OSS-36B",
     gguf=("seed_oss",),
-    # GGUF files name the norm before the MLP after its place in the layer, which is behind attention.
+    # In GGUF files, the norm before the MLP has the name post_attention_norm, because it follows attention.
     weights={Buffer.MLP_NORM: of_layer("post_attention_layernorm", "post_attention_norm")},
     fields=BIASES | {"qkv_bias": ("attention_bias", True), "o_bias": ("attention_out_bias", False)},
     defaults={"max_position_embeddings": 524288, "head_dim": 128},
@@ -274,7 +274,7 @@ def _smollm3(config: Keys) -> dict[str, Any]:
     rotated = None if config.get("no_rope_layers") is None else config.numbers("no_rope_layers")
     if interval < 1 or (rotated is not None and len(rotated) < len(layers)):
         raise MegakernelError(
-            f"{config.source}: no_rope_layers and no_rope_layer_interval do not say which layers have RoPE"
+            f"{config.source}: no_rope_layer_interval must be positive, and no_rope_layers needs {len(layers)} entries"
         )
     nope = every_nth(layers, interval) if rotated is None else (i for i in layers if not rotated[i])
     return {"nope_layers": tuple(nope)}

@@ -92,7 +92,7 @@ LLAMA = Family(
     gguf=("llama",),
     adjacent=("gguf",),
     fields=BIASES,
-    # Some programs apply the sliding window and others ignore it, but they agree on contexts that are not longer.
+    # Some programs apply the sliding window and others ignore it. They agree on contexts that fit into one window.
     read=lambda config: {"longest": config.count("sliding_window")} if config.get("sliding_window") else {},
     keys="sliding_window",
 )

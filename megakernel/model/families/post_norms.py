@@ -1,4 +1,4 @@
-"""Families with norms of what a layer adds to the residual: EXAONE 4, GLM-4-0414, Gemma 3, OLMo 2 and 3."""
+"""Families that normalise what a layer adds to the residual: EXAONE 4, GLM-4-0414, Gemma 3, OLMo 2 and 3."""
 
 from __future__ import annotations
 

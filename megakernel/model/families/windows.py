@@ -17,7 +17,7 @@ def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict
     layers = layers_of(config)
     types = config.names("layer_types", "full_attention", "sliding_attention")
     if types and len(types) < len(layers):
-        raise MegakernelError(f"{config.source}: layer_types has {len(types)} entries for {len(layers)} layers")
+        raise MegakernelError(f"{config.source}: layer_types must have {len(layers)} or more entries, not {len(types)}")
     if types:
         full = [layer for layer in layers if types[layer] == "full_attention"]
     full = tuple(full)
