@@ -216,7 +216,7 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
 
 
 def _idle(cores: int) -> list[tuple[float, int, int]]:
-    """Return `null_step` of four launches: few and many layers on one worker, then on `cores`."""
+    """Return the results of `null_step` with few and with many layers, on one worker and then on `cores` workers."""
     return [null_step(workers, layers) for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 

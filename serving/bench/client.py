@@ -118,7 +118,7 @@ class ServerClient:
                 self.received += 1
                 *events, held = (held + piece).replace(b"\r\n", b"\n").split(b"\n\n")
                 if len(held) > _MOST_EVENT:
-                    raise ValueError(f"an event has more than {_MOST_EVENT} bytes")
+                    raise ValueError(f"an event exceeds the benchmark's limit of {_MOST_EVENT} bytes")
                 for event in events:
                     data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
                     done = done or data == b"[DONE]"
@@ -244,7 +244,7 @@ class _Connection:
         data = await self._reader.read(_READ)
         self._received += len(data)
         if self._received > _MOST_BYTES:
-            raise ValueError(f"an answer has more than {_MOST_BYTES} bytes")
+            raise ValueError(f"an answer exceeds the benchmark's limit of {_MOST_BYTES} bytes")
         if data:
             try:
                 self._parser.feed_data(data)

@@ -24,7 +24,7 @@ _STEADY = 1.1  # if the memory's rates before and after a run differ by a larger
 class Run:
     """The work of a run's prefill and of its decode steps, with the times of the steps, which include the host's work
     between them. `counts` has the token numbers of prefill and decode together. `read` has the rates at which memory
-    could be read before and after the run, in bytes per second. The higher one is a ceiling of the totals."""
+    could be read before and after the run, in bytes per second. The higher one counts as the memory's maximum."""
 
     read: tuple[float, float]
     prefill: Totals
@@ -43,7 +43,7 @@ def measure(
 ) -> list[Run]:
     """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
     warm-up run comes first, and its figures are not returned. `on_run` is called with the number of finished runs,
-    including the warm-up. On a CPU, the rate of memory is measured between all calls of `on_run`."""
+    including the warm-up. On a CPU, the memory's read rate is measured before and after each run."""
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     on_cpu, rates, done = llm.engine.backend.name == "cpu", [], []
     for number in range(runs + 1):

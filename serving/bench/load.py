@@ -25,7 +25,7 @@ from megakernel.serving.engine.scheduler import Counts
 
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
 _STALL_S = 1800.0  # a server counts as dead after so many seconds without an event from any request
-# A server's sums over its steps: steps, wall time, least time, then the fields of `Counts`.
+# The metrics that a server sums over its steps: their number, wall time, least time, and the fields of `Counts`.
 _STEPS = (
     "megakernel:steps_total",
     "megakernel:step_seconds_total",

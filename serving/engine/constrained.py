@@ -16,8 +16,8 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return the tokens that must come next in each sequence, if a planned step samples its next token and a constraint
-    limits this token."""
+    """Return the tokens that must come next in each sequence whose next token a planned step samples and a constraint
+    limits."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
@@ -35,9 +35,9 @@ def follow(part: PlannedRows, batch: Batch) -> Forced:
 
 def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
     """Return forced tokens that a planned step computes at once, so that they need no steps of their own. At most
-    `room` tokens are returned, and only as many as replace padding or fill a larger program. The keys are chunk numbers
-    (a chunk is a sequence's tokens in a step). The returned tokens have KV pages already. The other forced tokens are
-    not lost: this step or later steps output them instead of sampling."""
+    `room` tokens are returned, and only as many as replace padding or fill a larger program. The result maps a
+    chunk's number (a chunk is a sequence's tokens in a step) to tokens, which have KV pages already. The other
+    forced tokens are not lost: this step or later steps output them instead of sampling."""
     if not any(forced.values()):
         return {}
     turns, known = part.turns, batch.slots.known

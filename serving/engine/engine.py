@@ -261,8 +261,8 @@ class Engine:
 
     def _prepare(self) -> tuple[PlannedRows | None, tuple[Program, StepTable] | None]:
         """Plan the next step, which follows the running launch if there is one. Returns the step, or None if no
-        sequence can run. The second value has the step's program and step table (inputs), built while a launch is
-        running; it is None if none is."""
+        sequence can run. The second value has the step's program and step table (inputs). It is None if no
+        launch is running, because building them in advance would then save no time."""
         ones, prompts = self._batch.plan()
         if not len(ones) and not prompts:
             return None, None
@@ -276,7 +276,7 @@ class Engine:
     def _queues(self, turns: Turns) -> bool:
         """Whether the next step may be launched behind the running one, whose plan is `turns`. It may not if
         constraints or proposed tokens need the running step's results, or if the host must read logits or hidden
-        states, or write histories, between the two launches."""
+        states, or write the device buffer HISTORY, between the two launches."""
         batch = self._batch
         waits = self._speculation or batch.histories or batch.slots.constraints
         return self.backend.queues and not (waits or turns.read or turns.pooled)
@@ -323,7 +323,7 @@ class Engine:
     # -- planning
 
     def _length_limit(self, prompt: int, params: SamplingParams) -> int:
-        # The last token is never an input, so a prompt that fills the context is still followed by one.
+        # The last token is never an input, so a prompt that fills the context is still followed by one token.
         context = max(self.dims.bucket.max_context, prompt + 1)
         return context if params.max_tokens is None else min(context, prompt + params.max_tokens)
 

@@ -2,8 +2,8 @@
 
 The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
 of a notation and a text: "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON list of texts,
-"grammar" and a grammar in Lark's notation or GBNF, or "calls" and a grammar in Lark's notation for calls that a model
-may make of its own accord. In the last notation, schemas that do not compile are loosened, because tools may have any
+"grammar" and a grammar in Lark's notation or GBNF, or "calls" and a grammar in Lark's notation for tool calls that a
+model may make. In a text of the notation "calls", schemas that do not compile are loosened, because tools may have any
 schema.
 
 The process answers each line with one line of JSON: {"text": a JSON list} or {"failed": the reason}. The list has the
@@ -37,7 +37,7 @@ _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS |= {"lenient": False, "coerce_one_of": True}
 
-# A fifth to a half of the library's own limits, so that a mask takes at most about 10 ms, and a lexer about 40 MB.
+# These are a fifth to a half of the library's own limits. So a mask takes at most about 10 ms, a lexer about 40 MB.
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
 
 
@@ -65,7 +65,7 @@ _FORMAT_PATTERNS = {
     f"uuid{version}": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
     for version in range(1, 9)
 }
-# The library computes numbers as doubles, which are exact up to this size, and refuses bounds far closer to zero.
+# The library computes with doubles, which are exact for integers up to 2**53. It refuses bounds far below 1e-15.
 _MOST_EXACT, _LEAST_BOUND = 2**53, 1e-15
 _BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 # The library refuses sizes of _MOST_SIZE and more, which no answer reaches.
@@ -237,14 +237,14 @@ class _Schema:
 
 
 def _refused(key: str, value: Any) -> bool:
-    """Return whether the library refuses a bound or a size (which no answer reaches), or reads it as another number."""
+    """Return whether the library refuses the value of a keyword for bounds or sizes, or reads it as another number."""
     if key in _SIZES:
         return type(value) in (int, float) and value >= _MOST_SIZE
     return key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND))
 
 
 def _exact(value: Any) -> bool:
-    """Return whether a double represents each number in a JSON value exactly, as far as the number's size tells. NaN
+    """Return whether all numbers in a JSON value are within _MOST_EXACT, up to which doubles hold all integers. NaN
     and infinity, which JSON lacks, are left to the check of the whole schema."""
     if isinstance(value, (list, dict)):
         return all(map(_exact, value.values() if isinstance(value, dict) else value))
@@ -294,8 +294,8 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
 
 
 def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Compile a grammar. A part of the library's work is done for the first mask, so this computes one, which no step
-    then has to wait for."""
+    """Compile a grammar. The library does some work only once, for the first mask. So the function computes a mask, and
+    no step has to wait for this work."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -335,8 +335,8 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
 
 
 def loosened(text: str, schemas: set[str] | None = None) -> str:
-    """Return a grammar of calls with looser JSON schemas in place of `schemas` (None: of all schemas): any object as a
-    function's arguments, and any JSON value as a parameter."""
+    """Return a grammar of calls in which looser JSON schemas replace `schemas` (None: all schemas). They allow any
+    object as a function's arguments, and any JSON value as a parameter."""
 
     def loose(found: re.Match[str]) -> str:
         if schemas is not None and json.dumps(json.loads(found[2])) not in schemas:

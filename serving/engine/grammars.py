@@ -53,7 +53,7 @@ class Constraint(ABC):
 
     @property
     def limit(self) -> Constraint | None:
-        """What limits the token after those that `follow` returned last; None: any token may come."""
+        """The constraint that limits the token after those that `follow` returned last; None if nothing limits it."""
         return self
 
     def waits(self, token: int) -> bool:
@@ -110,8 +110,8 @@ class Grammar(Constraint):
     so the tokens do not depend on how many steps output them."""
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
-        """`matcher` is a grammar before its first token. It is copied, and only the copy reads tokens. So one `Grammar`
-        may serve as the pattern of many, if only its copies follow an output."""
+        """`matcher` is a grammar that has read no tokens. It never reads any, because `follow` uses a copy of it. So
+        `copy` can make fresh grammars from it at any time."""
         self._start, self.executor, self.left = matcher, executor, left
         self._read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
@@ -153,8 +153,8 @@ class Grammar(Constraint):
 
 class Calls(Constraint):
     """Permits any text. But each match of `trigger` begins a call, and a call must match a grammar. Outside of calls
-    there is no mask and no forced token. If the grammar library gives up within a call, or on the grammar, no grammar
-    limits the call."""
+    there is no mask and no forced token. If the grammar library could not compile the grammar, or gives up within a
+    call, the call is not limited."""
 
     def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:
         self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary
@@ -330,8 +330,8 @@ class Grammars:
 
     def _checked(self, *source: str) -> tuple[str, list[str], int]:
         """Compile a grammar in the separate process. Returns the grammar in the library's own notation, the JSON Schema
-        keywords that it does not enforce, and its bytes when compiled. Raises MegakernelError if the grammar is invalid
-        or exceeds the limits on time and memory."""
+        keywords that it does not enforce, and the bytes of the compiled grammar. Raises MegakernelError if the grammar
+        is invalid or exceeds the limits on time and memory."""
         with self._lock:
             if self._checker is None:
                 vocabulary = self._vocabulary
@@ -397,7 +397,7 @@ class _Vocabulary(Vocabulary):
 
     @cached_property
     def _texts(self) -> dict[int, bytes]:
-        """The texts of all ids of the model that may be a part of a text."""
+        """The texts of all token ids that have a text and are not special."""
         special = {*self.special_token_ids}
         return {i: text for i, text in enumerate(self.tokens) if text and i not in special}
 

@@ -39,7 +39,7 @@ class Totals:
         self.sequences += len(step.rows)
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """Return the fraction of the roofline and the rates that the steps reached in `seconds`."""
+        """Return the fraction of the roofline and the rates of the steps, if they took `seconds` together."""
         return {
             "roofline_fraction": self.bound_s / seconds,
             "read_GBps": self.bytes / seconds / 1e9,

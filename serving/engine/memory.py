@@ -22,9 +22,9 @@ def weight_bytes(forward: Forward, split: Split, *, tied: bool) -> int:
 
 
 def pool_bytes(memory_bytes: float, weights: int, *, gpu: bool) -> float:
-    """Return the most bytes of a machine's memory that the KV pool may use, beside `weights` bytes of weights.
+    """Return how many bytes of a machine's memory the KV pool may use, if the weights take `weights` bytes.
 
-    Other programs use a host's memory too, but nothing else should use a GPU's.
+    On a host, the pool gets a smaller share, because other programs use the memory too. A GPU has no other user.
     """
     return max(GPU_SHARE * memory_bytes - weights, 0.0) if gpu else KV_SHARE * memory_bytes
 

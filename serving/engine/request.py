@@ -258,8 +258,8 @@ class Slots:
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def steady(self, slots: Ints) -> int:
-        """Return for how many steps, of one token per sequence, all sequences in `slots` have KV pages, and none
-        reaches its maximum length."""
+        """Return how many steps, with one token per sequence, the sequences in `slots` can run without further KV
+        pages and before one reaches its maximum length."""
         return int((np.minimum(self.pages.count[slots] * self.page, self.limit[slots] - 1) - self.length[slots]).min())
 
     def place(self, slots: Ints, position: Ints) -> Ints:
@@ -351,7 +351,7 @@ class Turns(Lineup):
 
 
 class PlannedRows(NamedTuple):
-    """Chunks of a step, each with consecutive tokens of one sequence. `start` has their first positions."""
+    """Chunks of a step, each with consecutive tokens of one sequence. `start` has the position of each first token."""
 
     turns: Turns
     start: Ints  # described in `StepRows`, as is `tokens`

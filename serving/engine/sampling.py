@@ -233,8 +233,8 @@ def _error(name: str, value: object, must: str) -> MegakernelError:
 
 
 class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens, from the second on, each with those of the most likely ids in `tops`.
-    They are sent with the first token of `choice`. Of a long prompt, the first parts are sent before."""
+    """Log-probabilities of a prompt's tokens except the first. `tops` has those of the most likely ids per position.
+    They are sent with the first token of `choice`. If the prompt is long, all parts but the last are sent earlier."""
 
     choice: int
     logprobs: list[float]
@@ -251,7 +251,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
     finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
     top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
-    # Log-probabilities of prompts, or of their last parts, if requested; sent with the first generated token.
+    # Requested log-probabilities of prompts (of a long one, the last part); sent with the first generated token.
     scores: list[Score]
     # Choice -> number of its prompt's tokens found in the prefix cache, if not 0; sent with the first token.
     cached: dict[int, int]

@@ -319,7 +319,7 @@ class Batch:
             self.slots.holds[slot] = False
 
     def unhold_computed(self, planned: Ints) -> None:
-        """Let the other choices of a request run if the first one, in a slot of `planned`, has computed the prompt."""
+        """If a request's first choice, in a slot of `planned`, has computed the prompt, let its other choices run."""
         slots = self.slots
         ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
         for sequence in slots.sequence[planned[ready]]:
@@ -420,7 +420,7 @@ class Batch:
             self.waiting.append(sequence.request.client, [sequence])
 
     def _write_history(self, slot: int, start: int) -> None:
-        """If penalties make a launch read HISTORY, let the host write a sequence's tokens there, from `start` on."""
+        """If a sequence has penalties, let the host write its tokens except the first `start` to the buffer HISTORY."""
         if self.slots.sampling.penalised[slot]:
             self.histories.append((slot, start, self.slots.known_tokens(slot)[start:].copy()))
 

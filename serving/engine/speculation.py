@@ -65,7 +65,7 @@ class Acceptance:
         return (self.accepted + known) / (self.tried + known + 2)
 
     def young(self) -> Acceptance:
-        """Return the state of a new sequence: the same rate, with less weight, so that it changes faster."""
+        """Return a state for a new sequence: the same rate with less weight, so that new results change it faster."""
         weight = min(1.0, _BEGIN / self.tried) if self.tried else 0.0
         return Acceptance(tried=weight * self.tried, accepted=weight * self.accepted)
 

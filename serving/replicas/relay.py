@@ -54,7 +54,7 @@ async def relay(
                     if isinstance(part, Head):
                         head = part
                         if sent and (head.status, head.kind) != (sent.status, sent.kind):
-                            raise _Lost(f"the replica that took over answers otherwise, with status {head.status}")
+                            raise _Lost(f"the replica that took over gives another answer, with status {head.status}")
                         continue
                     rest += part
                     if not head.streams or b"\n" not in part:  # each event and each mark ends with line breaks

@@ -220,8 +220,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _chat_page() -> str:
-    """Return the page of the chat. Its content security policy permits only its own script and that of the timelines
-    that it opens from memory, which inherit the policy."""
+    """Return the page of the chat. Its content security policy permits two scripts: its own and that of timelines. The
+    page opens timelines from memory, so they inherit the policy."""
     page = (files("megakernel.serving.server") / "web" / "chat.html").read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     return fill(page, {"POLICY": policy(script, timeline_script())})

@@ -93,7 +93,7 @@ class Answers:
         self.pooled: dict[int, NDArray[np.float32]] = {}
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0
-        # How many choices the engine has not ended yet, and of how many choices the end has not been read yet.
+        # `open` counts the choices that the engine has not ended, `_left` those whose end `take` has not returned.
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self._prompts = client, metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
@@ -324,7 +324,7 @@ class EngineClient:
         self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Handle the messages that have arrived, at most _AT_ONCE at a time, and of long prompts' scores one."""
+        """Handle up to _AT_ONCE messages, and stop after a `Score`, which takes long. Another call handles the rest."""
         if self._requests.closed:
             return
         for _ in range(_AT_ONCE):

@@ -82,7 +82,7 @@ class EngineHost:
                 made.set()
 
         def timeline() -> bytes | None:
-            """Trace the next step, and return it as an HTML page. If no step ends in time, return the last one."""
+            """Trace the next step, and return its HTML page. If no step ends in time, return the last traced one."""
             made.clear()
             self.loop.tracing = True
             made.wait(TRACE_WAIT_S)

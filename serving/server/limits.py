@@ -126,7 +126,7 @@ def _name(host: str) -> str:
     """Return the Host header without the port and without the brackets of an IPv6 address. Raises a 400 if anything
     else surrounds the name."""
     if (found := _HOST.fullmatch(host)) is None:
-        raise APIError(400, f"the Host header {quoted(host)} is not a name and a port")
+        raise APIError(400, f"the Host header {quoted(host)} must be a host name, with or without a port")
     return (found[1] or found[2]).lower()
 
 

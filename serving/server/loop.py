@@ -248,8 +248,8 @@ class EngineLoop:
         self._looking.clear()
 
     def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T | MegakernelError], None]) -> None:
-        """Run `work` in the thread for its kind, so that no step has to wait, then `then` in the engine's thread, with
-        the result or the error."""
+        """Run `work` in the thread for its kind, so that no step has to wait. Afterwards, call `then` in the engine's
+        thread with the result or the error."""
 
         def run() -> None:
             result: T | MegakernelError
@@ -279,7 +279,7 @@ class EngineLoop:
         n, count, most = asked.params.n, len(asked.prompts) * asked.params.n, self._max_waiting
         if count > most:
             raise MegakernelError(
-                f"{len(asked.prompts)} prompts with n={n} exceed the limit of {most} waiting sequences"
+                f"{len(asked.prompts)} prompts with n={n} exceed the limit of {most} waiting sequences: ask for fewer"
             )
         waiting = self._waiting()
         own = min(waiting, self._open_of[asked.client])  # an upper bound: some of these choices may be running
@@ -384,7 +384,7 @@ class EngineLoop:
 
 
 def _in_parts(tokens: Tokens) -> Iterator[Score | Tokens]:
-    """Yield messages with the prompts' log-probabilities, each of at most _SCORES tokens, and then the tokens."""
+    """Yield log-probabilities of long prompts in parts of _SCORES tokens, and then `tokens` with the last parts."""
     last = []
     for score in tokens.scores:
         cuts = (slice(at, at + _SCORES) for at in range(0, max(1, len(score.tops)), _SCORES))

@@ -69,8 +69,8 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _probe(self, cycle: RequestResponseCycle) -> None:
-        """Send interim answers until the answer begins; a stream of events then sends its own. If the client has left,
-        its system answers them by resetting the connection. Without them, the server would not notice this."""
+        """Send an interim answer from time to time until the answer begins. If the client has left, its system replies
+        by resetting the connection. Otherwise, the server would not notice. Event streams send comments instead."""
         if not (cycle.response_started or self.transport.is_closing()):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
@@ -83,7 +83,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._data = b""
         if waiting is None:
             return
-        # The timer continues if nothing is being answered: the header is incomplete, or a refused body goes on.
+        # Keep the timer if no answer is due: a header is incomplete, or the body of a refused request is arriving.
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting

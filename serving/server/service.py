@@ -83,8 +83,8 @@ class Tools:
         self._functions = {name: functions[name] for name in functions if only is None or name in only}
 
     def form(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that the other
-        fields of the request set."""
+        """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that fields such
+        as `response_format` set."""
         functions = self._functions if self.used else {}
         try:
             return codec.constraint(functions, asked, required=self._required, several=self._several)
@@ -325,7 +325,7 @@ def _check_size(prompts: list[TokenIds], params: SamplingParams) -> None:
     if choices * (1 + len(params.stop_strings)) > MAX_WATCHED:
         raise APIError(
             400,
-            f"{choices} choices with {len(params.stop_strings)} stop strings are too many for one request: their number"
-            f" and one more, times the choices, may be at most {MAX_WATCHED}",
+            f"{choices} choices with {len(params.stop_strings)} stop strings are too many for one request:"
+            f" choices * (stop strings + 1) must be at most {MAX_WATCHED}",
             param="stop" if params.stop_strings else "prompt",
         )

@@ -262,12 +262,12 @@ class Writer(ABC):
             self._prompts[index] = await prompt_logprobs(self.asked.tokenizer, prompt, tops, count)
 
     def _written(self, pieces: Pieces) -> dict[str, list[str]]:
-        """Return lists of one mark in place of lists that may be long. `_filled` replaces the marks."""
+        """Return a list of one placeholder for each list in `pieces`, which may be long. `_filled` inserts these."""
         self._lists_left += pieces.values()
         return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
 
     def _filled(self, data: bytes) -> list[bytes | bytearray]:
-        """Replace the marks in `data` (JSON or events) by the lists, and return the result in pieces."""
+        """Replace the placeholders in `data` (JSON or events) by the lists, and return the result in pieces."""
         pieces: list[bytes | bytearray] = [*_LIST.split(data)] if self._lists_left else [data]
         pieces[1::2] = [self._lists_left[int(number)] for number in pieces[1::2]]
         self._lists_left.clear()
@@ -296,7 +296,7 @@ class Writer(ABC):
         raise NotImplementedError
 
     def _text_event(self, index: int, text: str) -> bytes:
-        """Return `_plain` as an event. To save time, the JSON around the text is made only once per choice."""
+        """Return a choice's text as an event. To save time, the JSON around the text is made only once per choice."""
         if (around := self._around.get(index)) is None:
             around = event(self._json([self._plain(index, _MARK)])).split(f'"{_MARK}"'.encode())
             self._around[index] = around
@@ -370,7 +370,7 @@ class ItemWriter(Writer):
 
 
 def event(data: bytes, name: str = "") -> bytes:
-    """Return a server-sent event with the content `data`, and with a name unless this is empty."""
+    """Return a server-sent event with the content `data`, and with `name` as its name unless that is empty."""
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
 
 
@@ -442,7 +442,7 @@ def in_groups(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
 
 
 class WholeAnswer(Response):
-    """A response of JSON in pieces. They are sent in groups, between which others have their turn."""
+    """A response of JSON in pieces. They are sent in groups, and other tasks of the event loop run in between."""
 
     def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
         super().__init__(media_type="application/json")

@@ -115,15 +115,15 @@ class Transcript:
 
 
 class _Matcher:
-    """Finds a stop string in a text that grows. `matched` is the length of the longest end of the text with which the
-    stop string may begin."""
+    """Finds a stop string in a text that grows. `matched` is the length of the longest suffix of the text that is a
+    proper prefix of `stop`."""
 
     def __init__(self, stop: str) -> None:
         self.stop, self.matched = stop, 0
 
     def read(self, text: str, new: int) -> int:
-        """Read a text whose last `new` characters are new. Returns where the first stop string begins that they
-        complete, or -1. The number of comparisons does not grow with the stop string, because `matched` grows by at
+        """Read a text whose last `new` characters are new. Returns where the first stop string begins that ends
+        among them, or -1. The number of comparisons does not grow with the stop string, because `matched` grows by at
         most `new`."""
         self.matched = beginning(text, self.stop, self.matched + new)
         return text.find(self.stop, max(0, len(text) - new - len(self.stop) + 1))
@@ -197,8 +197,8 @@ class Codec:
         return tool_format(self.tool_parser, template.source if template else None)
 
     def reader(self, functions: Functions | None, most: int | None = None) -> Reader | None:
-        """Return a parser for the text of one answer, in which special tokens must be kept; None: all text is content.
-        The model may call `functions`, which maps names to JSON schemas of parameters, at most `most` times."""
+        """Return a parser for the text of one answer, which must keep special tokens, or None if all text is content.
+        `functions` maps the functions that the model may call, at most `most` times, to schemas of parameters."""
         if self.tools.final:
             return ChannelReader(functions or {}, most)
         return None if functions is None else CallReader(self.tools, functions, most)
@@ -206,17 +206,17 @@ class Codec:
     def constraint(
         self, functions: Functions | None, asked: StructuredOutputsParams | None, *, required: bool, several: bool
     ) -> StructuredOutputsParams | None:
-        """Return the format of an answer in which the model may, or must if `required`, call `functions`, once or
-        `several` times. `asked` is the format that the answer has otherwise.
+        """Return the format of an answer in which the model may call `functions`. If `required`, it must. If `several`,
+        it may call more than once. `asked` is the format of an answer without calls.
 
         If nothing is asked for, the model writes text, and only the calls that it begins have a format. If a JSON
-        schema is asked for, the answer consists of calls or matches the schema; a model with channels must also write
-        the header of the channel for answers. Raises MegakernelError if a call is required and the request also sets a
-        format that is no JSON schema."""
+        schema is asked for, the answer consists of calls or matches the schema; a model with channels (see
+        channels.py) must also write the header of the channel for answers. Raises MegakernelError if a call is required
+        and the request also sets a format that is no JSON schema."""
         schema = asked.schema if asked else None
         if required and asked and schema is None:
             raise MegakernelError(
-                "a required tool call cannot be combined with a format that is not JSON: leave out either"
+                "a required tool call cannot be combined with a format that is not JSON: leave out one of them"
             )
         if self.tokenizer is None or (asked and schema is None) or not (functions or (schema and self.tools.final)):
             return asked
@@ -233,8 +233,8 @@ class Codec:
     def transcripts(
         self, prompt: Iterable[int], params: SamplingParams, *, special: bool = False, keeps: bool = True
     ) -> list[Transcript]:
-        """Return a new transcript for each choice (completion). `special` keeps special tokens, whatever `params`
-        say, and `keeps` the log-probabilities."""
+        """Return a new transcript for each choice (completion). With `special`, special tokens are kept,
+        whatever `params` say. With `keeps`, log-probabilities are kept."""
         if (tokenizer := self.tokenizer) is None:
             return [Transcript(params, None, keeps) for _ in range(params.n)]
         skip = params.skip_special_tokens and not special

@@ -93,8 +93,8 @@ class EngineArgs:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineArgs:
         """Make the record from keyword arguments, which may include vLLM's other arguments if they change no result.
-        Raises MegakernelError for an argument that does not exist; if it had this name earlier, the error says the new
-        one."""
+        Raises MegakernelError for an argument that does not exist. For an argument's former name, the error says the
+        new name."""
         defaults = {field.name: field.default for field in fields(cls)}
         own: dict[str, Any] = {}
         for name, value in given.items():

@@ -94,7 +94,7 @@ class LLM:
         return checkpoint, backend
 
     def _read_texts(self, model: str | Checkpoint, args: EngineArgs) -> None:
-        """Read what the model's folder has besides weights: the tokenizer and recommendations of its author."""
+        """Read what the model's folder has besides weights: the tokenizer, and how to sample and pool."""
         self.codec = Codec.of(self.model, model) if isinstance(model, str) else Codec(self.model, None)
         self.tokenizer = self.codec.tokenizer
         self.pooling = load_pooling(model) if isinstance(model, str) else "last"

@@ -17,7 +17,7 @@ _MOST_DEPTH = 8  # how many references and alternatives are followed to find a v
 
 
 class Tags:
-    """The arguments of a call, read while they stream, behind the tag with the function's name:
+    """Reads the arguments of a call while they stream. They follow the tag with the function's name:
 
         <parameter=KEY>
         VALUE
@@ -56,8 +56,8 @@ class Tags:
 
 
 def _json(text: str, types: set[str]) -> str:
-    """Return, as JSON, the value that a model has written for a parameter of one of `types`. What is JSON already stays
-    as it is written."""
+    """Return, as JSON, the value that a model has written for a parameter of one of `types`. Text that is JSON already,
+    such as a number, stays as it is."""
     string = json.dumps(text, ensure_ascii=False)
     if types <= {"string"}:
         return string
@@ -74,7 +74,7 @@ def _refuse(name: str) -> None:
 
 
 def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
-    """Return the types that a JSON schema allows, as far as it says so. References are looked up in `root`."""
+    """Return the types that a JSON schema allows, as far as it names types. References are looked up in `root`."""
     if not isinstance(schema, Mapping) or depth == _MOST_DEPTH:
         return set()
     given = schema.get("type")

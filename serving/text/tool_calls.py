@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 class Reader(ABC):
     """Splits an answer into pieces. It finds calls of `functions`, and leaves out all calls after the first `most`.
-    `calls` counts those that are not left out. The joined pieces do not depend on how `add` gets the text."""
+    `calls` counts those that are not left out. However the text is cut for `add`, the joined pieces are the same."""
 
     def __init__(self, functions: Functions, most: int | None = None) -> None:
         self.calls = 0
@@ -78,7 +78,7 @@ _MOST_HEAD = 300  # maximum characters of a call before its arguments
 
 
 class CallReader(Reader):
-    """Reads the formats in which calls have marks around them, in JSON or in tags."""
+    """Reads answers in which marks surround each call or the list of calls. A call is written in JSON or in tags."""
 
     def __init__(self, form: ToolFormat, functions: Functions, most: int | None = None) -> None:
         super().__init__(functions, most)

@@ -28,12 +28,12 @@ class ToolFormat:
     end: str
     between: str  # the text that separates two calls
     arguments: str  # the JSON key for a call's arguments
-    # Whether every call has its own `begin` and `end`; otherwise `begin` precedes a JSON list. Such a call may also be
-    # written in tags, see `markup.py`.
+    # Whether every call has its own `begin` and `end`, and may also be written in tags (see `markup.py`). Otherwise,
+    # `begin` precedes a JSON list of calls.
     each: bool = False
     bare: bool = False  # whether there is no list, and no `begin` either if the answer consists of calls only
-    # What precedes text for the user, if answers consist of messages, as channels.py describes. `begin` then has the
-    # place of the function's name, and the arguments follow it.
+    # The header before text for the user, if answers consist of messages (see channels.py), otherwise empty. With such
+    # messages, the function's name is inserted into `begin`, and the arguments follow.
     final: str = ""
 
     @property
@@ -136,8 +136,8 @@ class CallsGrammar:
         self._rules = [f"f{at}: %json {json.dumps(schema)}" for at, schema in enumerate(self._functions.values())]
 
     def whole(self, answer: str | None = None) -> str:
-        """Return the grammar of an answer that consists of calls. If `answer` is given, a JSON schema, the answer may
-        match it instead, or must if there are no functions."""
+        """Return the grammar of an answer that consists of calls. If the JSON schema `answer` is given, an answer
+        may match it instead of calling. It must match it if there are no functions."""
         form = self._form
         if form.final:
             calls = " | ".join(
@@ -184,7 +184,7 @@ class CallsGrammar:
         return f'"{{" {kind}{json.dumps(_NAME)} ({calls}) "}}"'
 
     def _list(self) -> str:
-        """All calls of an answer, in a format in which they have one mark together."""
+        """Return the rule for all calls of an answer, in a format that does not mark each call by itself."""
         calls = self._json() + self._more(self._json())
         return calls if self._form.bare else f'"[" {calls} "]"'
 
@@ -192,8 +192,8 @@ class CallsGrammar:
         return f" ({json.dumps(self._form.between)} {call}){{0,{_MOST_CALLS - 1}}}" if self._several else ""
 
     def _tags(self, at: int, name: str, schema: dict[str, Any]) -> list[str]:
-        """The rules of a call of one function in tags. Parameters may come in any order, but each at most once. If the
-        schema does not list all parameters, any are allowed."""
+        """Return the rules for a call of one function, written in tags. Parameters may come in any order, but each at
+        most once. If the schema does not list all parameters, any are allowed."""
         properties = schema.get("properties")
         begin, end = json.dumps(f"<function={name}>\n"), '"</function>"'
         if (

@@ -29,8 +29,8 @@ class InstalledPeer:
 
 def find(names: Sequence[str], build: Path | None, *, batched: bool) -> list[InstalledPeer]:
     """Return the peers (other inference programs) with these names. `build` is the program `llama-bench` or the folder
-    of a llama.cpp build; without it, the program on PATH is used. `batched` selects its benchmark for many sequences.
-    Raises MegakernelError if a peer is not installed."""
+    of a llama.cpp build; without it, the program on PATH is used. `batched` selects llama.cpp's benchmark for many
+    sequences. Raises MegakernelError if a peer is not installed."""
     if build is not None and llama_bench.NAME not in names:
         raise MegakernelError(f"--llama-bench names a build of llama.cpp, so add --vs {llama_bench.NAME}")
     found = []

@@ -122,7 +122,7 @@ class MessagesToolChoice(Strict):
     @model_validator(mode="after")
     def _tool_has_a_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise requests.contradiction("tool_choice.name", "tool_choice needs a name with type tool, and only there")
+            raise requests.contradiction("tool_choice.name", "tool_choice needs a name if, and only if, type is tool")
         return self
 
 

@@ -203,8 +203,8 @@ class Templated(Strict):
 def conversation(
     said: list[dict[str, Any]], tools: Tools, values: dict[str, Any], *, continue_final: bool = False
 ) -> Conversation:
-    """Return a conversation that another API describes. Raises an HTTP error 400 if it exceeds a limit only in this
-    form."""
+    """Return a conversation that a request in another API's form describes. `said` has its messages, converted to this
+    API's form. Raises an HTTP error 400 if they exceed a limit."""
     if len(said) > MAX_MESSAGES:
         raise APIError(400, f"messages may have at most {MAX_MESSAGES} entries", param="messages")
     if any(len(message.get("tool_calls", ())) > MAX_TOOLS for message in said):
@@ -336,8 +336,8 @@ class _ChatWriter(Writer):
 
     @staticmethod
     def _delta(said: Said, piece: Piece) -> dict[str, Any]:
-        """Return a piece in the form of a stream. It has no null, because some clients let a null replace what came
-        before. A call comes as its id and name, then pieces of its arguments."""
+        """Return a piece of an answer as the `delta` of an event. No field is null, because some clients let null
+        replace earlier text. A call begins with its id and name. Pieces of its arguments follow."""
         said.put(piece)
         if piece.kind == "content":
             return {"content": piece.text}

@@ -165,7 +165,7 @@ class _CompletionWriter(Writer):
         return event(self._json([self._choice_of(delta, [token.token_id for token in delta.tokens], new)]))
 
     def _plain(self, index: int, text: str, **more: Any) -> dict[str, Any]:
-        """Return a choice, or one chunk of it. Its other fields are null if `more` does not set them."""
+        """Return a choice, or one chunk of it. Fields besides index and text are null if `more` does not set them."""
         names = ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
         return {"index": index, "text": text, **dict.fromkeys(names), **more}
 
