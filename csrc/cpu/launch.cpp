@@ -19,7 +19,7 @@ Interpreter::Interpreter(const Dims& model, const Kernels& kernels, int threads,
   const int64_t chunks = (widest + kChunk - 1) / kChunk;
   const int64_t padded = (model.head_dim + kPanel - 1) / kPanel * kPanel;
   const int64_t pairs = std::max(kQueryRows, model.group_size());
-  // The elements after an array may be read with its last ones, in one vector.
+  // A vector load at an array's end may read beyond it, so each array has room for 16 more elements.
   const auto take = [this](int64_t floats) {
     return static_cast<float*>(scratch_.allocate((floats + 16) * int64_t{sizeof(float)}));
   };

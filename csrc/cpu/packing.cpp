@@ -60,7 +60,7 @@ void copy_scales(const char* block, int c, SuperScale& out) {
 
 void copy_scales(const char* block, int c, Exponent& out) { memcpy(&out.exponent[c], block, 1); }
 
-// Adds bit fields of a quantised block, shifted left, to its values, which have one byte each.
+// Adds a bit field of a quantised block, shifted left by `shift`, to each of `values` (one byte each).
 template <int kOffset, int kWidth, int kRun, size_t kCount>
 void add_fields(const char* block, int shift, uint8_t (&values)[kCount]) {
   if constexpr (kWidth > 0) {

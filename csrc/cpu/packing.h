@@ -33,8 +33,8 @@ struct Packed {
   int64_t bytes;  // of data
 };
 
-// Packs a matrix on up to `threads` threads: into the memory `old` of a matrix that it replaces, if it fits
-// there exactly, otherwise into memory allocated from `arena`. Throws std::bad_alloc if there is not enough.
+// Packs a matrix on up to `threads` threads. Reuses the memory of `old`, the matrix that it replaces, if
+// both have the same size. Otherwise allocates from `arena`, which may throw std::bad_alloc.
 Packed pack(const Matrix& matrix, const Packed& old, Arena& arena, int threads);
 
 // The memory from the first to the last packed weight of a matmul's tile. The tile's panels must be adjacent.

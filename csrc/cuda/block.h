@@ -18,7 +18,7 @@
 //
 // A block works on up to kSlots instructions at once. Instruction j uses the shared-memory slot j % kSlots,
 // with its description (the task) and these barriers, which complete one phase per instruction:
-//   fetched  the controller warp has written the task (of experts, after it has waited for the counters)
+//   fetched  the controller warp has written the task; for experts, it has first waited for the counters
 //   inputs   the input loader has seen that the instruction's inputs are written
 //   loaded   both loaders have requested all of the instruction's loads
 //   outputs  the consumer warps have issued and fenced all of their stores
@@ -79,9 +79,9 @@ MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 // Where a page lies in the ring.
 struct Page {
   int slot;
-  // An mbarrier (hardware barrier) counts how often it has completed, and a wait names the parity of that
-  // count. It alternates each time the page's slot is reused. Before a loader fills the page, it waits for
-  // the previous completion of `empty`, when all have released the slot's last page.
+  // An mbarrier (hardware barrier) counts how often it has completed, and a wait names the parity of
+  // that count. The parity alternates each time the slot is reused. Before a loader fills the page, it
+  // waits for the previous completion of `empty`: by then, all have released the slot's previous page.
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kRing), n / kRing & 1}; }

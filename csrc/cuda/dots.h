@@ -20,9 +20,9 @@ namespace mk {
 
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where to find one piece of every input row, in bytes from `base`: in the ring, or in Scratch, where no
-// place reaches `end`. `first` is the place in row 0; each further row is `stride` bytes later. From `end`
-// on, places wrap around to the start of the ring.
+// The places of one piece of every input row, in bytes from `base`, which is the ring or Scratch::rows.
+// `first` is the place for row 0; each further row is `stride` bytes later. In the ring, places from
+// `end` on wrap around to its start. In Scratch, no place reaches `end`.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -117,8 +117,8 @@ class Dots {
   Pair sum_[kDotRows];
 };
 
-// Copies the row of inputs to shared memory, where `dots` reads it. All consumer warps have left the previous
-// instruction before.
+// Copies the row of inputs to shared memory, where `dots` reads it. All consumer warps must have left
+// the previous instruction.
 template <class P>
 MK_FN void copy_row(P& p, const Call& c) {
   constexpr int kStep = 8 * 32 * kConsumerWarps, kParts = higher_of(ceil_div(kMostInner, kStep), 1);

@@ -7,14 +7,14 @@
 
 namespace mk {
 
-// Whether the weight loader prefetches, and has few loads in flight (Asked::window). Neither holds for builds
-// for tensor cores, which need more bytes in flight.
+// Whether the weight loader prefetches, and limits its loads in flight (Asked::window). Builds for
+// tensor cores do neither, because they need more bytes in flight.
 MK_FN bool windowed(const Sizes& d) { return uses_dots(d) && kAblation != Ablation::kCopies; }
 
-// Loads a whole page of weights for dot products, or prefetches it into the L2 cache if `page` is null. Such
-// pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two matrices, the
-// pages have the same columns of one matrix each. With one matrix, page 0 has the even columns of the pair
-// and page 1 the odd ones.
+// Loads a whole page of weights for dot products, or prefetches it into the L2 cache if `page` is null.
+// Such pages come in pairs, and use.member (0 or 1) says which page of the pair this is. With two
+// matrices, each page has the same columns of a different matrix. With one matrix, page 0 has the even
+// columns of the pair and page 1 the odd ones.
 template <class P>
 MK_FN void fetch_columns(P& p, const Params& params, Block<P>& block, const PageUse& use, unsigned char* page,
                          typename P::Barrier& full) {
@@ -27,9 +27,9 @@ MK_FN void fetch_columns(P& p, const Params& params, Block<P>& block, const Page
     p.prefetch_columns(map, piece, a, b, use.z);
 }
 
-// Prefetches weights, also those of later instructions, while the weight loader waits for room in the ring.
-// Nothing reports when a prefetch is complete, so the loader prefetches a page per kAheadNs, as fast as
-// memory delivers one to each SM. At most kAheadPages pages are in the L2 cache that are not in the ring.
+// Prefetches weights, also those of later instructions, while the weight loader waits for room in the
+// ring. Nothing reports when a prefetch is complete, so the loader prefetches a page per kAheadNs, as
+// fast as memory delivers one to each SM. It stays at most kAheadPages pages ahead of the ring.
 template <class P>
 MK_FN void prefetch_ahead(P& p, Block<P>& block, const Params& params) {
   BlockAhead& at = block.ahead;
@@ -100,8 +100,8 @@ class Asked {
   // Counts a page of the ring, filled by this loader or not.
   MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kRing) - 1); }
 
-  // Waits until fewer than kWindowPages of these pages may be on their way, because every other access to
-  // memory waits behind them. `next` is the number of the next page.
+  // Waits until fewer than kWindowPages of this loader's pages may be on their way, because every other
+  // access to memory waits behind them. `next` is the number of the next page.
   MK_FN bool window(P& p, Block<P>& block, uint32_t next, const Where& where) const {
     uint32_t late = filled_;
     MK_UNROLL for (int i = 1; i < kWindowPages; ++i) late &= late - 1;
@@ -109,8 +109,8 @@ class Asked {
     const Page at = page_of(next - count_bits((late & -late) * 2 - 1));
     return p.wait(block.full[at.slot], at.parity, where, [&] { return left(p, block, at); });
   }
-  // Waits until all these pages have arrived, because a block must not end before its loads. This matters
-  // after an abort.
+  // Waits until all of this loader's pages have arrived, because a block must not end before its loads.
+  // This matters after an abort.
   MK_FN void settle(P& p, Block<P>& block, uint32_t next) const {
     MK_LOOP for (uint32_t n = 1; filled_ >> (n - 1); ++n) {
       const Page at = page_of(next - n);

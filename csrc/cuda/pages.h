@@ -67,7 +67,7 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, task_, row, count);
   }
 
-  // Returns the number of the first page that this warp still needs: after an instruction, that of the next.
+  // Returns the number of this warp's next page; after an instruction, the next instruction's first.
   MK_FN uint32_t next() const { return next_; }
 
  private:

@@ -24,7 +24,7 @@ MatmulPages matmul_pages(const Sizes& d, const Phase& phase, int32_t rows, int32
   task.phase.operation = Operation::kMatmul;
   *reinterpret_cast<Tile*>(task.record + kOperandWord) = {.row = 0, .rows = rows, .col = 0, .cols = cols};
   MatmulPages out{};
-  // Tensor cores hold the pages of two successive steps at once, each of which begins with a page of inputs.
+  // Tensor cores hold the pages of two successive steps at once. A step begins with a page of inputs.
   int32_t before = 0, step = 0, outputs = 0;
   for_pages(d, StepView{}, task, [&](const PageUse& use) {
     if (use.fill == Fill::kOutput) {

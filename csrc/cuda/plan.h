@@ -74,7 +74,7 @@ struct PageUse {
   }
 };
 
-// Returns a buffer's tensor map: for loads of whole pages, or for loads and stores of single boxes.
+// Returns a buffer's tensor map: for whole pages if `whole` is set, otherwise for single boxes.
 MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }
@@ -100,10 +100,10 @@ MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
 // Experts are always computed as dot products, also in programs whose matmuls use tensor cores.
 MK_FN bool by_dots(const Sizes& d, const Task& task) { return uses_dots(d) || is_experts(task); }
 
-// A matmul instruction, or a part of an experts instruction, whose rows routes.h explains. It multiplies the
-// tile's rows of the inputs [rows][inner] by the transpose of the weights [columns][inner]. With two weight
-// matrices (gate and up), the second follows the first in the buffer. Each has `width` rows, and an output
-// column uses one row of each.
+// A matmul instruction, or a part of an experts instruction (routes.h explains its rows). It multiplies
+// the tile's rows of the inputs [rows][inner] by the transpose of the weights [columns][inner]. With two
+// weight matrices (gate and up), the second follows the first in the buffer. Each has `width` rows, and
+// an output column uses one row of each.
 struct Matmul {
   const Phase& phase;
   const Tile& tile;
@@ -166,8 +166,8 @@ MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
     const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // Each step along the inner dimension uses a page of inputs, a page of weights for the chunk's first
-    // kTileRows columns, and one of the second matrix or, with one matrix, of the chunk's other columns.
+    // Each step along the inner dimension uses a page of inputs and one of weights for the first
+    // kTileRows columns. A third page has the second matrix or, with one matrix, the other columns.
     const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
     int32_t x = 0, member = 0, out = 0;
     while (x < m.phase.inner || out < outputs) {
@@ -390,7 +390,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Calls each(PageUse) for every page of the instruction, until it returns false; then returns false, too.
+// Calls each(PageUse) for every page of the instruction. Stops and returns false when a call does.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (static_cast<PagedOperation>(task.phase.operation)) {  // all other operations use no pages

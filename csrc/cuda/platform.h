@@ -6,73 +6,67 @@
 // host a warp has one lane.
 //
 //   static constexpr int kLanes, kTrace
-//   int lane(), warp()      0 .. kLanes - 1 in the warp; 0 .. kWarps - 1 in the block
-//   void forget()           makes the compiler recompute what it derived from lane() and warp(), from here on
+//   int lane(), warp(): 0 .. kLanes - 1 in the warp; 0 .. kWarps - 1 in the block
+//   void forget(): makes the compiler recompute what it derived from lane() and warp(), from here on
 //
 // struct Barrier is a barrier in shared memory. Its phases are numbered from 0, so that their parity
 // alternates.
-//   void init(Barrier&, int arrivals)  sets how many arrivals complete a phase; called before sync_block()
-//   void sync_block()  synchronises all warps of the block: when it begins and, if it is traced, before it
-//   ends bool wait(Barrier&, uint32_t parity, const Where&)  waits until the phase with that parity has
-//   completed,
-//     then acquires. For a new barrier, a wait for parity 1 returns at once. Returns false after an abort
-//   bool wait(Barrier&, uint32_t parity, const Where&, F idle), also of wait_always  ends, too, when idle()
-//     returns true, which it calls again and again
-//   bool test(Barrier&, uint32_t parity)  returns whether the phase has completed, and then acquires. One
-//   lane
-//     may call it
-//   bool passed(uint32_t& since, uint32_t ns)  returns whether this time has passed since it last returned
-//   true bool wait_always(Barrier&, parity, const Where& = between())  waits also after an abort. Returns
-//   false if the
-//     phase is still incomplete long after the abort, when it can no longer complete
-//   void arrive(Barrier&, int count = 1)  releases the warp's earlier writes at block scope. The first
-//   `count`
-//     lanes arrive once each; on the host, the one lane arrives `count` times
-//   void expect(Barrier&, uint32_t bytes)  arrives once. The phase then also waits for loads of this many
-//   bytes
+//   void init(Barrier&, int arrivals): sets how many arrivals complete a phase; called before
+//     sync_block()
+//   void sync_block(): synchronises all warps of the block, when it begins and, if it is traced, before
+//     it ends
+//   bool wait(Barrier&, uint32_t parity, const Where&): waits until the phase with that parity has
+//     completed, then acquires. For a new barrier, a wait for parity 1 returns at once. Returns false
+//     after an abort
+//   bool wait(Barrier&, uint32_t parity, const Where&, F idle): calls idle() again and
+//     again, and ends also when idle() returns true. wait_always has this form, too
+//   bool test(Barrier&, uint32_t parity): returns whether the phase has completed, and then acquires.
+//     One lane may call it
+//   bool passed(uint32_t& since, uint32_t ns): returns whether this time has passed since it last
+//     returned true
+//   bool wait_always(Barrier&, parity, const Where& = between()): waits also after an abort. Returns
+//     false if the phase is still incomplete long after the abort, when it can no longer complete
+//   void arrive(Barrier&, int count = 1): releases the warp's earlier writes at block scope. The first
+//     `count` lanes arrive once each; on the host, the one lane arrives `count` times
+//   void expect(Barrier&, uint32_t bytes): arrives once. The phase then also waits for loads of this
+//     many bytes
 //
 // Bulk copies are asynchronous, and one lane starts each. Sizes and addresses are multiples of 16 bytes.
-//   void acquire_map(const TensorMap&)  makes the map, which the host wrote, visible to bulk copies. It is
-//   called
-//     before the block's first copies with the map, and before sync_block()
-//   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&)  loads a box of 128-byte rows
-//   with
-//     the 128-byte swizzle: kBoxRows rows, or as many as the map says. Elements outside the tensor become
-//     zero
-//   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&)  loads an
-//   unswizzled
-//     box of five dimensions, whose coordinates are 0, piece, a, b and z
-//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z)  prefetches that box into the L2
-//   cache void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&) void store_tile(const
-//   TensorMap&, int x, int y, int z, const void* from), add_tile(..)  store a tile, or add
-//     it (float32) to memory
-//   void commit()  groups this warp's stores since the previous commit
-//   void wait_read(int pending)  waits until all groups except the last `pending` have read their pages
-//   void wait_stores()  waits until the warp's stores are visible to any thread that sees what it does next
-//   void fence_async()  orders this warp's ordinary accesses (generic proxy) before later asynchronous ones
-//   (async
-//     proxy); fence_pages() does so only for shared memory
+//   void acquire_map(const TensorMap&): makes the map, which the host wrote, visible to bulk copies. It
+//     is called before the block's first copies with the map, and before sync_block()
+//   void load_tile(void* to, const TensorMap&, int x, int y, int z, Barrier&): loads a box of 128-byte
+//     rows with the 128-byte swizzle: kBoxRows rows, or as many as the map says. Elements outside the
+//     tensor become zero
+//   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&): loads an
+//     unswizzled box of five dimensions, whose coordinates are 0, piece, a, b and z
+//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z): prefetches that box into
+//     the L2 cache
+//   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
+//   void store_tile(const TensorMap&, int x, int y, int z, const void* from), add_tile(..): store a
+//     tile, or add it (float32) to memory
+//   void commit(): groups this warp's stores since the previous commit
+//   void wait_read(int pending): waits until all groups except the last `pending` have read their pages
+//   void wait_stores(): waits until the warp's stores are visible to any thread that sees what it does
+//     next
+//   void fence_async(): orders this warp's ordinary accesses (generic proxy) before later asynchronous
+//     ones (async proxy); fence_pages() does so only for shared memory
 //
-//   bool wait_counters(int n, Scope, const Where&, F need)  waits until the counters need(0) .. need(n - 1),
-//   each a
-//     Need, have reached their targets, then acquires. The lanes divide the counters among themselves.
-//     Returns false after an abort. Like `wait`, it records a wait of over a millisecond, and aborts the
-//     launch if the wait exceeds the time limit (watchdog.h)
-//   void signal(int32_t*, int count, Scope)  adds `count` to a counter, and releases all that the warp has
-//   written
-//     or observed. One lane calls it
-//   int claim(int32_t*, uint32_t base, int end)  takes the next number in [0, end) from a counter whose value
-//   was
-//     `base` before the launch; returns -1 if all numbers are taken
-//   int arrive_acq_rel(int32_t*)  adds 1 with acquire and release, and returns the previous value
-//   void sync_warp()      makes earlier writes of one lane visible to all lanes
-//   void consumer_sync()  synchronises the consumer warps of the block
-//   bool aborted()        polls whether the launch was aborted
+//   bool wait_counters(int n, Scope, const Where&, F need): waits until the counters need(0) to
+//     need(n - 1), each a Need, have reached their targets, then acquires. The lanes divide the
+//     counters among themselves. Returns false after an abort. Like `wait`, it records a wait of over a
+//     millisecond, and aborts the launch if the wait exceeds the time limit (watchdog.h)
+//   void signal(int32_t*, int count, Scope): adds `count` to a counter, and releases all that the warp
+//     has written or observed. One lane calls it
+//   int claim(int32_t*, uint32_t base, int end): takes the next number in [0, end) from a counter whose
+//     value was `base` before the launch; returns -1 if all numbers are taken
+//   int arrive_acq_rel(int32_t*): adds 1 with acquire and release, and returns the previous value
+//   void sync_warp(): makes earlier writes of one lane visible to all lanes
+//   void consumer_sync(): synchronises the consumer warps of the block
+//   bool aborted(): polls whether the launch was aborted
 //
-//   uint64_t now()  returns the time in ticks of the trace, or 0 if kTrace is 0
-//   void trace(const Where&, Role, IntervalKind, uint64_t begin)  records an interval that ends now, if
-//   kTrace is
-//     not 0
+//   uint64_t now(): returns the time in ticks of the trace, or 0 if kTrace is 0
+//   void trace(const Where&, Role, IntervalKind, uint64_t begin): records an interval that ends now, if
+//     kTrace is not 0
 //
 // How a block ends after an abort. Waits for data return false at once. The warps still go through all
 // instructions that the controller has handed to them, so that they meet at the same barriers, but they do no

@@ -2,7 +2,7 @@
 //   row(r)     returns what `store` needs of output row r, such as addresses
 //   column(c)  returns what `store` needs of the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
-//   value      returns what the tensor-core path writes to an output page instead of calling `store`
+//   value      returns what a matmul on tensor cores writes to an output page instead of calling `store`
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"

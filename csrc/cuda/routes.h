@@ -1,6 +1,6 @@
-// The rows and the expert of an experts instruction. The controller waits for the instruction's counters,
-// reads ROUTES and publishes parts of the instruction, so that no other role must wait. A part covers at most
-// as many token rows as dot products can process at once. It uses those that have chosen the expert.
+// The rows and the expert of an experts instruction. The controller waits for its counters, reads ROUTES
+// and publishes it in parts, so that no other role must wait. A part covers at most as many token rows
+// as dot products can process at once, and uses those that have chosen the expert.
 #pragma once
 #include "ops/call.h"
 #include "ops/memory.h"
@@ -80,7 +80,7 @@ struct Routes {
   }
 };
 
-// Makes a part of an experts record, which is in `task`: the part that begins with the record's row `done`.
+// Replaces the experts record in `task` by one of its parts, which begins with the record's row `done`.
 // Only the last part signals. Returns the row with which the next part begins, or 0 if there is none.
 template <class P>
 MK_FN int32_t choose_rows(P& p, const Routes& routes, Task& task, int32_t done) {

@@ -5,7 +5,7 @@
 // then every stuck warp has a record, and the abort keeps the records. megakernel/runtime/cuda/stall.py reads
 // them and finds the one wait that all others depend on.
 //
-// A record is first in the block's array `late`. Before a warp ends, it writes it to Params.diagnoses.
+// Before a warp ends, it copies its record from the block's array `late` to Params.diagnoses.
 #pragma once
 #include "counters.h"
 

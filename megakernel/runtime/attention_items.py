@@ -67,7 +67,7 @@ class _Tiles:
 
 
 def moves(dims: Dims, position: Ints) -> bool:
-    """Whether a row at one of these positions attends to other KV blocks than a row at the position before."""
+    """Whether a row at one of these positions attends to other KV blocks than a row one position earlier."""
     block, window = dims.bucket.kv_block, max(dims.model.spans)
     moved = position % block == 0
     if window < dims.bucket.max_context:
@@ -86,7 +86,7 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     `count[i]` rows of sequence `seq[i]`, from position `start[i]` on. Chunks must be in row order.
 
     If there is no room for partial results, fewer parts are cut between KV blocks. Raises MegakernelError if there are
-    more items than the program allows, which cannot be if it has room for one per row and three per slot.
+    more items than the program allows. This cannot happen if it allows one per row and three per slot.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
@@ -223,7 +223,7 @@ class _Pieces:
 
 
 def _ends(dims: Dims, line: _Line) -> _Ends:
-    """Divide the line into equal shares. If an end is close to a border of its part, it moves to the border."""
+    """Divide the line (_Line) into equal shares. The end of a share moves to a border of its part if that is close."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)
@@ -238,7 +238,7 @@ def _ends(dims: Dims, line: _Line) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """If there is no room for all partial results, move ends from inside the last split parts to their borders."""
+    """If not all partial results have room, move ends from inside the last split parts to the parts' borders."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])

@@ -41,7 +41,10 @@ def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDA
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
     """Raise MegakernelError if a HISTORY of this shape has no room for `count` tokens of `slot` at `start`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
-        raise MegakernelError(f"the history of slot {slot} has no room for {count} tokens from position {start} on")
+        raise MegakernelError(
+            f"slot {slot} has no room for {count} tokens at position {start}: the history has slots 0 to "
+            f"{shape[0] - 1}, of {shape[1]} tokens each"
+        )
 
 
 def check_program(dims: Dims, program: Program) -> None:
@@ -65,6 +68,6 @@ def check_program(dims: Dims, program: Program) -> None:
 def check_table(program: Program, table: StepTable, pages: int) -> None:
     """Raise MegakernelError unless `table` was made for `program` and a KV cache of `pages` pages."""
     if table.dims is not program.dims and table.dims != program.dims:
-        raise MegakernelError("the step table was made for another program's sizes")
+        raise MegakernelError("the step table was made for another program: make one with this program's sizes")
     if np.maximum.reduce(table.block_tables.view(np.uint32), axis=None) >= pages:  # a negative number is a large one
-        raise MegakernelError(f"the step table names a page outside the pool of {pages} pages")
+        raise MegakernelError(f"the step table names a KV page outside the pool: it has pages 0 to {pages - 1}")

@@ -145,8 +145,8 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: StepRows, before: StepRows | None = None) -> None:
-    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup, perhaps with the
-    tokens of `before`."""
+    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup. If the table has the
+    rows `before`, tokens are written only if they have changed."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count

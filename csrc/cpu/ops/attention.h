@@ -1,12 +1,12 @@
 // Attention of one work item: query rows of one sequence, for some KV heads and some KV blocks.
 //
-// A KV block is kv_block successive tokens, from a multiple of kv_block on, wherever the item starts. For
-// each (query row, head) pair and each block, the result is (m, l, o): the maximum score m, the sum l of e^(s
-// - m) and the sum o of e^(s - m) v, over the scores s and values v of the block. The results of a pair's
-// blocks are then merged in ascending order. Up to kQueryRows pairs share one pass over the K and V of a
-// block. With at most kDirectPairs pairs, the pass reads the KV cache directly. With more, it reads a float32
-// copy of the block, so that the conversion is done only once. Quantised keys are not copied, but multiplied
-// in integers.
+// A KV block is kv_block successive tokens, and begins at a multiple of kv_block, wherever the item
+// starts. For each (query row, head) pair and each block, the result is (m, l, o): the maximum score m,
+// the sum l of e^(s - m) and the sum o of e^(s - m) v, over the scores s and values v of the block. The
+// results of a pair's blocks are then merged in ascending order. Up to kQueryRows pairs share one pass
+// over the K and V of a block. With at most kDirectPairs pairs, the pass reads the KV cache directly.
+// With more, it reads a float32 copy of the block, so that the conversion is done only once. Quantised
+// keys are not copied, but multiplied in integers.
 //
 // A pair's result has the same bits whichever other pairs are computed with it, because every sum has a fixed
 // order: scores are summed over the elements of the head in order (with quantised keys, over groups of
@@ -87,10 +87,10 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const Matrix<
   if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, k, c, ldc, resume, column);
 }
 
-// Computes attention scores with quantised keys: of R queries, rounded to integers, with the first n (at most
-// kLanes) tokens of `keys`. The head's elements are divided into `units` quantisation blocks. For each one,
-// the integer sum of products is exact, and is multiplied by the scales of the key and the query. These
-// results are added in order (megakernel/isa/integers.py).
+// Computes the attention scores of R queries, rounded to integers, with the first n (at most kLanes)
+// tokens of the quantised `keys`. The head's elements are divided into `units` quantisation blocks. For
+// each one, the integer sum of products is exact, and is multiplied by the scales of the key and the
+// query. These results are added in order (megakernel/isa/integers.py).
 template <int R>
 MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, const KeyWords& keys, int n,
                             float* scores) {
@@ -219,7 +219,7 @@ inline void softmax_row(const Dims& d, float* scores, int tokens, float scale, f
   l = sum(total);
 }
 
-// Returns the first token of a KV block that the query at `position` sees if it sees only `span` tokens.
+// Returns the first token of a KV block that the query at `position` sees within the last `span` tokens.
 inline int first_token(const Dims& d, int span, int position, int block) {
   return higher_of(position + 1 - span - block * d.kv_block, 0);
 }
@@ -233,8 +233,8 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
                          float* scores, float* m, float* l, float* out) {
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
   const int tokens = visible_tokens(d, positions[rows - 1], block), padded = padded_head(d);
-  // No row sees the tokens before `oldest`. Scores are computed from the beginning of its SIMD vector on, and
-  // those that a row does not see get the weight 0.
+  // No row sees the tokens before `oldest`. Scores are computed for the whole SIMD vector with `oldest`;
+  // tokens that a row does not see get the weight 0.
   const int oldest = first_token(d, span, positions[0], block), begin = oldest / kLanes * kLanes;
   score(d, rows * group, queries, cached, kv, begin, tokens, scores);
   for (int j = 0; j < rows * group; ++j) {

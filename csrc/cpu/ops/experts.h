@@ -6,8 +6,8 @@
 
 namespace mk::MK_SIMD {
 
-// Stores the clipped gate of megakernel/isa/operations/experts.py. Gate and up are in `t`, kPanel floats
-// apart.
+// Stores the product of clipped gate and up that megakernel/isa/operations/experts.py defines. Gate and
+// up are in `t`, kPanel floats apart.
 template <class T>
 inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;
@@ -71,7 +71,7 @@ void experts(const Call& call, const ExpertTile& op) {
   if (rows > 0) multiply(op.place);
 }
 
-// For each row, adds up the weighted results of its experts, in order, without experts of other ranks.
+// For each row, adds up in order the weighted results of those of its experts that this rank has.
 template <class T>
 void combine(const Call& call, const Run& op) {
   constexpr int kColumns = 256;

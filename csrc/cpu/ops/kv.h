@@ -11,9 +11,9 @@ namespace mk::MK_SIMD {
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// Reads a matrix one SIMD vector at a time, and prefetches data that is needed soon. `now` is the address of
-// the vector in the first row; rows are `stride` elements apart. The pointer can move right or down. `next`
-// is the address of the data to prefetch, and `fetch` prefetches one row of it.
+// Reads a matrix one SIMD vector at a time, and prefetches data that is needed soon. `now` is the
+// address of the vector in the first row; rows are `stride` elements apart. `now` can move right or
+// down. `next` is the address of the data to prefetch, and `fetch` prefetches one row of it.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -88,8 +88,8 @@ struct ValuePage {
   }
 };
 
-// The matrix B of `dense`. Strips of type S read its rows. So that `dense` is compiled once for each S, it
-// finds the strips by a virtual function, which it calls once for many rows.
+// The matrix B of `dense`, whose rows are read by strips of type S. `dense` finds the strips by a
+// virtual function, so that it is compiled only once for each S. One call serves many rows.
 template <class S>
 struct Matrix {
   const int64_t stride;  // between rows, in elements
@@ -232,8 +232,8 @@ struct Widened {
   NearStrip key(int token) const { return {scratch.keys + token}; }
   NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
 
-  // Copies the tokens from the page of token `first` on. Does not read keys after token `tokens`, because
-  // other threads may be storing them.
+  // Copies the tokens, beginning with the page that has token `first`. Reads no key of token `tokens` or
+  // a later one, because other threads may be storing them.
   template <class T>
   Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int first, int tokens)
       : d(dims), scratch(to) {

@@ -10,8 +10,8 @@
 
 namespace mk::MK_SIMD {
 
-// Loads results that are accumulated in registers: R rows, ldc floats apart, of P parts, `apart` floats
-// apart, of V vectors. Without `resume`, the accumulators become zero instead.
+// Loads results into accumulators: R rows, ldc floats apart. A row has P parts, `apart` floats apart,
+// and a part has V vectors. Without `resume`, the accumulators become zero instead.
 template <int R, int P, int V>
 MK_INLINE void load_block(F32 (&acc)[R][P][V], const float* c, int64_t ldc, int apart, bool resume) {
   MK_UNROLL for (int i = 0; i < R; ++i) {

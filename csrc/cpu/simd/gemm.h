@@ -107,8 +107,8 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int apart,
 
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// Returns log2 of the smallest number of panels for which `micro` is compiled for `rows` rows. With several
-// rows, a single panel, which is rare, is passed as two equal ones. This saves a quarter of the instances.
+// Returns log2 of the fewest panels for which `micro` is compiled, given `rows` rows. With several rows,
+// a single panel, which is rare, is passed as two equal ones. This saves a quarter of the instances.
 template <class W>
 constexpr int least_log2(int rows) {
   return rows > 1 && panel_log2<W>(rows) > 0 ? 1 : 0;

@@ -14,8 +14,8 @@
 
 namespace mk::MK_SIMD {
 
-// 32 successive activations of a row (a unit), rounded to integers that share a scale. Integer s is byte s of
-// `words`, except in the two words at `places`: there, 128 * (the byte of `high`) is added to the byte.
+// 32 successive activations of a row (a unit), rounded to integers that share a scale. Integer s is byte
+// s of `words`. In the two words at `places`, 128 * (the byte of `high`) is added to byte s.
 struct Rounded {
   uint32_t words[kUnit / 4];
   uint32_t high[kWideWords];
@@ -41,8 +41,8 @@ static_assert(kRowUnits * sizeof(Rounded) <= kRoundedBytes);
 // For vector i of a unit (32 activations), returns which word of four activations each lane belongs to.
 MK_INLINE I32 word_numbers(int i) { return (lane_index() + i * kLanes) / 4; }
 
-// Chooses the wide words of a unit (32 activations): those with the largest magnitudes. The scale is the
-// smallest with which the other words fit 8 bits. `sum` becomes the inverse of the scale. If a value is not
+// Chooses a unit's wide words (kWideWords), those with the largest magnitudes. The scale is the smallest
+// with which the other words fit 8 bits. `sum` becomes the inverse of the scale. If a value is not
 // finite, the scale is NaN. If all magnitudes are below 2^-100, the scale is zero.
 MK_INLINE void choose_words(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;

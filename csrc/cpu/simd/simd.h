@@ -269,7 +269,7 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
 #if defined(__AVX2__) && MK_LANES == 8
   const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]),
                 high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
-  // The packing instructions work on each half of the registers, so the words have to be put in order.
+  // These instructions pack each half of a register by itself, so the words have to be put in order.
   const __m256i bytes =
       _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   memcpy(out, &bytes, sizeof bytes);
@@ -300,8 +300,8 @@ MK_INLINE U32 doubled_floats(U32 v) {
 #endif
 }
 
-// Of a unit, the words (4 successive activations) with the largest values have 15 bits per activation instead
-// of 8, because these values cause most of the error of rounding. This is the number of such words.
+// How many words (4 successive activations) of a unit have 15 bits per activation instead of 8. They are
+// those with the largest values, because these cause most of the error of rounding.
 constexpr int kWideWords = 2;
 constexpr int kHighShift = 7;
 

@@ -88,7 +88,7 @@ class AttentionItem {
   }
 
  private:
-  // Builds for one row read the tables once, and others when they need an entry, because registers are short.
+  // Builds for one row have read the entry already. Others read it at each call, to save registers.
   MK_FN ItemWork work() const {
     if constexpr (kTogether) return read_;
     return item_work(call_, item_);
@@ -131,7 +131,7 @@ class AttentionItem {
     const int heads = (end - 1) / of_head - begin / of_head + 1, before = own - begin / of_head;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     typename P::AttentionTile tile(p_, d_);
-    // If the warps work together, the first four use the first half of each tile, and the others the second.
+    // If the warps work together, four use the first half of the keys and values, and four the second.
     const bool halves = kTogether && !narrow(), second = call_.warp >= kConsumerWarps / 2;
     bool started = false;
     for (int block = blocks().begin; block < blocks().end; ++block) {
@@ -265,8 +265,8 @@ class AttentionItem {
     }
   }
 
-  // Returns a score for each query head of the rank, which takes part in the sum l but has no value; null if
-  // the phase has none.
+  // Returns the sinks, or null if the phase has none. A sink is a score for one of the rank's query
+  // heads: it counts in the sum l but has no value.
   MK_FN const float* sinks() const {
     if constexpr (!kHasExperts) return nullptr;
     return call_.weights<float>(call_.phase().weights);

@@ -1,6 +1,6 @@
-// Attention's arithmetic on the tensor cores: 16 query rows attend to a KV block. One warp computes them or,
-// in builds for one row, all consumer warps together: each the scores of 16 tokens and, once the warps have
-// exchanged the probabilities, 16 elements of the head. Both ways add in the same order. Keys are stored as
+// Attention's arithmetic on the tensor cores: 16 query rows attend to a KV block. One warp does this. In
+// builds for one row, each consumer warp computes the scores of 16 tokens, exchanges probabilities with
+// the others, and computes 16 elements of the head, with additions in the same order. Keys are stored as
 // [element][token] and values as [token][element], so ldmatrix.trans loads both as the B matrix of mma.
 #pragma once
 #include "../tensor_core.h"
@@ -232,8 +232,8 @@ class AttentionTile {
     }
   }
 
-  // Stores a single KV block's softmax maximum m, sum l and output o at to(i), for each row i that sees it.
-  // Of the warps that compute the parts of a head, the first stores m and l.
+  // Stores a single KV block's softmax maximum m, sum l and output o at to(i), for each row i that sees
+  // it. If several warps compute parts of the same head, only the first of them stores m and l.
   template <class To>
   __device__ void store_block(To to, int part) const {
     const int lane = here(lane_), head_dim = size();
@@ -265,8 +265,8 @@ class AttentionTile {
   }
 
  private:
-  // The numbers of fragments of eight tokens and of eight elements of the head that this warp computes, and
-  // of groups of eight rows that can have a query row.
+  // kScores, kOutputs: how many fragments of eight tokens, and of eight elements of the head, this warp
+  // computes. kHalves: how many groups of eight rows can have a query row.
   static constexpr int kScores = kTogether ? 2 : kKvBlock / 8, kOutputs = kTogether ? 2 : kHeadPart / 8,
                        kHalves = kMostGroup > 8 ? 2 : 1;
   // What the warps exchange about a KV block: for each warp, its sums and its part of the probabilities.
@@ -274,13 +274,13 @@ class AttentionTile {
     float sum[kConsumerWarps][2][32];
     uint32_t probability[kConsumerWarps][4][32];
   };
-  // The maximum score of each query row in each warp. It lies where no other instruction writes.
+  // Each warp's maximum score of each query row. The array lies where no other instruction writes.
   using Most = float[kConsumerWarps][kQueryTile];
   static constexpr int kMostAt = kRowBytes - sizeof(Most);
   static_assert(!kTogether || (sizeof(Shared) <= kCopyBytes && kCopyBytes <= kMostAt));
 
-  // Returns the first token of a KV block, and the first element of the head, that this warp computes;
-  // own_column() counts them from the beginning of their tile.
+  // Returns the first token of a KV block that this warp computes, which is also its first element of
+  // the head. own_column() counts from the beginning of the tile with that token or element.
   __device__ int first() const { return kTogether ? 16 * warp_ : 0; }
   __device__ int own_column() const { return first() % 64; }
 

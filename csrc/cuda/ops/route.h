@@ -1,5 +1,5 @@
-// Chooses the experts of rows. All consumer warps compute the logits of a few rows; each warp does so for
-// other experts. Then one warp for each of these rows chooses the best experts.
+// Chooses the experts of rows. All consumer warps compute the logits of a few rows, each warp those of
+// different experts. Then one warp for each of these rows chooses the best experts.
 #pragma once
 #include "sample.h"
 #include "softmax.h"
@@ -12,7 +12,7 @@ static_assert(2 * kRouteRows * kMostExperts * sizeof(float) <= sizeof(Scratch::r
 
 MK_FN float sigmoid(float x) { return 1.0f / (1.0f + exp_fast(-x)); }
 
-// Stores the experts of a row that the router does not choose. They are its last `count` experts.
+// Stores the row's shared experts, which the router does not choose: its last `count` experts.
 template <class P>
 MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_expert, float weight) {
   const int64_t at = int64_t{row + 1} * call.dims->experts_per_token - count;
@@ -22,8 +22,8 @@ MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_exp
   }
 }
 
-// Chooses the experts of a row. `logits` has the row's logits and, kRouteRows * kMostExperts further on, room
-// for the weights. NaN counts as -infinity, and afterwards marks the logits of experts that are chosen.
+// Chooses the experts of a row. `logits` has the row's logits and, kRouteRows * kMostExperts further on,
+// room for the weights. A logit of NaN counts as -infinity. Later, NaN marks the chosen experts.
 template <class P>
 MK_FN void choose_experts(P& p, const Call& call, int row, float* logits) {
   const Sizes& d = *call.dims;

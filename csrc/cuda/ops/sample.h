@@ -232,10 +232,10 @@ class Sampler {
     return lower_of(begin, vocab_ - 1);
   }
 
-  // Top-k and top-p: finds how many of the largest logits are needed to reach a total of `wanted`. The total
-  // is the number of logits if `count` is set, otherwise the sum of their weights. Sets `bound` to the
-  // smallest logit that is needed: all logits above `bound` are kept, and some of those equal to `bound`.
-  // Returns how many of the equal ones.
+  // Top-k and top-p: finds how many of the largest logits are needed to reach a total of `wanted`. The
+  // total is the number of logits if `count` is set, otherwise the sum of their weights. Sets `bound` to
+  // the smallest logit that is needed: all logits above `bound` are kept, and some of those equal to
+  // `bound`. Returns how many of the equal ones are kept.
   //
   // A bisection over order keys (integers in the same order as the logits) finds the bound. The logits with
   // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings `low` and

@@ -64,9 +64,9 @@ class CpuBackend:
             or dims.model.head_dim > MOST_HEAD_DIM
         ):
             raise MegakernelError(
-                f"the cpu backend needs KV pages of a multiple of 16 tokens that divides {dims.bucket.kv_block}, not "
-                f"of {dims.bucket.kv_page}, and heads of a multiple of 8 elements up to {MOST_HEAD_DIM}, not of "
-                f"{dims.model.head_dim}"
+                f"the cpu backend cannot run with {dims.bucket.kv_page} tokens in a KV page and {dims.model.head_dim} "
+                f"elements in a head: a page needs a multiple of 16 tokens that divides {dims.bucket.kv_block}, and a "
+                f"head a multiple of 8 elements, at most {MOST_HEAD_DIM}"
             )
         self.name = "null" if null else "cpu"
         self.threads = threads or cpu_count()
@@ -78,7 +78,7 @@ class CpuBackend:
         self._lib = load()
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
-        # Whether the LM head shares the memory of the embedding table: they are equal and have one type.
+        # Whether the LM head is the embedding table, stored in the same type. If so, both share its memory.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
         self._programs: list[int] = []  # handles
@@ -139,8 +139,8 @@ class CpuBackend:
         self._arrays[rank, buffer][layer] = array.reshape(shape)
 
     def _home(self, rank: int, buffer: Buffer) -> int:
-        """Return the rank whose copy of a buffer `rank` uses: 0 if all share one copy, otherwise `rank`. They share
-        weights that each needs as a whole, and outputs, because only one rank writes each row."""
+        """Return the rank whose copy of a buffer `rank` uses: 0 if all share one copy, otherwise `rank`. Ranks
+        share weights that each needs as a whole, and outputs, because only one rank writes each row."""
         space = BUFFERS[buffer].space
         whole = space is Space.WEIGHT and holds_whole(buffer, self.dims.ranks[rank])
         return 0 if whole or space is Space.OUTPUT else rank
@@ -245,7 +245,7 @@ class CpuBackend:
         named = {b for phase in forward for b in (phase.weights, phase.bias, phase.norm) if b is not None}
         if absent := named.difference(self._weights):
             names = ", ".join(sorted(buffer.name for buffer in absent))
-            raise MegakernelError(f"the program reads {names}, which {self._model} does not have: compile it again")
+            raise MegakernelError(f"the program reads {names}, which {self._model} lacks: compile it for this model")
 
     def _copied(self, program: Program) -> int:
         """Copy a program into the native library, and return its handle there."""

@@ -52,7 +52,7 @@ class DeviceRows:
     def __getitem__(self, rows: Any) -> NDArray[Any]:
         """Return rows as an array [rows, columns] would. `rows` is a row, a slice, or a list of rows."""
         count, columns = BUFFERS[self._buffer].shape(self._dims, 0)
-        # Only the rank that sampled a row has its logits. Of the hidden states, Y, every rank has all rows.
+        # Only the rank that sampled a row has its logits, but every rank has all rows of the hidden states (Y).
         rank_rows = self._dims.own_logit_rows if self._buffer is Buffer.LOGITS else count
         kind, wanted = BUFFERS[self._buffer].resolve_dtype(self._dims.model).numpy, np.arange(count)[rows]
         size = columns * kind.itemsize
@@ -129,7 +129,7 @@ class CudaBackend:
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> CudaLaunch:
         if len(self.running) == LANES:
-            raise MegakernelError(f"{LANES} launches have not ended: wait for the first or abort it")
+            raise MegakernelError(f"{LANES} launches are under way, the most allowed: wait for the first or abort it")
         if trace:  # there is memory for one trace
             self._finish_running()
         loaded = self._loaded(program)
@@ -310,7 +310,7 @@ class CudaLaunch:
             raise
         if not ended or self.lane.aborted():
             self._stop()
-            why = self.loaded.waiting(self.lane.number, self._table) or "no warp says what it waits for"
+            why = self.loaded.waiting(self.lane.number, self._table) or "no warp has recorded a wait"
             backend.stopped()
             raise MegakernelError(f"the launch made no progress and was stopped: {why}")
         now = time.perf_counter()

@@ -43,8 +43,8 @@ class Build:
     and whether it has the code for models with experts, or for those with wide norms and heads. This code makes other
     models slower.
 
-    `constants` are those of a build for the programs of one model that compute one row on one GPU: the sizes
-    FIXED_SIZES, and whether any phase has a bias or normalises heads. A generic build has none."""
+    A build for one row runs only programs of one model that compute one row on one GPU. Its `constants` are the
+    sizes FIXED_SIZES, and whether any phase has a bias or normalises heads. A generic build has none."""
 
     trace: bool
     units: Units

@@ -172,8 +172,8 @@ class _Rehearsal(ReferenceLaunch):
             self._may_claim = False
             claimed = self._claim(place)
             if not self._left(place):
-                # The queue is empty now. So the workers that were about to claim from it continue after it, before any
-                # worker claims from another queue.
+                # The queue is empty now. So the workers that were about to claim from it go on to their next
+                # instruction, before any worker claims from another queue.
                 self._ready.extend(self._late)
                 self._late.clear()
             yield from self._run(claimed)

@@ -54,7 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction as it runs in one layer. Each layer has a block of counters; the instruction waits in `block`."""
+    """An instruction as it runs in one layer. Each layer has a block of counters; this layer's is `block`."""
 
     rank: int
     worker: int
