@@ -126,7 +126,7 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    """Return the highest rate of all rounds for each number of rows, but at most `most`. Raises MegakernelError if
+    """Return, for each size, the highest rate of all rounds, but at most `most`. Raises MegakernelError if
     other processes disturbed every measurement of a rate."""
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):
@@ -164,10 +164,9 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Measure the FLOP/s of one core for a matmul tile, attention and a norm, and return a dict for each. The keys are
-    the numbers of a tile's rows, of attention's (query row, head) pairs and of a norm's rows. To cancel the cost of the
-    launch and of the call, each rate comes from the difference in time between a launch that runs an instruction many
-    times and a launch that runs it once."""
+    """Measure the FLOP/s of one core. Return three dicts, whose keys are sizes: of a matmul tile, in rows; of
+    attention, in (query row, head) pairs; and of a norm, in rows. To cancel the cost of the launch and of the call,
+    each rate comes from the difference in time between launches that run an instruction once and many times."""
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
     dims = program.dims
@@ -216,7 +215,8 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
 
 
 def _idle(cores: int) -> list[tuple[float, int, int]]:
-    """Return the results of `null_step` with few and with many layers, on one worker and then on `cores` workers."""
+    """Time launches without arithmetic (`null_step`) of few and of many layers, on one worker and then on `cores`
+    workers."""
     return [null_step(workers, layers) for workers in (1, cores) for layers in (_FEW, _MANY)]
 
 

@@ -23,7 +23,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def share_of(ceilings: Ceilings, machine: Machine, ranks: int) -> Machine:
-    """Return `machine` with the rates of one of `ranks` ranks that share a host CPU equally. `ceilings` are the
+    """Return `machine` with the rates that each rank has if `ranks` ranks share its CPU equally. `ceilings` are the
     measured rates of the whole host. A GPU keeps its datasheet's rates."""
     if machine.name != HOST:
         return machine

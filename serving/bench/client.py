@@ -251,7 +251,7 @@ class _Connection:
             except self._http.HttpParserError as e:
                 raise ValueError(str(e)) from e
         elif self._sized or not self._begun:
-            raise EOFError("the connection closed before the end of the answer")
+            raise EOFError("the server closed the connection before the end of its answer")
         else:
             self._ended = True
 

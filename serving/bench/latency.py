@@ -22,9 +22,9 @@ _STEADY = 1.1  # if the memory's rates before and after a run differ by a larger
 
 @dataclass(frozen=True)
 class Run:
-    """The work of a run's prefill and of its decode steps, with the times of the steps, which include the host's work
-    between them. `counts` has the token numbers of prefill and decode together. `read` has the rates at which memory
-    could be read before and after the run, in bytes per second. The higher one counts as the memory's maximum."""
+    """The work of a run's prefill and of its decode steps, and the times of these steps. The times include the host's
+    work between steps. `counts` counts the tokens of prefill and decode together. `read` has two rates at which memory
+    could be read, in bytes/s: before the run and after it. The higher one counts as the memory's maximum."""
 
     read: tuple[float, float]
     prefill: Totals

@@ -95,7 +95,7 @@ def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> Non
 
 
 def _steps(before: dict[str, float], after: dict[str, float]) -> dict[str, Any] | None:
-    """Return the figures of the steps that a server ran between two answers, `before` and `after`, of its `/metrics`.
+    """Return the figures of the steps that a server ran between its answers `before` and `after` to GET /metrics.
     The result is None if it ran no steps or does not report them."""
     steps, wall, bound, *counts = (after.get(name, 0.0) - before.get(name, 0.0) for name in _STEPS)
     if steps <= 0 or wall <= 0:

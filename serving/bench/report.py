@@ -102,7 +102,7 @@ def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 
 def spread(values: ArrayLike) -> dict[str, float | None]:
-    """Return the mean, the median and the 99th percentile. Each is None if there are no values."""
+    """Return the mean, the median and the 99th percentile of `values`. Each is None if there are no values."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return {"mean": None, "median": None, "p99": None}

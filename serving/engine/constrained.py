@@ -16,8 +16,8 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return the tokens that must come next in each sequence whose next token a planned step samples and a constraint
-    limits."""
+    """Return forced tokens, those that must come next. There is an entry for each sequence that has a constraint and
+    for which a planned step samples a token."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0

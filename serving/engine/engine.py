@@ -173,7 +173,7 @@ class Engine:
             raise MegakernelError("the prompt is empty: give it at least one token")
         outside = given[(given < 0) | (given >= self.dims.model.vocab)]
         if len(outside):
-            raise MegakernelError(f"prompt token {outside[0]} is outside the vocabulary of {self.dims.model.vocab}")
+            raise MegakernelError(f"prompt token {outside[0]} is outside the vocabulary of {self.dims.model.vocab} ids")
         prompt = given.astype(np.int32, copy=False)
         if len(prompt) > self.dims.bucket.max_context:
             raise MegakernelError(
@@ -205,7 +205,7 @@ class Engine:
         """Replace the weights of some buffers and layers, and empty the prefix cache. Raises MegakernelError if a
         request waits or runs."""
         if not self.idle:
-            raise MegakernelError("weights can be replaced only between requests: wait for the running ones")
+            raise MegakernelError("cannot replace weights while requests wait or run: wait until they have ended")
         self._reset()
         self.backend.load_weights(checkpoint, places)
 
@@ -458,8 +458,8 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
 
 
 def _own(output: Output, turns: Turns) -> Output:
-    """Return a copy of the outputs of a launch that the host needs, because the next launch overwrites them. Of the
-    logits, only the rows for which requests want top log-probabilities are copied."""
+    """Copy what the host needs of a launch's outputs, because the next launch overwrites them. Of the logits,
+    only the rows for which requests want top log-probabilities are copied."""
     rows = len(turns.top)
     logits = output.logits[turns.read] if turns.read else _NO_ROWS
     hidden = output.hidden[turns.pooled] if turns.pooled else _NO_ROWS

@@ -237,7 +237,7 @@ class _Schema:
 
 
 def _refused(key: str, value: Any) -> bool:
-    """Return whether the library refuses the value of a keyword for bounds or sizes, or reads it as another number."""
+    """Return whether the library refuses or rounds `value`, a bound or size that the schema keyword `key` sets."""
     if key in _SIZES:
         return type(value) in (int, float) and value >= _MOST_SIZE
     return key in _BOUNDS and not (_exact(value) and (value == 0 or abs(value) >= _LEAST_BOUND))
@@ -335,7 +335,7 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
 
 
 def loosened(text: str, schemas: set[str] | None = None) -> str:
-    """Return a grammar of calls in which looser JSON schemas replace `schemas` (None: all schemas). They allow any
+    """Return a grammar of tool calls in which looser JSON schemas replace `schemas` (None: all). They allow any
     object as a function's arguments, and any JSON value as a parameter."""
 
     def loose(found: re.Match[str]) -> str:

@@ -272,15 +272,15 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _placed(self, wanted: StructuredOutputsParams, grammar: Grammar | None) -> Constraint:
-        """Return the constraint to match a grammar in the whole text, or only behind a trigger."""
+        """Return a constraint: the whole text must match a grammar or, if `wanted` has a trigger, only calls must."""
         if wanted.trigger is None and grammar:
             return grammar
         assert wanted.trigger is not None
         return Calls(grammar, re.compile(wanted.trigger.encode()), self._vocabulary)
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each of `words`, with a leading space and without, as they begin a text and as they
-        stand within one. All of them are forbidden."""
+        """Return every list of token ids that writes one of `words`, all of which are forbidden: with a leading space
+        and without, at the beginning of a text and within one."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -302,8 +302,8 @@ class Grammars:
         if (found := self._kept(key := wanted.source())) is not None:
             return found
         if self._tokenizer is None or not self._eos_ids:
-            lacks = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
-            raise MegakernelError(f"this model has no {lacks}, which structured outputs need")
+            lacks = "a tokenizer" if self._tokenizer is None else "an end-of-sequence token"
+            raise MegakernelError(f"structured outputs need a model with {lacks}: choose another model")
         try:
             source, left, size = self._checked(*key)
         except MegakernelError:

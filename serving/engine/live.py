@@ -1,4 +1,4 @@
-"""Adds up an engine's steps, and how close they come to the hardware's limits.
+"""Adds up the time and the work of an engine's steps, and compares them with the hardware's limits.
 
 The main figure is sum(bound) / sum(wall). A step's bound is the least time that its tokens and its KV cache need at the
 measured ceilings (`megakernel.roofline`). Its wall time runs from the end of the previous step, or from the arrival of

@@ -36,8 +36,8 @@ class MaskTime:
         return found
 
     def groups(self, sequences: Iterable[Sequence], *, alone: bool) -> Iterator[list[Sequence]]:
-        """Yield the sequences that need masks in groups. A group's clients are charged for the time until the caller
-        resumes."""
+        """Yield, in groups, the sequences that need masks. A group's clients are charged for the time until the caller
+        asks for the next group."""
         groups: dict[str | None, list[Sequence]] = {}
         for sequence in sequences:
             trusted = alone or self._most.get(sequence.request.client, _FEW) >= _TRUSTED

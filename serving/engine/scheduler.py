@@ -155,8 +155,8 @@ class PagePool:
         return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Seq[int]) -> int:
-        """Return how many of `pages` no sequence uses. They count as free until `pages` are used, so a caller that will
-        use `pages` must subtract this number from the number of free pages."""
+        """Return how many of `pages` no sequence uses. The pool counts these as free until `share` is called, so a
+        caller that will share them must subtract this number from the number of free pages."""
         return sum(not self._users[page] for page in pages)
 
     def share(self, pages: Seq[int]) -> None:

@@ -23,8 +23,8 @@ _OWN = {
 
 
 def prepare(*, join: bool) -> None:
-    """Set the variables in `_OWN`, except those that the user has set. Call this before Ray is imported. If `join` is
-    set and the user has a Ray token, token authentication is turned on."""
+    """Set the environment variables in `_OWN`, except those that the user has set. Call this before Ray is imported.
+    If `join` is set and the user has a Ray token, token authentication is turned on."""
     for name, value in _OWN.items():
         os.environ.setdefault(name, value)
     given = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
@@ -73,7 +73,7 @@ def place(nodes: Sequence[Resources], replicas: int, tp: int, threads: int | Non
     if threads is not None and threads > largest:
         raise MegakernelError(
             f"--threads {threads} exceeds the {largest} CPUs of the cluster's largest node, and all ranks of a replica"
-            " must run on one node"
+            " must run on one node: lower --threads"
         )
 
     def fit(cpus: int) -> int:

@@ -45,7 +45,7 @@ Part = Head | bytes  # an answer consists of a Head, followed by pieces of the b
 
 
 class ServerProcess:
-    """A `megakernel serve` process with the flags `settings`, on a free port of the loopback.
+    """A `megakernel serve` process with the flags `settings`, on a free port of 127.0.0.1.
 
     The server ends when the process that created this object ends. `on_end` is called in another thread if the server
     ends after it was ready. The constructor waits until the server is ready. If the server ends before, the constructor

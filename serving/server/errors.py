@@ -136,7 +136,7 @@ _MUST = {
 }
 
 
-# Anthropic's package sends the field `thread` first. After this error, it sends the whole conversation without it.
+# Anthropic's package first sends a request with `thread`. After this error, it sends the whole conversation instead.
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 

@@ -51,8 +51,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Close the connection, or let its request be answered first. An idle client may not answer TLS's notice of the
-        end, for which asyncio would wait 30 s."""
+        """Close the connection, or let its request be answered first. An idle client may never answer the
+        notice that ends TLS, and asyncio would wait 30 s for the answer."""
         sent = not self.transport.get_write_buffer_size()
         super().shutdown()
         if sent and self.transport.is_closing():

@@ -78,8 +78,8 @@ def one_message(text: str) -> WrapValidator:
 
 
 def typed(what: str, types: Collection[str], why: Mapping[str, str] | None = None) -> BeforeValidator:
-    """Return a validator that refuses an object whose type is none of `types`. The error names the type and a reason,
-    which `why` may have. If `types` has "text", an object of the type "refusal" is read as text."""
+    """Return a validator that refuses an object whose type is none of `types`. The error names the type and the
+    reason, which `why` has for some types. If `types` has "text", an object of type "refusal" is read as text."""
 
     def check(given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
@@ -192,7 +192,7 @@ class Strict(BaseModel):
 
 
 def _check(where: str, name: str, value: Any) -> None:
-    """Raise an error unless NEUTRAL lists `value` for the field, because it has no effect. 0 does not match false."""
+    """Raise an error unless `value` has no effect: NEUTRAL lists such values for each field. 0 is not false."""
     if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
         return
     said = name if len(name) <= 60 else f"{name[:60]}..."
@@ -226,7 +226,7 @@ class StructuredOutputs(Strict):
     json_object: Flag | None = None
 
 
-# The older fields of vLLM and SGLang that name a form of the answer, with their names in StructuredOutputsParams.
+# The older fields of vLLM and SGLang that set the answer's format, with their names in StructuredOutputsParams.
 _FORMS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 _FORMS |= {"regex": "regex", "ebnf": "grammar"}
 

@@ -71,7 +71,7 @@ class Tools:
     ) -> None:
         functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in given}
         if len(functions) < len(given):
-            raise APIError(400, "tools: two functions have the same name", param="tools")
+            raise APIError(400, "tools: two functions have the same name: rename one", param="tools")
         if not given and (mode == "required" or only):
             raise APIError(400, "tool_choice needs tools, but the request has none", param="tool_choice")
         if only is not None and (other := [name for name in only if name not in functions]):
@@ -205,9 +205,8 @@ class Service:
             raise self._too_long(f"; the prompt has {longest} tokens{asked}")
 
     def limit(self, body: Truncated, wanted: int | None) -> Limit | None:
-        """Return which tokens of a prompt are wanted: the last `truncate_prompt_tokens`, or all (None) if that field is
-        absent. If the field is -1, so many of the last tokens are wanted that `wanted` new tokens (None: at least one)
-        still fit into the context."""
+        """Return how many tokens at a prompt's end are kept: `truncate_prompt_tokens`, or all (None) without this
+        field. If it is -1, as many are kept as leave room for `wanted` new tokens (None: for one) in the context."""
         most = body.truncate_prompt_tokens
         if most == 0:
             told = "truncate_prompt_tokens must be -1 or at least 1, not 0"
@@ -299,7 +298,7 @@ class Service:
                 raise
             raise APIError(
                 503,
-                f"no complete answer, or no first token of a stream, within {self.limits.request_timeout:g} s:"
+                f"the answer (of a stream, the first token) took longer than {self.limits.request_timeout:g} s:"
                 " ask for fewer tokens or try again later",
                 headers={"Retry-After": "5"},
             ) from None

@@ -93,7 +93,7 @@ class Replayed:
         self._at, self._ids = "", 0  # the current token, and the number of ids that its events have so far
 
     def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
-        """Return the stream events for a choice's next token, `delta`, followed by a mark. Return nothing if the client
+        """Return the stream events for a choice's next token, `delta`, followed by a MARK. Return nothing if the client
         has this token already. `make` makes the events and is called in both cases, because later events depend on
         earlier ones."""
         self._passed[delta.index] += 1
@@ -262,7 +262,7 @@ class Writer(ABC):
             self._prompts[index] = await prompt_logprobs(self.asked.tokenizer, prompt, tops, count)
 
     def _written(self, pieces: Pieces) -> dict[str, list[str]]:
-        """Return a list of one placeholder for each list in `pieces`, which may be long. `_filled` inserts these."""
+        """Return one placeholder, in a list, for each list in `pieces`. `_filled` replaces it by that list."""
         self._lists_left += pieces.values()
         return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
 

@@ -122,8 +122,8 @@ class _Matcher:
         self.stop, self.matched = stop, 0
 
     def read(self, text: str, new: int) -> int:
-        """Read a text whose last `new` characters are new. Returns where the first stop string begins that ends
-        among them, or -1. The number of comparisons does not grow with the stop string, because `matched` grows by at
+        """Read a text whose last `new` characters are new. Returns the start of the first stop string that
+        ends in them, or -1. The number of comparisons does not grow with the stop string, because `matched` grows by at
         most `new`."""
         self.matched = beginning(text, self.stop, self.matched + new)
         return text.find(self.stop, max(0, len(text) - new - len(self.stop) + 1))
@@ -155,7 +155,7 @@ class Codec:
 
     @classmethod
     def of(cls, model: str, source: str, tool_parser: str | None = None) -> Codec:
-        """Return the codec of a model whose tokenizer is at `source`, in the form that `load_tokenizer` takes."""
+        """Return the codec of a model. `source` says where its tokenizer is, as for `load_tokenizer`."""
         try:
             return cls(model, load_tokenizer(source), tool_parser)
         except UnknownTokenizer as e:

@@ -92,7 +92,7 @@ class EngineArgs:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineArgs:
-        """Make the record from keyword arguments, which may include vLLM's other arguments if they change no result.
+        """Make an object from keyword arguments, which may include vLLM's other arguments if they change no result.
         Raises MegakernelError for an argument that does not exist. For an argument's former name, the error says the
         new name."""
         defaults = {field.name: field.default for field in fields(cls)}
@@ -100,7 +100,7 @@ class EngineArgs:
         for name, value in given.items():
             name = _SHORT.get(name, name)
             if name in _FORMER:
-                raise MegakernelError(f"{name} is now called {_FORMER[name]}")
+                raise MegakernelError(f"the argument {name} was renamed: use {_FORMER[name]}")
             if name in defaults:
                 if value not in (None, defaults[name]) and own.setdefault(name, value) != value:
                     raise MegakernelError(f"{name} is given twice, as {own[name]!r} and as {value!r}: leave one out")

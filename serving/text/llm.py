@@ -345,7 +345,7 @@ def parse_dtype(name: str) -> Dtype | None:
 
 @contextmanager
 def progress(prompts: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Show on standard error how many prompts are finished, if this is `wanted` and it is a terminal. Yields a function
+    """Show how many prompts are finished, if this is `wanted` and standard error is a terminal. Yields a function
     that adds a number of finished prompts."""
     console = Console(stderr=True)
     if not wanted or not console.is_terminal:

@@ -78,7 +78,7 @@ _MOST_HEAD = 300  # maximum characters of a call before its arguments
 
 
 class CallReader(Reader):
-    """Reads answers in which marks surround each call or the list of calls. A call is written in JSON or in tags."""
+    """Reads answers in which fixed texts (marks) surround each call or all calls. A call is in JSON or in tags."""
 
     def __init__(self, form: ToolFormat, functions: Functions, most: int | None = None) -> None:
         super().__init__(functions, most)
@@ -117,7 +117,7 @@ class CallReader(Reader):
             self._state = self._head if self._opened else self._outside
             return True
         kept = max(beginning(text, mark) for mark in marks)
-        # A single character at the end of an answer is content, but more characters are a mark that was cut off.
+        # The first character of a mark at the end of an answer is content. More characters are a mark that was cut off.
         shown = len(text) - kept + (kept if last and kept == 1 else 0)
         self._give(text[:shown])
         self._held = text[shown:]

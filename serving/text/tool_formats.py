@@ -123,7 +123,7 @@ def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
 
 
 class CallsGrammar:
-    """Makes grammars, in Lark's notation, of calls of `functions`, which maps names to JSON schemas of parameters. The
+    """Makes grammars for calls, in Lark's notation. `functions` maps names to the JSON schemas of parameters. The
     key `title` that it adds to the schemas is their name in errors. An answer may have one call, or `several`."""
 
     def __init__(self, functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> None:

@@ -147,7 +147,7 @@ class Question:
     tokenizer: Tokenizer | None
 
     def result(self, outputs: list[CompletionOutput], scores: PromptScores, cached: int) -> RequestOutput:
-        """Return the result. `cached` is the number of prompt tokens found in the prefix cache."""
+        """Return the choices and the prompt's scores. `cached` counts prompt tokens found in the prefix cache."""
         found: list[Scores | None] | None = None
         if self.params.prompt_logprobs is not None:
             logprobs, tops = scores

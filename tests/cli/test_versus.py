@@ -224,7 +224,7 @@ def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     peer.close()
     figures = contest.figures({"decode": [1.0]})
     assert figures["settings"]["decode"] == {"threads": 2, "speed": 4} and figures["ratio"] == 2.0
-    assert figures["settings"]["search"][-1]["error"] == "fake failed: its process ended"
+    assert figures["settings"]["search"][-1]["error"] == "fake failed: the process that ran it ended"
     assert first["program"] == "fake" and peer.about["process"] != first["process"], "another after one has died"
 
 

@@ -102,7 +102,7 @@ def test_what_does_not_fit_replaces_nothing() -> None:
                 llm.load_weights({**good, **given}.items() if isinstance(given, dict) else given)
         assert answers(llm) == before
         request = llm.engine.add([1, 2], GREEDY)
-        with pytest.raises(MegakernelError, match="only between requests"):
+        with pytest.raises(MegakernelError, match="cannot replace weights while requests"):
             llm.load_weights([])
         llm.engine.abort(request)
     with pytest.raises(MegakernelError, match=r"the model's config: .*is not supported"):

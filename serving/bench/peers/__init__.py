@@ -1,4 +1,4 @@
-"""Peers: other inference programs that run the same model on the same machine, with our weights."""
+"""Peers: other inference programs that run the same model on the same machine, with the same weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find(names: Sequence[str], build: Path | None, *, batched: bool) -> list[Ins
     of a llama.cpp build; without it, the program on PATH is used. `batched` selects llama.cpp's benchmark for many
     sequences. Raises MegakernelError if a peer is not installed."""
     if build is not None and llama_bench.NAME not in names:
-        raise MegakernelError(f"--llama-bench names a build of llama.cpp, so add --vs {llama_bench.NAME}")
+        raise MegakernelError(f"--llama-bench applies only to the peer llama.cpp: add --vs {llama_bench.NAME}")
     found = []
     for name in names:
         if name == llama_bench.NAME:
@@ -52,7 +52,7 @@ def find(names: Sequence[str], build: Path | None, *, batched: bool) -> list[Ins
 def contests(
     found: Sequence[InstalledPeer], llm: LLM, model: str, weights: str, work: Trial, phases: Sequence[Timed]
 ) -> Iterator[list[Contest]]:
-    """Prepare a comparison with each peer (another inference program), which runs the model that `llm` has loaded.
+    """Yield a comparison with each peer (another inference program), which runs the model that `llm` has loaded.
     `weights` is the value of the flag --weights. If it is "auto" and the model is a GGUF file, peers that read GGUF get
     this file. Otherwise these peers get a temporary GGUF file, to which the weights are written."""
     dtype = llm.dtype.name.lower()

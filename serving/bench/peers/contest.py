@@ -31,7 +31,7 @@ class Trial:
     decode_steps: int
 
     def tokens(self, phase: Timed) -> int:
-        """The tokens that count for a phase's rate: prompt tokens for prefill, otherwise generated tokens."""
+        """The number of tokens that count for a phase's rate: prompt tokens for prefill, otherwise generated tokens."""
         if phase == "prefill":
             return self.sequences * self.prompt_tokens
         # In a batch, the step that completes the prompts also generates one token for each prompt.

@@ -39,7 +39,7 @@ class Process:
             value = self._pool.submit(_time, phase, settings).result()
         except Exception as e:
             self.close()
-            why = "its process ended" if isinstance(e, BrokenProcessPool) else f"{type(e).__name__}: {e}"
+            why = "the process that ran it ended" if isinstance(e, BrokenProcessPool) else f"{type(e).__name__}: {e}"
             raise MegakernelError(f"{self.name} failed: {why}") from e
         if not 0 < value < float("inf"):
             self.close()

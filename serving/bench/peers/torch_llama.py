@@ -52,7 +52,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
 
     config = checkpoint.config
     if config.family not in SUPPORTED:
-        raise MegakernelError(f"the peer {NAME} runs {', '.join(SUPPORTED)} models, not the family {config.family}")
+        raise MegakernelError(f"--vs {NAME} cannot run {config.family} models, but only {', '.join(SUPPORTED)}")
     with torch.device("meta"):  # no memory is allocated or initialised
         model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             transformers.AutoConfig.for_model(

@@ -156,7 +156,7 @@ class CountRequest(requests.Body):
         return Tools(told, _CHOICES.get(choice.type, "named"), only, not choice.disable_parallel_tool_use)
 
     def conversation(self, tools: Tools) -> Conversation:
-        """Return what a chat template reads. The answer continues the last turn if the assistant wrote it."""
+        """Return the request's conversation. The answer continues the last turn if the assistant wrote it."""
         # Claude Code sends a block that differs with every request and would make the prefix cache useless.
         system = _text([block for block in self.system or () if not block.text.startswith(_BILLING)])
         said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

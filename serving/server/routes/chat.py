@@ -83,7 +83,7 @@ class AllowedChoice(Strict):
         return self.allowed_tools.mode, [tool.function.name for tool in self.allowed_tools.tools]
 
 
-# JSON, or a part of it if the answer was cut. Clients of other APIs send an object.
+# A call's arguments: JSON text, incomplete if the answer was cut. Clients of other APIs send an object.
 Arguments = Annotated[str | dict[str, Any], one_message("must be JSON text or an object")]
 
 
@@ -203,8 +203,8 @@ class Templated(Strict):
 def conversation(
     said: list[dict[str, Any]], tools: Tools, values: dict[str, Any], *, continue_final: bool = False
 ) -> Conversation:
-    """Return a conversation that a request in another API's form describes. `said` has its messages, converted to this
-    API's form. Raises an HTTP error 400 if they exceed a limit."""
+    """Return a conversation for a request of another API. `said` has the request's messages, converted to the form of
+    the chat API. Raises an HTTP error 400 if they exceed a limit."""
     if len(said) > MAX_MESSAGES:
         raise APIError(400, f"messages may have at most {MAX_MESSAGES} entries", param="messages")
     if any(len(message.get("tool_calls", ())) > MAX_TOOLS for message in said):

@@ -34,7 +34,7 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     model, known = service.model(body.model), service.description
     if known.pooling not in POOLINGS:
         raise APIError(
-            400, f"{model} makes embeddings with {known.pooling} pooling; this server can only use last or mean"
+            400, f"{model} makes embeddings with {known.pooling} pooling: choose a model with last or mean pooling"
         )
     if body.dimensions is not None and body.dimensions > known.hidden:
         raise APIError(400, f"dimensions must be at most {known.hidden}, not {body.dimensions}", param="dimensions")

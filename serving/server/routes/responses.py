@@ -198,7 +198,7 @@ class ResponsesRequest(requests.Sampled):
                 call = plain_call(item.call_id, item.name, item.arguments)
                 said[-1].setdefault("tool_calls", []).append(call)
         if not said:
-            raise APIError(400, "input has no message, function_call or function_call_output", param="input")
+            raise APIError(400, "input must have a message, function_call or function_call_output", param="input")
         return conversation(said, tools, reasoning_values(None, self.reasoning))
 
 

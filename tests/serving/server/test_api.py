@@ -336,7 +336,7 @@ def test_limits(llm: LLM, live: Live) -> None:
 
 def test_a_time_limit(llm: LLM, live: Live) -> None:
     with another(llm, live, 0.02, request_timeout=1.0) as small:
-        assert "within 1 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
+        assert "longer than 1 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
         until(small.at_rest)
         # The time limit does not apply to a stream whose first event was sent.
         events = small.events(COMPLETIONS, {**LONG, "max_tokens": 60, "return_token_ids": True})

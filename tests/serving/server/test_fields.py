@@ -118,7 +118,7 @@ def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
             "input_image is not",
         ),
         (RESPONSES, {"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id", "is required"),
-        (RESPONSES, {"input": [{"type": "reasoning"}]}, "input", "input has no message"),
+        (RESPONSES, {"input": [{"type": "reasoning"}]}, "input", "input must have a message"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "send the item itself"),
         (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
         (RESPONSES, {"tool_choice": "required"}, "tool_choice", "needs tools"),
