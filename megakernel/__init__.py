@@ -5,8 +5,8 @@ from __future__ import annotations
 import os.path
 
 # The folders `scheduler` and `serving` are inside this folder in an installed package, and next to it in a checkout.
-# Therefore their place is added to the import path. This file imports neither `pathlib` nor `typing`, because they load
-# slowly and Ctrl-C is handled only after this file has run.
+# Therefore their parent folder is added to the import path. This file imports neither `pathlib` nor `typing`, because
+# they load slowly and Ctrl-C is handled only after this file has run.
 if not os.path.exists(os.path.join(__path__[0], "scheduler")):  # noqa: PTH110, PTH118
     __path__.append(os.path.dirname(__path__[0]))  # noqa: PTH120
 

@@ -85,8 +85,8 @@ _DERIVED = (
     *("head_ranks", "first_expert", "rank_experts", "by_expert", "places", "routed_experts", "router_rows"),
     *("q_cols", "kv_cols", "qkv_cols", "o_cols", "o_first"),
 )
-# Derived sizes that C++ does not store, because a GPU's block has no shared memory to spare for them. They are cheap to
-# compute (at most a division by a power of two), or needed only for experts.
+# Derived sizes that C++ does not store, because a GPU's thread block has no shared memory left for them. They are cheap
+# to compute (at most a division by a power of two), or needed only for experts.
 _QUICK = {"by_expert", "places", "head_ranks", "mask_words", "first_expert", "rank_experts"}
 _QUICK |= {"routed_experts", "router_rows"}
 _FUNCTIONS = ("span", "query_head", "query_head_end", "owner", "reduce_place", "reduce_row")

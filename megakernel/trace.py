@@ -65,7 +65,7 @@ class TraceHeader:
     """Facts about a whole trace. `program` is the hash of the traced program. `source` says what wrote the trace:
     reference, cpu, cuda, protocol or simulator. Reading the clock takes `read_s` seconds. `clock_error_s` is the
     largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts the intervals that had
-    no room. `machine` is the machine that a simulator assumed, or "" for the program's."""
+    no room. `machine` is the machine that a simulator assumed, or "" for that of the program."""
 
     program: str
     source: str
@@ -119,5 +119,5 @@ class Trace:
                     raise ValueError(f"the FLOPs or bytes of an attention slot are not from 0 to {_MOST_WORK:g}")
             intervals = np.frombuffer(data, DTYPE, offset=start)
         except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
-            raise MegakernelError(f"trace file {path} is damaged: {str(e)[:200]}") from e
+            raise MegakernelError(f"trace file {path} is damaged: {str(e)[:200]}: record it again") from e
         return Trace(header, intervals, attention)

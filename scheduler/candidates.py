@@ -107,7 +107,7 @@ def _settled(spec: Spec, stages: Stages) -> Spec:
 
 
 def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
-    """Return `spec` with the one of `changes` to its options that the cost model predicts to be fastest."""
+    """Return `spec` with one of `changes` made to its options: the fastest one, as the cost model predicts."""
 
     def predict(options: Options, _: float) -> float:
         return Candidate(replace(spec, options=options), stages).layer_seconds
@@ -117,7 +117,7 @@ def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
 
 
 def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
-    """Return `own`, a spec that computes norms where the model has them, with the norm option `wanted`. If `wanted` is
+    """Return `own` with the norm option `wanted`; `own` itself computes norms where the model has them. If `wanted` is
     auto, return it with the fastest norm option. If each row of the residual is stored on one rank only, this rank
     normalises the row and sends the result to all ranks. With enough row blocks, the attention norm then runs at the
     end of the previous layer, where it overlaps that layer's last matmul. If every rank stores all rows, a matmul with

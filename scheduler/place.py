@@ -108,7 +108,7 @@ def _turns(
 
 
 def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims, machine: Machine) -> bool:
-    """Whether arithmetic limits one of two matmul phases and memory or links the other, so that overlap saves time."""
+    """Whether arithmetic limits one of two matmul phases, and memory or a link limits the other: overlap saves time."""
     bound = []
     for stage in (first, second):
         if not stage[0].phase.is_matmul:

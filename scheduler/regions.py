@@ -11,7 +11,7 @@ Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
 
 def boxes(access: Access) -> Boxes:
-    """Return one box per instruction. The box is empty if the instruction does not touch the buffer."""
+    """Return for each instruction the box that it touches in a buffer, or an empty box if it touches nothing there."""
     return np.stack([access.row, access.row_end, access.col, access.col_end], axis=1)
 
 

@@ -102,7 +102,7 @@ class Spec:
         return max(1, min(self.machine.tile_rows, self._tile_rows(UNITS[self.machine.target][0])))
 
     def _tile_rows(self, units: Units) -> int:
-        """Return how many rows fit every matmul tile of a rank, whether the O projection is sharded or replicated."""
+        """Return how many rows a tile of any matmul of a rank may have, with the O projection sharded or replicated."""
         if units is not Units.DOTS:
             return self.machine.tile_rows
         split = replace(self.split, replicated_o=1)

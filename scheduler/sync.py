@@ -143,7 +143,7 @@ class _Graph:
         self.items = [g for g, group in enumerate(self.groups) if group.index is Index.ITEM]
         by_item = set(self.items)
         if by_item & {consumer for _, consumer in found.onward | found.entering}:
-            raise AssertionError("attention items may only wait for counters of their own layer")
+            raise AssertionError("attention items must not wait for counters of other layers")
         self._siblings: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g in range(len(self.groups)):
             self._siblings[self._kind(g)].append(g)
@@ -232,7 +232,7 @@ def _attention_grids(graph: _Graph) -> Links:
             touched_by[group.tasks] = _feeds(graph, producer, consumer)
         touched = touched_by[group.tasks][group.members]
         if group.rank != item.rank or not touched.any(axis=1).all():
-            raise AssertionError("attention items may only wait for tasks of their own rank that write their inputs")
+            raise AssertionError("attention items must wait only for tasks of their own rank, which write their inputs")
         first, heads = ready[item.rank]
         for head in range(heads):
             word = Target(first + item.block * heads + head, item.rank).signal()
@@ -248,7 +248,7 @@ def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
 
 
 def _output_rank(graph: _Graph, rank: int) -> int:
-    """Return whose counters attention on `rank` signals: its own, all ranks', or those of the rows' owner rank."""
+    """Return the rank whose counters attention on `rank` signals: `rank`, ALL_RANKS, or OWNER (the rows' owner)."""
     split = graph.tasks.dims.split
     if not split.replicated_o:
         return rank

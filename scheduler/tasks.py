@@ -30,7 +30,7 @@ class PhaseTasks:
 
     @cached_property
     def content(self) -> Hashable:
-        """What the tasks compute. A phase's name and number are left out, because equal phases may differ in them."""
+        """A key for what the tasks compute, without the phase's name and number, in which equal phases may differ."""
         columns = b"".join(self.columns[name].tobytes() for name in self.phase.operands)
         return replace(self.phase, name="", number=0), columns, self.block.tobytes()
 

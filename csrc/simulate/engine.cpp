@@ -216,7 +216,7 @@ class Engine {
     return false;
   }
 
-  // Adds the inputs of the task that is being loaded to the bytes that it still has to load.
+  // Adds the inputs of the task that is being loaded to `rest`, the bytes that it has still to load.
   void add_reads(Worker& w) {
     Run& run = w.run(w.loaded);
     const Task& task = *run.task;

@@ -63,7 +63,7 @@ struct Worker {
   // The head of a load is the first part of the next task's data, loaded before the task's waits are
   // satisfied. head_asked: when the head began to wait for room in the ring buffer.
   double head_asked = kNever;
-  // For each part of a task's load: its number of transfers in progress, and when all are requested.
+  // For each part of a load: how many transfers are in progress, and when all bytes have been requested.
   int flows[kParts] = {};
   double asked[kParts] = {};
   int64_t ahead = 0;  // number of the task whose weights are being prefetched into the cache

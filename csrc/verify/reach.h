@@ -195,7 +195,7 @@ class Reach {
   Groups<int32_t> before_;         // for each position, the positions of its row's predecessors
   std::vector<int32_t> row_;       // the row at each position of the order
 
-  // For each row (node), a counter that it signals and another row waits for; if there is none, itself.
+  // For each row (node), a counter that it signals and another row awaits; without one, the row itself.
   std::vector<int32_t> stands_in_;
 };
 

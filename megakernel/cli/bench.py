@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megakernel.serving.bench.peers import Contest, Timed
 
 _PHASES: tuple[Timed, ...] = ("decode", "prefill")
-# The defaults for a comparison (`--vs`). All prompts have the same length, because the other programs can run only such
+# The defaults for a comparison (`--vs`). All prompts have the same length, because other programs accept only such
 # batches. Five runs give a stable median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
@@ -83,8 +83,8 @@ def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
     """Run the model `runs` times, and return the figures of `bench latency`: the speed of prefill and decode, the
-    hardware's maximum rates (`ceilings`), and a comparison with each of the other programs `peers`. After each of our
-    runs, every peer runs once too, so that changes in the machine's speed affect all programs alike."""
+    hardware's maximum rates (`ceilings`), and a comparison with each of `peers`, other inference programs. After
+    each of our runs, every peer runs once too, so that changes in the machine's speed affect all programs alike."""
     from megakernel.serving.bench.latency import measure, report
 
     with output.progress("measuring decode and prefill") as advance:
@@ -196,7 +196,7 @@ def _batch(load: Workload, most: int) -> tuple[int, int, int]:
     if answer < 2:
         raise MegakernelError("--vs times the tokens after the first one: set --random-output-len to 2 or more")
     if len(load.jobs) > most:
-        raise MegakernelError(f"--vs runs one batch, but {len(load.jobs)} prompts exceed --max-num-seqs {most}")
+        raise MegakernelError(f"--vs runs one batch: {len(load.jobs)} prompts exceed --max-num-seqs {most}: raise it")
     return len(load.jobs), prompt, answer - 1
 
 

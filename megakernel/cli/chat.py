@@ -171,7 +171,7 @@ class _Talk:
         room = found[1] - found[0]
         if room < 1:
             raise MegakernelError(
-                f"a message of {found[0]} tokens leaves no room for an answer in the context of {found[1]} tokens"
+                f"a message of {found[0]} tokens leaves no room for an answer in the context of {found[1]}: shorten it"
             )
         return min(self._max_tokens or room, room)
 

@@ -21,7 +21,7 @@ from ..runtime import Chunk, SampleRow, build_step, registered
 from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
-# The seconds that an instruction may wait for another. Every instruction takes less than a thousandth of it.
+# The seconds that an instruction may wait for another. Every instruction takes less than a thousandth of this.
 _TIMEOUT_S = 2.0
 # The maximum number of differences to find per case. Each may cost a failed launch, which takes 3 * _TIMEOUT_S.
 _MOST_DIFFERENCES = 8

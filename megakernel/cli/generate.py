@@ -68,7 +68,7 @@ def _bias(text: str) -> tuple[int, float]:
         token, value = text.split("=")
         return int(token), float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a value like 42=-1.5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be TOKEN_ID=BIAS, two numbers such as 42=-1.5") from None
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> SamplingParams:
@@ -116,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
 def answer(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: Callable[[Token, str], None] | None
 ) -> RequestOutput:
-    """Return the answer to `prompt`. Each token is passed to `show`. A terminal says what takes time until the first
-    token arrives, or until the end if `show` is None."""
+    """Return the answer to `prompt`. Each token is passed to `show`. A terminal shows a spinner until the first token
+    arrives, or until the end if `show` is None."""
     with output.busy("compiling, then computing the answer") as arrived:
         found = llm.generate(
             [prompt], params, on_token=show, on_step=lambda step: arrived() if show and len(step.sequence) else None

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     hardware = hardware_of(args.machine)
     if args.tensor_parallel_size > hardware.node.gpus:
-        raise MegakernelError(f"{hardware.name} has {hardware.node.gpus} devices in a node: lower --tp")
+        raise MegakernelError(f"--tp must be at most {hardware.node.gpus}, the devices in a node of {hardware.name}")
     context, machine = args.context, machines.load(args.machine)
     config, how = paper_model(args, machine, context)
     parallel = args.enable_expert_parallel

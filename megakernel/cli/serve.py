@@ -85,7 +85,7 @@ def register(add: AddVerb) -> None:
 
 
 class _Config(argparse.Action):
-    """Reads flags from a configuration file. Flags on the command line take precedence, wherever they are."""
+    """Reads flags from a configuration file. All other flags on the command line take precedence."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -116,7 +116,7 @@ def _flags(path: Path) -> list[str]:
             raise MegakernelError(f"{path}: {name} is not a flag of serve: see megakernel serve --help")
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | float) or (isinstance(item, int) and abs(item) < 1 << 63) for item in values):
-            raise MegakernelError(f"{path}: the value of {key} is not text, a number or a list of them")
+            raise MegakernelError(f"{path}: the value of {key} must be text, a number or a list of these")
         texts = [str(item) for item in values]
         if bad := re.search("[\0\ud800-\udfff]", "".join(texts)):  # a command line cannot have these characters
             raise MegakernelError(f"{path}: the value of {key} has the character {bad[0]!r}: remove it")
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         given["chat_template"] = _template(given["chat_template"])
     if given["replicas"]:
         for name in (name for name in _NOT_FOR_REPLICAS if given[name] is not None):
-            raise MegakernelError(f"{SETTINGS[name].flag} cannot be combined with --replicas")
+            raise MegakernelError(f"{SETTINGS[name].flag} cannot be combined with --replicas: leave one out")
         return serve_replicas(given, as_json=args.json)
     if given["ray_address"]:
         raise MegakernelError("--ray-address needs --replicas, the number of servers to deploy")
@@ -239,7 +239,7 @@ def _template(given: str) -> str:
         with file_errors(f"read the chat template {given}"):
             return ChatTemplate(Path(given).read_text(encoding="utf-8-sig"), given).checked().source
     except UnicodeDecodeError as e:
-        raise MegakernelError(f"the chat template {given} is not UTF-8") from e
+        raise MegakernelError(f"the chat template {given} is not UTF-8 text: convert it") from e
 
 
 def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:

@@ -24,7 +24,7 @@ def measured_ceilings(llm: LLM) -> Ceilings:
 
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
-    """Return the maximum rates of `threads` threads here, measured now with `anew` or if no measurement is stored."""
+    """Return the maximum rates of `threads` threads here. They are measured now if `anew` is set or none are stored."""
     from megakernel.serving.bench import ceilings
 
     with output.busy("measuring this machine's ceilings"):

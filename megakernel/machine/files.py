@@ -18,7 +18,7 @@ HOST = "host"
 KNOWN_FOLDER = Path(__file__).with_name("known")
 _NODE = re.compile(r"(.+)x(\d+)")
 
-# The names of paths (parts of the interpreter's machine code) are data: the base of all GPUs lists them.
+# The names of paths (parts of the interpreter's machine code). The machine file that all GPUs extend lists them.
 _PATHS = tomllib.loads((KNOWN_FOLDER / "_gpu.toml").read_text())["paths"].keys()
 
 Table = dict[str, Any]
@@ -57,8 +57,8 @@ def hardware(name: str, cores: int | None = None) -> Hardware:
 
 
 def _merged(path: Path, above: tuple[Path, ...]) -> Table:
-    """Return the contents of a machine file, completed by those of its base, the base's base, and so on. `above` has
-    the files whose base this file is."""
+    """Return the contents of a machine file, completed by those of its base, the base's base, and so on. `above` lists
+    the files that extend this file, directly or through other files."""
     try:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(regular(path).read_text())
@@ -113,5 +113,5 @@ def _hardware(name: str, table: Table, where: str) -> Hardware:
     except msgspec.ValidationError as e:
         raise MegakernelError(f"machine file {where}: {str(e)[:200]}") from e
     if found.paths is not None and (wrong := sorted(found.paths.keys() ^ _PATHS)):
-        raise MegakernelError(f"machine file {where}: these paths are unknown or missing: {', '.join(wrong)}")
+        raise MegakernelError(f"machine file {where}: entries of [paths] are unknown or missing: {', '.join(wrong)}")
     return found

@@ -161,7 +161,7 @@ def _sizes(d: Dims) -> Iterator[str]:
     # and with each row block (group of rows).
     items = min(d.bucket.tokens, d.bucket.row_blocks + d.bucket.max_seqs)
     if d.bucket.items < items or d.bucket.partials < 0 or d.bucket.bias_entries < 0 or d.bucket.mask_rows < 0:
-        yield f"{d.bucket.items} attention items, {d.bucket.partials} partials: at least {items} and 0 are needed"
+        yield f"{d.bucket.items} attention items are fewer than the {items} needed, or another size is negative"
 
 
 def _segment(name: str, segment: Segment, streams: int) -> Iterator[str]:

@@ -75,7 +75,7 @@ def _decode(data: bytes) -> Program:
     """Decode a program whose checksum is right, as views of `data`. Raises ValueError or MsgspecError."""
     size = int.from_bytes(data[HASHED:START], "little")
     if size > min(MOST_HEADER_BYTES, len(data) - START) or (START + size) % ALIGNMENT:
-        raise ValueError(f"the file's header cannot have {size} bytes")
+        raise ValueError(f"the header's length of {size} bytes is too large or not aligned")
     header: Any = msgspec.json.decode(data[START : START + size], type=_HEADER)
     ranks, counters = header.ranks, header.counters
     forward = Forward.of(*header.forward.segments)
@@ -99,7 +99,7 @@ def _decode(data: bytes) -> Program:
     for name in TOTALS:
         if min(ranks, counters) < 1 or len(arrays[name]) != ranks * counters:
             raise ValueError(
-                f"{name} has {len(arrays[name])} words, not one for each of {counters} counters of {ranks} ranks"
+                f"the array {name} has {len(arrays[name])} numbers, but {ranks} ranks need {counters} each"
             )
     segments: dict[str, Any] = {n: Segment(arrays[f"{n}.records"], arrays[f"{n}.offsets"]) for n in _SEGMENTS}
     totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}

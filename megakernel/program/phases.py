@@ -109,7 +109,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _inner(p: Phase, d: Dims) -> int:
-    """Return the length of a phase's dot products on a rank, times its number of experts if each has its weights."""
+    """Return the length of a phase's dot products on a rank, times the experts' number if each has its own weights."""
     return p.inner(d.split) * (prod(d.split.stack) if BUFFERS[given(p.weights)].per_expert else 1)
 
 
@@ -162,7 +162,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the phase that last wrote the inputs of `p` stored partial sums made with the weights of `p`."""
+    """Whether the inputs of `p` are partial sums: the phase that last wrote them made these with `p.weights`."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

@@ -45,7 +45,7 @@ class Input:
 @dataclass(frozen=True)
 class Question:
     """A question of `megakernel roofline ask`. It answers the exercises `numbers` of *How to Scale Your Model*.
-    `needs` and `figures` are Python expressions: conditions with the messages of their errors, and results by name."""
+    `needs` has conditions, each with its error message; `figures` has the results by name: all Python expressions."""
 
     name: str
     what: str
@@ -88,7 +88,7 @@ def times(chip: Chip, math_s: float, moved_bytes: float) -> Figures:
 
 
 def known(machine: Hardware, name: str, what: str) -> Any:
-    """The fact `name` of the machine. Raises MegakernelError if it is unknown; `what` describes it."""
+    """Return the fact `name` of the machine. Raises MegakernelError if the fact, described by `what`, is unknown."""
     if machine.name not in FACTS[name]:
         raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(FACTS[name])}")
     return FACTS[name][machine.name]
@@ -114,14 +114,14 @@ def level_seconds(array_bytes: float, levels: Sequence[Level], inner: int = 1) -
 
 def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) -> list[float]:
     """Return the seconds that each level of a network needs for an all-reduce if switches add arrays. A
-    child's share of the array then crosses its link once in each direction. The arguments are those of
+    child (a GPU or a group of GPUs) then sends and receives its share of the array once. The arguments are those of
     `level_seconds`."""
     return [array_bytes * x.child_gpus / (max(inner, x.child_gpus) * x.child_bytes_per_s) for x in levels]
 
 
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], copies: int, nodes: int | None) -> list[float]:
     """Return the seconds that each level of a network needs for an all-to-all. A row has at most `copies` receivers,
-    and is sent once to each child that contains a receiver. A router may restrict the receivers to a few `nodes`."""
+    and is sent once to each child (group of GPUs) with a receiver. A router may restrict receivers to a few `nodes`."""
     seconds, children = [], 1
     for level in reversed(levels):
         children *= level.degree

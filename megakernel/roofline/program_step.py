@@ -101,7 +101,7 @@ def step_roofline(
 
 
 def _work(part: PhasePart, context: float) -> _Work:
-    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of a part, over all of its runs."""
+    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of one phase on a rank, over all its runs."""
     d = part.dims
     done = cost(part.phase, part.columns, d)
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))

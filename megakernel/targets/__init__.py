@@ -11,7 +11,7 @@ from .pages import BOX_ROWS, DOT_UNIT
 HOPPER = "hopper"  # like CPU, a value of `target` in machine files
 # The kinds of hardware units that can compute matmuls on a target; the kind that suits few rows comes first.
 UNITS = {CPU: (Units.CORE,), HOPPER: (Units.DOTS, Units.TENSOR)}
-# Row blocks start at multiples of this number of token rows, because so many are stored together.
+# Row blocks start at multiples of this number of token rows, because that many rows are stored together.
 ROW_UNIT = {Units.CORE: 1, Units.DOTS: 1, Units.TENSOR: BOX_ROWS}
 # Column tiles start at multiples of this number of columns; for other kinds of units, the machine file has the number.
 COL_UNIT = {Units.DOTS: DOT_UNIT}

@@ -31,8 +31,8 @@ def check_pages(program: Program) -> None:
 
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
-    """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.traffic`). On a
-    GPU, matmuls load inputs again and again."""
+    """Return the bytes that instructions with operands `columns` load on rank `dims.rank` (see `isa.traffic`). The
+    inputs that a GPU's matmuls load several times are counted each time."""
     found = traffic.loads(phase, columns, dims)
     if not (dims.worker.ring_pages and phase.is_matmul and phase.norm is None) or pages.one_row(dims):
         return found

@@ -25,7 +25,7 @@ def own_paths(dims: Dims, paths: dict[str, Path]) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The seconds that each kind of warp needs for each instruction. They work in parallel."""
+    """The seconds that each kind of warp needs for each instruction. Different kinds work in parallel."""
 
     weight_loader: Floats
     input_loader: Floats

@@ -107,7 +107,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
 
 
 def _done(resolved: Resolved) -> Ints:
-    """For each execution, return when the worker can continue. The end of the storer warp's work does not count."""
+    """For each executed instruction, return when its worker can continue. The storer warp's work does not count."""
     done = np.full(resolved.executions, -1)
     inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -115,7 +115,7 @@ def _done(resolved: Resolved) -> Ints:
 
 
 def _starts(resolved: Resolved) -> Ints:
-    """Return when each execution's COMPUTE interval begins; if it has none, when its last interval begins."""
+    """Return when each executed instruction's COMPUTE interval begins, or its last interval if it has no COMPUTE."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])

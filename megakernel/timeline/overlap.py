@@ -49,7 +49,7 @@ def loads_under_compute(resolved: Resolved) -> float | None:
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """The fraction of the times [begin, end) in which the worker of each interval in `chosen` runs one in `cover`."""
+    """Of one time span [begin, end) per `chosen` interval, the fraction that its worker's intervals `cover` fill."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None

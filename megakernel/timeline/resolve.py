@@ -238,7 +238,7 @@ def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> R
     if not len(rows):
         raise MegakernelError("the trace holds no intervals: launch with tracing on")
     if int(rows["end"].max()) - int(rows["begin"].min()) > MOST_TICKS:
-        raise MegakernelError(f"the trace's intervals span more than {MOST_TICKS} ticks: the trace is damaged")
+        raise MegakernelError(f"the trace's intervals span more than {MOST_TICKS} clock ticks: record it again")
     layer = rows["layer"].astype(np.int64)
     segment = np.where(layer == PROLOGUE, 0, np.where(layer == EPILOGUE, 2, 1))
     counts = np.bincount(program.every[1], minlength=3)
@@ -252,11 +252,11 @@ def resolve(program: Program, trace: Trace, machine: Machine | None = None) -> R
         | (rows["end"] < rows["begin"])
     )
     if bad.any():
-        raise MegakernelError(f"trace interval {int(bad.argmax())} does not fit its program: the trace is damaged")
+        raise MegakernelError(f"interval {int(bad.argmax())} of the trace does not fit the program: record it again")
     launch = np.unique(rows["launch"], return_inverse=True)[1].astype(np.int64)
     expected = (int(launch.max()) + 1, program.ranks, program.dims.bucket.attention_slots, 2)
     if trace.attention is not None and trace.attention.shape != expected:
-        raise MegakernelError("the recorded attention does not fit its program: the trace is damaged")
+        raise MegakernelError("the recorded attention does not fit the program: record the trace again")
     start = np.array([0, counts[0], counts[0] + layers * counts[1]])
     run = np.where(segment == 1, layer, 0)
     origin = rows["begin"].min()

@@ -310,8 +310,8 @@ def _paged(
 
 
 def in_turn_s(one: Floats, other: Floats, steps: Floats) -> Floats:
-    """Return the seconds of two stages of a pipeline that take `one` and `other` seconds on average, if up to `steps`
-    steps of the work fit between them.
+    """Return the seconds of two stages of a pipeline that take `one` and `other` seconds on average. One may be up to
+    `steps` steps of work ahead of the other.
 
     A stage needs a random time for each step (exponentially distributed, as for memory that others use too). So a
     stage is sometimes idle because the other is late: the throughput is that of a closed queue of two such stages.

@@ -46,7 +46,7 @@ class Prediction(NamedTuple):
     most_s: float
 
     def answers(self, most_s: float) -> bool:
-        """Whether this prediction says how long a step takes, or that it takes at least `most_s` seconds."""
+        """Whether this prediction says how long the step takes, or at least that it takes `most_s` seconds or more."""
         return self.seconds < math.inf or most_s <= self.most_s
 
 

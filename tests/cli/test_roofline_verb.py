@@ -126,7 +126,7 @@ def test_this_machine_is_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--machine", "v100", "--tp", "16"], "v100 has 8 devices in a node: lower --tp"),
+        (["--machine", "v100", "--tp", "16"], "--tp must be at most 8, the devices in a node of v100"),
         (["--machine", "h100", "--context", "200000"], "context 200000 exceeds the model's limit of 131072"),
         (["--machine", "h100", "--o-lowering", "maybe"], "cannot compile with o = 'maybe'"),
     ],

@@ -203,7 +203,7 @@ OUTSIDE = ((0, 9, 0), (2, 0, 0), (0, 0, 2))  # (record, worker, layer); the prog
         (lambda p, t: Trace(replace(t.header, program="0" * 16), t.intervals), "is of program 0000"),
         (lambda p, t: Trace(t.header, t.intervals[:0]), "no intervals"),
         (lambda p, t: replace(t, attention=np.zeros((1, 1, 9, 2))), "attention does not fit"),
-        *((lambda p, t, at=at: synthetic.trace(p, rows((COMPUTE, *at, 0, 1))), "damaged") for at in OUTSIDE),
+        *((lambda p, t, at=at: synthetic.trace(p, rows((COMPUTE, *at, 0, 1))), "interval 0 of") for at in OUTSIDE),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused(change, message: str) -> None:
