@@ -72,7 +72,7 @@ using Slot = SlotMemory<typename P::Barrier>;
 template <class P>
 using Block = BlockMemory<typename P::Barrier>;
 
-// The instruction slot of instruction j of a block, and the parity of its barriers' phase.
+// Instruction j of a block uses slot slot_of(j), and waits on its barriers use parity slot_parity(j).
 MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }
 MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 

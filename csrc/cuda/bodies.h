@@ -19,7 +19,7 @@ struct Bodies {
     return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
   }
 
-  // Does the part of the work that needs no data of this launch: prefetches the weights of a norm or a
+  // Does what an instruction can do before its inputs are written: prefetches the weights of a norm or a
   // router and, in builds for one row, looks up step tables.
   template <class P>
   MK_FN static void prepare(P& p, const Call& c) {

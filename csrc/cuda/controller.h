@@ -92,8 +92,8 @@ class Controller {
     while (kHasExperts && done > 0);
   }
 
-  // Hands over a record; of an experts record, only the part that begins with its row `done`. Returns
-  // the row with which the next part begins, or 0 if there is none.
+  // Hands over a record or, if its operation is `experts`, the part of it that begins with row `done`.
+  // Returns the row with which the next part begins, or 0 if there is none.
   MK_FN int32_t publish_part(const int32_t* record, const Where& where, [[maybe_unused]] int32_t done) {
     if (!wait_for_room(kSlots, where)) return 0;
     [[maybe_unused]] const uint64_t begin = p_.now();

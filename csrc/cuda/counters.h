@@ -119,9 +119,9 @@ class Signals {
   Told told_[kWords];
 };
 
-// Signals that the output rows of an attention work item, from `row` on, are final. Each row block (group of
-// rows) has one counter, and the function adds `count` to that of the item's rows. Signal word 0 of the
-// record names the first counter.
+// Signals that the output rows of an attention work item, from `row` on, are final. Each row block
+// (group of rows) has one counter, and the function adds `count` to the counter of the item's rows.
+// Signal word 0 of the record names the first counter.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const Task& task, int32_t row,
                        int32_t count) {

@@ -55,7 +55,7 @@ class Device {
   };
 
 #if MK_TRACE
-  // `traced` points to the number of intervals that this block has recorded so far, in shared memory.
+  // `traced` points to shared memory: the number of intervals that this block has recorded so far.
   MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block, int32_t* traced)
       : Device(params, block) {
     traced_ = traced;

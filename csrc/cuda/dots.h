@@ -73,9 +73,9 @@ class Dots {
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
-  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form pairs. Of the rows
-  // that both still have, each keeps one half, and gives its partner its sums of the other half. In the end,
-  // lane i has the total of row i. For a single row, reduce() adds in the same order.
+  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form pairs, and a
+  // pair divides its rows: each lane keeps half of them, and adds its partner's sums for this half. In
+  // the end, lane i has the total of row i. For a single row, reduce() adds in the same order.
   template <int kMask>
   MK_FN void share(P& p, int rows) {
     if constexpr (kMask >= kDotRows) {
@@ -151,7 +151,7 @@ MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, co
 template <class P>
 class DotHeads {
  public:
-  // In builds for one row without head norms, loads the angle of the warp's two columns while it multiplies.
+  // In builds for one row without head norms, starts to load the RoPE angle before the warp multiplies.
   MK_FN void begin(const Call& c, const Matmul& m, int unit) {
     const ToHeads to(c);
     if (unit == 0) row_ = to.row(0);
@@ -211,8 +211,8 @@ class DotHeads {
     }
   }
 
-  // Computes the factor that normalises each row of a head, from the sums of squares of all warps, which they
-  // exchange some rows at a time. Two arrays are used in turn, as in Team::gather.
+  // The warps exchange sums of squares, for some rows at a time, through two arrays used in turn (as in
+  // Team::gather). From these sums, computes the factor that normalises each row of a head.
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {

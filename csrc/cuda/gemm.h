@@ -133,7 +133,7 @@ MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int
   }
 }
 
-// Releases each page of a matmul, on a warp whose rows are outside the tile.
+// Called by a warp whose rows are all outside the tile: releases each page of the matmul.
 template <class Pages>
 MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
   for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {

@@ -54,7 +54,7 @@ struct Params {
   int32_t pipelined;        // 0: a block fetches an instruction only after its previous instruction has ended
   int32_t segments;         // bit s is set if segment s is run
   int32_t layer_begin, layer_end;  // the layers of the body to run
-  // Rank 0's entries of the tables above. Builds for one row use these, to avoid loads from memory.
+  // Rank 0's counter_values, buffers and layer_stride. Builds for one row use them, to save loads.
   int32_t* first_counters;
   void* first_buffers[kMostBuffers];
   uint64_t first_strides[kMostBuffers];

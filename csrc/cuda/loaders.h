@@ -100,7 +100,7 @@ class Asked {
   // Counts a page of the ring, filled by this loader or not.
   MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kRing) - 1); }
 
-  // Waits until fewer than kWindowPages of this loader's pages may be on their way, because every other
+  // Waits while kWindowPages or more of this loader's pages may be on their way, because every other
   // access to memory waits behind them. `next` is the number of the next page.
   MK_FN bool window(P& p, Block<P>& block, uint32_t next, const Where& where) const {
     uint32_t late = filled_;

@@ -62,7 +62,7 @@ int32_t block_pages(const Sizes& d, int32_t rows, int32_t kv_heads) {
 
 }  // namespace
 
-// Writes the pages of `n` instructions of a matmul phase, whose tiles have rows[i] x cols[i] outputs.
+// Counts the pages of `n` instructions of a matmul phase. Tile i has rows[i] x cols[i] outputs.
 MK_API void mk_matmul_pages(const Dims* dims, const Phase* phase, int64_t n, const int32_t* rows,
                             const int32_t* cols, MatmulPages* out) {
   const Sizes d = sizes_of(*dims);
@@ -74,7 +74,7 @@ MK_API void mk_matmul_pages(const Dims* dims, const Phase* phase, int64_t n, con
   }
 }
 
-// Writes the pages of `n` attention items. One without KV blocks to read takes one page.
+// Counts the pages that each of `n` attention items takes. An item without KV blocks takes one page.
 MK_API void mk_attention_pages(const Dims* dims, int64_t n, const int32_t* rows, const int32_t* kv_heads,
                                const int32_t* blocks, int64_t* out) {
   Dims all = *dims;
@@ -88,7 +88,7 @@ MK_API void mk_attention_pages(const Dims* dims, int64_t n, const int32_t* rows,
   }
 }
 
-// Writes the number of units (see head_units) of rows[i] query rows of an attention item, for each KV head.
+// For `n` attention items of rows[i] query rows, writes how many units each KV head has (head_units).
 MK_API void mk_head_units(const Dims* dims, int64_t n, const int32_t* rows, int64_t* out) {
   const Sizes d = sizes_of(*dims);
   for (int64_t i = 0; i < n; ++i) out[i] = head_units(d, rows[i]);

@@ -235,8 +235,8 @@ MK_FN int32_t dot_weight_pages(const Matmul& m) { return 2 * ceil_div(m.phase.in
 MK_FN int32_t lap_weights(const Sizes& d, const Matmul& m) {
   return higher_of(d.ring_pages - dot_input_pages(m), 2) & ~1;
 }
-// Returns page `member` of a pair of weight pages, whose weights begin at element x and at the tile's column
-// `first`.
+// Returns page `member` (0 or 1) of a pair of weight pages. The pair begins at element x of the inner
+// dimension and at column `first` of the tile.
 MK_FN PageUse weight_page(const Sizes& d, const Task& task, int32_t member, int32_t x, int32_t first) {
   const Matmul m = matmul_of(task);
   const int32_t columns = m.tile.cols - first;
@@ -390,7 +390,7 @@ MK_FN bool item_pages(const Sizes& d, const StepView& s, const Task& task, int32
   return true;
 }
 
-// Calls each(PageUse) for every page of the instruction. Stops and returns false when a call does.
+// Calls each(PageUse) for the instruction's pages. Stops and returns false when a call returns false.
 template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (static_cast<PagedOperation>(task.phase.operation)) {  // all other operations use no pages

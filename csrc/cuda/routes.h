@@ -1,6 +1,6 @@
-// The rows and the expert of an experts instruction. The controller waits for its counters, reads ROUTES
-// and publishes it in parts, so that no other role must wait. A part covers at most as many token rows
-// as dot products can process at once, and uses those that have chosen the expert.
+// Finds the rows of an experts instruction in ROUTES, the router's choices. The controller waits for the
+// counters, reads ROUTES and hands over the instruction in parts, so no other role waits. A part covers
+// at most as many token rows as dot products can process, and uses those that chose the expert.
 #pragma once
 #include "ops/call.h"
 #include "ops/memory.h"
@@ -34,7 +34,7 @@ MK_FN int32_t most_dot_rows(int32_t inner) {
   return lower_of(kDotRows, kDotInputPages * kPieces / ceil_div(inner, kPiece));
 }
 
-// Finds rows in ROUTES. No contents of ROUTES can make an instruction access memory that it must not.
+// Finds rows in ROUTES, the router's choices. Even wrong contents cause no access outside the buffers.
 struct Routes {
   const int32_t* experts;       // [rows][count]
   int32_t count;                // experts of a token

@@ -110,7 +110,7 @@ def _deal(dims: Dims, seq: Ints, start: Ints, count: Ints) -> tuple[dict[str, In
     if len(pieces.slot) > dims.bucket.items:
         raise MegakernelError(
             f"the step needs {len(pieces.slot)} attention items, but the program was compiled for at most "
-            f"{dims.bucket.items}"
+            f"{dims.bucket.items}: give the step fewer tokens"
         )
     return _items(dims, tiles, pieces), np.searchsorted(pieces.slot, np.arange(dims.bucket.attention_slots + 1))
 

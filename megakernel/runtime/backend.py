@@ -55,8 +55,8 @@ class Backend(Protocol):
     queues: bool  # whether a launch may be started while another runs, to run after it
 
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> Launch:
-        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`. If the backend
-        `queues`, that launch may still run, but the one before it must have ended."""
+        """Start to execute one step. The previous launch must have ended, by `wait` or `abort`. If `queues` is
+        true, that launch may still run, but the one before it must have ended."""
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""

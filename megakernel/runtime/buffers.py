@@ -42,14 +42,14 @@ def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> 
     """Raise MegakernelError if a HISTORY of this shape has no room for `count` tokens of `slot` at `start`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
         raise MegakernelError(
-            f"slot {slot} has no room for {count} tokens at position {start}: the history has slots 0 to "
-            f"{shape[0] - 1}, of {shape[1]} tokens each"
+            f"the token history has no room for {count} tokens at position {start} of slot {slot}: it has slots 0 to "
+            f"{shape[0] - 1}, with room for {shape[1]} tokens each"
         )
 
 
 def check_program(dims: Dims, program: Program) -> None:
-    """Raise MegakernelError if `program` does not fit a backend with the sizes `dims`, or has a violation. Native code
-    relies on this."""
+    """Raise MegakernelError if `program` does not fit a backend with the sizes `dims`, or violates a rule of
+    megakernel/program/checks.py. Native code relies on this check."""
     if program.ranks != dims.split.tp:
         raise MegakernelError(
             f"the program was compiled for {program.ranks} ranks, the backend has {dims.split.tp}: "
@@ -60,7 +60,7 @@ def check_program(dims: Dims, program: Program) -> None:
         if name not in _BUCKET and value != own[name]:
             raise MegakernelError(
                 f"the program was compiled for {name} = {value}, the backend has {own[name]}: "
-                "compile it again for this model and these limits"
+                "compile it again, for the backend's model and limits"
             )
     check(program, whole=False)
 
@@ -68,6 +68,6 @@ def check_program(dims: Dims, program: Program) -> None:
 def check_table(program: Program, table: StepTable, pages: int) -> None:
     """Raise MegakernelError unless `table` was made for `program` and a KV cache of `pages` pages."""
     if table.dims is not program.dims and table.dims != program.dims:
-        raise MegakernelError("the step table was made for another program: make one with this program's sizes")
+        raise MegakernelError("the step table was made for another program: make one for the program that is to run")
     if np.maximum.reduce(table.block_tables.view(np.uint32), axis=None) >= pages:  # a negative number is a large one
-        raise MegakernelError(f"the step table names a KV page outside the pool: it has pages 0 to {pages - 1}")
+        raise MegakernelError(f"the step table names a KV page outside the pool, which has pages 0 to {pages - 1}")

@@ -281,15 +281,15 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
         fits("max_seqs", int(lineup.slot.max()) + 1, dims.bucket.max_seqs)
         fits("max_context", int((start + lineup.count).max()), dims.bucket.max_context)
         if tokens.max() >= dims.model.vocab:
-            raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.model.vocab}")
+            raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.model.vocab} tokens")
     if len(np.unique(lineup.slot)) != len(chunks):
-        raise MegakernelError("two chunks of a step have the same slot: join them into one")
+        raise MegakernelError("two chunks of a step have the same slot: join them into one chunk")
     table = StepTable(dims)
     for chunk in chunks:
         needed = ceil_div(chunk.start + len(chunk.tokens), dims.bucket.kv_page)
         if len(chunk.pages) < needed:
             raise MegakernelError(
-                f"the sequence in slot {chunk.slot} has {len(chunk.pages)} KV pages, but needs {needed}"
+                f"the sequence in slot {chunk.slot} has {len(chunk.pages)} KV pages, but its tokens need {needed}"
             )
         table.block_tables[chunk.slot, :needed] = chunk.pages[:needed]
     write_items(table, deal_items(dims, lineup.slot, start, lineup.count))

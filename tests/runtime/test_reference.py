@@ -73,7 +73,7 @@ def test_totals_that_are_exceeded_are_refused() -> None:
     backend, program, table = simple()
     totals = program.totals_last.copy()
     totals[0, -1] -= 1  # one less than the number of LM head tiles
-    with pytest.raises(MegakernelError, match="arrivals, its total is"):
+    with pytest.raises(MegakernelError, match="arrivals in a launch, but its total is"):
         backend.launch(replace(program, totals_last=totals), table)
 
 
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES
-    with pytest.raises(MegakernelError, match=f"outside the pool: it has pages 0 to {PAGES - 1}"):
+    with pytest.raises(MegakernelError, match=f"outside the pool, which has pages 0 to {PAGES - 1}"):
         backend.launch(program, table)
     with pytest.raises(MegakernelError, match="no room"):
         backend.write_history(0, 500, np.zeros(14, np.int32))

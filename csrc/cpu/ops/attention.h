@@ -233,8 +233,8 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
                          float* scores, float* m, float* l, float* out) {
   const float scale = 1.0f / sqrtf(static_cast<float>(d.head_dim));
   const int tokens = visible_tokens(d, positions[rows - 1], block), padded = padded_head(d);
-  // No row sees the tokens before `oldest`. Scores are computed for the whole SIMD vector with `oldest`;
-  // tokens that a row does not see get the weight 0.
+  // No row sees the tokens before `oldest`. Scores are computed from the start of the SIMD vector that
+  // contains `oldest`. Tokens that a row does not see get the weight 0.
   const int oldest = first_token(d, span, positions[0], block), begin = oldest / kLanes * kLanes;
   score(d, rows * group, queries, cached, kv, begin, tokens, scores);
   for (int j = 0; j < rows * group; ++j) {

@@ -71,7 +71,7 @@ void experts(const Call& call, const ExpertTile& op) {
   if (rows > 0) multiply(op.place);
 }
 
-// For each row, adds up in order the weighted results of those of its experts that this rank has.
+// Adds up the weighted results of each row's experts, in order. Skips experts that other ranks have.
 template <class T>
 void combine(const Call& call, const Run& op) {
   constexpr int kColumns = 256;

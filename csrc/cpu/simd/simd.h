@@ -123,8 +123,8 @@ MK_INLINE F32 rounded(F32 v, float) { return v; }
 
 MK_INLINE F32 rounded(F32 v, Bf16) { return (F32)(bf16_bits(v) << 16); }
 
-// The first n of kLanes elements, followed by zeros. `part` does not read memory after the n elements,
-// because another thread may be storing to it.
+// Holds n of kLanes elements, followed by zeros. The function `part` loads them. It does not read memory
+// after the n elements, because another thread may be storing to it.
 template <class T>
 struct Part {
   T lanes[kLanes];
@@ -319,8 +319,8 @@ class ByteSums {
   // Adds the products of the four weights in each lane with the four activations in `word`. j numbers the
   // calls for one object: 0, 1, 2 and so on.
   MK_INLINE void add(int j, U32 weights, uint32_t word) { add(j, weights, word, kFit, 1); }
-  // Like `add`, but for the high bytes of a unit's kWideWords wide words. All of these calls come before the
-  // first `add`, because the last one shifts their sum.
+  // Like `add`, but for the high bytes of a unit's kWideWords wide words. All of these calls come before
+  // the first `add`, because the last of them shifts the sum.
   MK_INLINE void add_high(int j, U32 weights, uint32_t word) {
     add(j, weights, word, kFit < kWideWords ? kFit : kWideWords, 1 << kHighShift);
 #if !defined(__AVX2__) || MK_LANES != 8

@@ -26,8 +26,8 @@ struct QueryRows {
   MK_FN int head(int i) const { return (begin + i) % heads; }
 };
 
-// What the step's tables say of a work item. `position`: that of its first row. `blocks`: the KV blocks that
-// it reads, none if all of them come before the layer's sliding window.
+// What the step's tables say of a work item. `position` is the position of its first row. `blocks` are
+// the KV blocks that it reads: none if all come before the layer's sliding window.
 struct ItemWork {
   int32_t seq, kv_head, kv_heads, split, position;
   KvBlocks blocks;
@@ -88,7 +88,7 @@ class AttentionItem {
   }
 
  private:
-  // Builds for one row have read the entry already. Others read it at each call, to save registers.
+  // Builds for one row have looked up the item already. Others do so at each call, to save registers.
   MK_FN ItemWork work() const {
     if constexpr (kTogether) return read_;
     return item_work(call_, item_);
@@ -120,8 +120,8 @@ class AttentionItem {
   MK_FN void run_pass(int begin) {
     const int of_head = this->of_head(), end = lower_of(begin + kPassUnits, units()),
               unit = kTogether ? begin : begin + call_.warp;
-    // The KV head of this warp's unit (tile and part of a head), counted from the item's first KV head; -1 if
-    // no unit is left for the warp.
+    // The KV head of this warp's unit (tile and part of a head), counted from the item's first KV head.
+    // It is -1 if no unit is left for the warp.
     const int own = unit < end ? unit / of_head : -1;
     const int first = unit % of_head / parts() * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
@@ -131,7 +131,7 @@ class AttentionItem {
     const int heads = (end - 1) / of_head - begin / of_head + 1, before = own - begin / of_head;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     typename P::AttentionTile tile(p_, d_);
-    // If the warps work together, four use the first half of the keys and values, and four the second.
+    // If the warps work together, four use the first half of the keys and values, four the second half.
     const bool halves = kTogether && !narrow(), second = call_.warp >= kConsumerWarps / 2;
     bool started = false;
     for (int block = blocks().begin; block < blocks().end; ++block) {
@@ -145,9 +145,9 @@ class AttentionItem {
       MK_LOOP for (int of = 0; of < parts(); ++of) {
         if (halves && second) pages_.skip(1);
         const unsigned char* keys = pages_.take();
-        // The queries must not be read before this point. They are written by another instruction, and the
-        // input loader has filled this page only after it has waited for that instruction's counters. Builds
-        // for wide heads read the queries again for each KV block, because registers are short.
+        // Read the queries only after take(). Another instruction writes them, and the input loader
+        // fills the page of keys only after waiting for that instruction's counters. Builds for wide
+        // heads read the queries again for each KV block, because registers are scarce.
         if (kWide || !started) start(tile, query_rows(here(own), here(first)), of);
         started = true;
         tile.template scores<0>(keys + (kTogether && narrow() && second ? kPageBytes / 2 : 0));

@@ -38,9 +38,9 @@ __device__ __forceinline__ void pick(uint32_t (&out)[4], const uint32_t (&words)
 // head_dim is a multiple of 8.
 class AttentionTile {
  public:
-  // d.head_dim is a multiple of 8, and the tile has at most kHeadPart elements of it. The constructor sets
-  // every member that start() sets. This saves registers: the compiler need not keep the members of the
-  // previous tile alive.
+  // d.head_dim is a multiple of 8, and a tile has at most kHeadPart elements of a head. The constructor
+  // sets every member that start() sets. This saves registers: the compiler need not keep the members of
+  // the previous tile alive.
   template <class P>
   __device__ AttentionTile(P& p, const Sizes& d) : lane_(p.lane()), warp_(p.warp() - kConsumerWarp), d_(d) {
     MK_UNROLL for (int half = 0; half < 2; ++half) position_[half] = -1;

@@ -112,8 +112,8 @@ MK_FN T reduce_lanes(T value, F combine) {
 template <class P>
 class Team {
  public:
-  // Waits until all consumer warps have finished their work for the previous instruction, unless the caller
-  // knows that they have.
+  // Waits until all consumer warps have finished their work for the previous instruction, unless `met`
+  // is set: then the caller knows that they have.
   MK_FN Team(P& p, const Call& call, bool met = false)
       : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
     if (!met) p_.consumer_sync();

@@ -4,7 +4,7 @@
 
 namespace mk {
 
-// For each row, adds up in order the weighted results of those of its experts that this rank has. The
+// Adds up the weighted results of each row's experts, in order. Skips experts that other ranks have. The
 // sums are added to the residual, or stored as partial sums at the ranks that keep the row's residual.
 template <class P>
 MK_FN void combine(P& p, const Call& call, const Run& op) {

@@ -1,5 +1,5 @@
-// Chooses the experts of rows. All consumer warps compute the logits of a few rows, each warp those of
-// different experts. Then one warp for each of these rows chooses the best experts.
+// Chooses the experts of each row. All consumer warps compute the logits of a few rows, each warp those
+// of different experts. Then one warp for each of these rows chooses the best experts.
 #pragma once
 #include "sample.h"
 #include "softmax.h"
@@ -12,7 +12,7 @@ static_assert(2 * kRouteRows * kMostExperts * sizeof(float) <= sizeof(Scratch::r
 
 MK_FN float sigmoid(float x) { return 1.0f / (1.0f + exp_fast(-x)); }
 
-// Stores the row's shared experts, which the router does not choose: its last `count` experts.
+// A row's last `count` experts are shared: the router does not choose them. Stores these experts.
 template <class P>
 MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_expert, float weight) {
   const int64_t at = int64_t{row + 1} * call.dims->experts_per_token - count;

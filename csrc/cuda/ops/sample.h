@@ -85,8 +85,8 @@ class Sampler {
   static constexpr int kThreadsOfRow = kConsumerWarps * P::kLanes;
   enum Step { kTopK, kTopP, kDraw };
 
-  // The logits that a thread loads at a time: those of the token ids begin + j * kThreadsOfRow, for j in
-  // [0, kLoads). Ids beyond the vocabulary get minus infinity.
+  // A thread loads kLoads logits at a time: those of token ids begin + j * kThreadsOfRow, for each j
+  // below kLoads. Ids beyond the vocabulary get minus infinity.
   static constexpr int kLoads = 16;
   struct Logits {
     float v[kLoads];
@@ -178,14 +178,14 @@ class Sampler {
     }
   }
 
-  // Returns the weight that top-p must keep: the fraction p of `all`, rounded up, and at least 1.
+  // Returns the weight that top-p must keep: the fraction p of the total `all`, rounded up, at least 1.
   MK_FN static uint64_t part(float p, uint64_t all) {
     const double wanted = ceil(static_cast<double>(p) * static_cast<double>(all));
     return wanted < 1.0 ? 1 : least(static_cast<uint64_t>(wanted), all);
   }
 
   // Returns a pseudo-random integer in [0, all), which selects the token. It depends on row i's seed,
-  // sample position and choice (the completion's index among those of its request).
+  // sample position and choice (the completion's index within its request).
   MK_FN uint64_t drawn(int i, uint64_t all) const {
     const StepView& s = *call_.step;
     const uint64_t bits = random_bits(s.seed_low[i], s.seed_high[i], s.sample_position[i], s.choice[i]);

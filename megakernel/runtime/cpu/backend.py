@@ -65,8 +65,8 @@ class CpuBackend:
         ):
             raise MegakernelError(
                 f"the cpu backend cannot run with {dims.bucket.kv_page} tokens in a KV page and {dims.model.head_dim} "
-                f"elements in a head: a page needs a multiple of 16 tokens that divides {dims.bucket.kv_block}, and a "
-                f"head a multiple of 8 elements, at most {MOST_HEAD_DIM}"
+                f"elements in a head: a KV page needs a multiple of 16 tokens that divides {dims.bucket.kv_block}, and "
+                f"a head needs a multiple of 8 elements, at most {MOST_HEAD_DIM}"
             )
         self.name = "null" if null else "cpu"
         self.threads = threads or cpu_count()
@@ -233,7 +233,7 @@ class CpuBackend:
         self._engine = None
 
     def _load(self, program: Program) -> int:
-        """A program's handle. The first call for a program checks it, copies it, and enlarges buffers if necessary."""
+        """Return a program's handle. The first call for a program checks and copies it, and may enlarge buffers."""
         if id(program) not in self._loaded:
             check_program(self.dims, program)
             self._check_weights(program.forward)
@@ -306,7 +306,7 @@ class _Launch:
         self._begun = time.perf_counter()
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once.
+        """Wait for the launch's end. Return its output, with the seconds until the end was noticed. Call it once.
         Raises MegakernelError, which names a blocked wait, if the launch was aborted or made no progress."""
         try:
             self._finish()

@@ -16,7 +16,7 @@ PANEL_COLUMNS = 16  # columns of a packed matrix's panel
 
 
 def matrix(stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> ctypes.Structure:
-    """Describe `stack` matrices of `shape` [..., rows, k], which consist of parts (type, rows, address)."""
+    """Describe `stack` matrices of `shape` [..., rows, k] to native code. Their parts are (type, rows, address)."""
     matrices, rows, k = (1, *shape)[-3:]
     made = (CPart * len(parts))(*(CPart(*part) for part in parts))
     out: ctypes.Structure = CMatrix(stack, matrices, rows, k, len(parts), ctypes.addressof(made))

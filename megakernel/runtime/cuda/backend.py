@@ -107,7 +107,7 @@ class CudaBackend:
         self._heap.write(rank, buffer, layer, array)
 
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
-        """Run the instructions `work`, all of one phase and of the segment with this index, without waits and signals.
+        """Run `work`, instructions of one phase in segment number `index`, without their waits and signals.
         `layer` is used only if the segment is the body."""
         parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
         parts[index] = work
@@ -294,7 +294,7 @@ class CudaLaunch:
             raise
 
     def wait(self) -> Output:
-        """Wait until the launch ends, and return its output, with the time until its end was noticed. Call it once."""
+        """Wait for the launch's end. Return its output, with the seconds until the end was noticed. Call it once."""
         return self._output or self.finish()
 
     def finish(self) -> Output:

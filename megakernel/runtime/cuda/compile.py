@@ -91,7 +91,7 @@ class Compiler:
         """Compile one variant. Raises MegakernelError for the first error, or for a note about slow code."""
         cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
-            raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}")
+            raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}; try another compiler")
         return cubin
 
 

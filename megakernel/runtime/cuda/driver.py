@@ -98,7 +98,7 @@ class Gpu:
         atomics = d.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
         if not check("asking the GPU", d.cuDeviceGetP2PAttribute(atomics, self._device, other._device)):
             raise MegakernelError(
-                f"GPU {self.ordinal} cannot signal GPU {other.ordinal}: their link has no native atomics: use --tp 1"
+                f"GPU {self.ordinal} cannot signal GPU {other.ordinal}, because their link lacks atomics: use --tp 1"
             )
         answer = d.cuCtxEnablePeerAccess(other.context, 0)
         if int(answer[0]) != _PEER_ENABLED:
@@ -295,5 +295,5 @@ def encode_map(address: int, layout: MapLayout) -> NDArray[np.uint8]:
         0,  # elements outside the tensor are read as zero instead of NaN
     )
     if status:
-        raise MegakernelError(f"a tensor map of sizes {layout.sizes} was refused: the CUDA driver answers {status}")
+        raise MegakernelError(f"the CUDA driver refused a tensor map of sizes {layout.sizes}, with CUresult {status}")
     return out.copy()

@@ -53,7 +53,7 @@ class Heap:
         return len(BUFFERS[buffer].layers(dims.model)) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """On each rank, allocate `head` bytes and then buffers of these sizes. Return each GPU and address."""
+        """On each rank, allocate `head` bytes, then buffers of these sizes. Return each rank's GPU and address."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end

@@ -163,7 +163,7 @@ class Lane:
             gpu.synchronise()
 
     def send(self, table: StepTable) -> None:
-        """Start to copy a step table to every GPU. The next launch waits for it."""
+        """Start to copy a step table to every GPU. The next launch waits for the copy."""
         used = table.used.view(np.uint8)
         pinned = self._pinned[0][: len(used)]
         pinned[:] = used
@@ -302,4 +302,4 @@ def _check_limits(program: Program) -> None:
         for phase in program.forward:
             own = segment.records[numbers == phase.number]
             if len(own) and (why := phase_refusal(phase, own, program.dims)) is not None:
-                raise MegakernelError(f"the program cannot be executed: {phase.name} {why}")
+                raise MegakernelError(f"the cuda backend cannot run the program: its phase {phase.name} {why}")
