@@ -56,7 +56,7 @@ class WeightSpec:
     per_expert: bool = False
 
     def shape(self, split: Split) -> tuple[int, ...]:
-        """Return the shape of a rank's part of one layer, for one expert if there are experts."""
+        """Return the shape of a rank's part of the buffer in one layer, for one expert if there are experts."""
         shape: tuple[int, ...] = (sum(axis(split).size for axis in self.rows),)
         if self.folded is not None:
             last = self.folded(split)

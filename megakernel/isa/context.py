@@ -85,7 +85,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """The rows of REDUCE with `rank`'s partial sums of token rows [row, row + rows), which have the same owner."""
+        """The rows of the buffer REDUCE with `rank`'s partial sums of token rows [row, row + rows) of one owner."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 
@@ -134,7 +134,7 @@ class Context:
         self.buffer(buffer)[cache_bytes(d, buffer, page, head, offset)] = blocks
 
     def _places(self, sequence: Any, position: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
-        """Return (page, offset in the page) of tokens. `sequence` is a number or has the shape of `position`."""
+        """Return each token's KV page and its offset there. `sequence` is a number or has `position`'s shape."""
         page, offset = np.divmod(position, self.dims.bucket.kv_page)
         return self.table.block_tables[sequence, page], offset
 
@@ -146,7 +146,7 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     `token` is the token's index in its KV page. The shapes of `page`, `head` and `token` must broadcast.
     """
     page, head, token = (np.expand_dims(each, -1) for each in (page, head, token))
-    # For each byte of a row: the number of its block, and its place in the block (a scale, then elements).
+    # For each byte of a row: the number of its Q8_0 block, and its offset in the block (a scale, then elements).
     block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
     element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
     # In a KV page, a quantised block first stores the scales of all tokens, and then their values. V stores all values

@@ -238,7 +238,7 @@ class Split:
 
     @property
     def o_cols(self) -> int:
-        """The number of columns of ATTN, attention's output, which is multiplied by the O projection on this rank."""
+        """The number of columns of ATTN (attention's output) that this rank multiplies by W_O."""
         return self.model.heads * self.model.head_dim if self.replicated_o else self.q_cols
 
     @property
@@ -251,7 +251,7 @@ class Split:
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """Return the number after the rank's last query head that uses the rank's KV head `kv_head`."""
+        """Return 1 more than the number of the rank's last query head that uses its KV head `kv_head`."""
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below are used in Python only, and are not translated to C++.
@@ -268,7 +268,7 @@ class Split:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axis of a layer's weights in front of the axes of one expert: (rank_experts,), or () without experts."""
+        """The shape in front of one expert's shape in a layer's weights: (rank_experts,), or () without experts."""
         return (self.rank_experts,) if self.model.experts else ()
 
     @property
@@ -370,7 +370,7 @@ class Dims:
         return row // self.bucket.row_block % self.split.tp
 
     def reduce_place(self, row: Int) -> Int:
-        """Return the index of token row `row` among its owner's rows. In REDUCE, each rank's sums have this order."""
+        """Return the index of token row `row` among its owner's rows. The buffer REDUCE has this order."""
         if self.split.replicated_residual:
             return row
         return row // self.bucket.row_block // self.split.tp * self.bucket.row_block + row % self.bucket.row_block

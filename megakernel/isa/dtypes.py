@@ -55,8 +55,8 @@ class Dtype(IntEnum):
 
 
 class Fields(NamedTuple):
-    """Fields of `width` bits, from byte `offset` of a block on. Each run of `run` bytes has first the lowest field of
-    every byte, then the next field of every byte, and so on."""
+    """Fields of `width` bits, from byte `offset` of a block on. In each run of `run` bytes, the lowest fields of
+    all bytes are the first ones, the next fields of all bytes follow, and so on."""
 
     offset: int
     width: int

@@ -1,8 +1,8 @@
 """Multiplies quantised weights with activations that are rounded to integers (`--activations q8`).
 
-A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements determine most of
-a rounding error, because they would make the scale coarse for all others. So the two words (of four elements) with the
-largest magnitudes have 15 bits per element, and the scale is chosen so that the other 24 elements fit into 8 bits.
+A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements
+would make the scale coarse for all others. So the two words (four elements each) with the largest magnitudes have 15
+bits per element, and the scale is chosen so that the other 24 elements fit into 8 bits.
 
 Weights that share a scale form a group: 32 weights, or 16 for Q6_K. The integer products of a group are added exactly,
 so their order does not matter. The groups are then added from the first to the last: acc = fma(sum, weights' scale *

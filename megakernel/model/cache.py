@@ -9,7 +9,7 @@ from ..errors import MegakernelError
 
 
 def cache_folder() -> Path:
-    """The folder: `$MEGAKERNEL_CACHE` if it is set, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`.
+    """Return the model cache: `$MEGAKERNEL_CACHE`, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`.
     Raises MegakernelError if this path needs a home folder and there is none."""
     own, base = os.environ.get("MEGAKERNEL_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:

@@ -34,7 +34,7 @@ class ChatTemplate:
     So the server's process only checks the template's syntax.
 
     `takes_tools` says whether the template reads the variable `tools`. A template with a wrong syntax fails when it is
-    used, because the model may work without it. `damage` says why there is no source to read.
+    used, because the model may work without it. `damage` says why its source could not be read.
     """
 
     def __init__(self, source: str, origin: str, damage: str = "") -> None:

@@ -142,7 +142,7 @@ _Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 
 @dataclass(frozen=True)
 class Keys:
-    """Reads the keys of a configuration file. For an invalid value, MegakernelError names the file and the key."""
+    """Reads the keys of a configuration file. An invalid value raises MegakernelError, which names file and key."""
 
     raw: dict[str, Any]
     source: str
@@ -189,21 +189,21 @@ class Keys:
         return {name: read.get(type(default), self.count)(key, default) for name, (key, default) in table.items()}
 
     def sampling(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the sampling parameters in the file. `names` has the file's key and the name in SamplingParams of each
-        parameter that the file may have."""
+        """Return the sampling parameters in the file. `names` maps the keys that the file may
+        have to names of SamplingParams."""
         given = {key: name for key, name in names.items() if self.get(key) is not None}
         whole = ("top_k", "max_tokens")
         return {name: self.count(key) if name in whole else self.number(key) for key, name in given.items()}
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
-        """Raise MegakernelError unless a key's value is null or in `allowed`. `default` is for an absent key."""
+        """Raise MegakernelError unless a key's value is null or in `allowed`. An absent key counts as `default`."""
         value = self.raw.get(self.prefix + key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(short, allowed)) or "null"
             raise MegakernelError(f"{self.source}: {self.prefix}{key} = {short(value)} is not supported, only {known}")
 
     def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
-        """Return a value of the type `kind`, which an error calls `what`; `default` if it is null or absent."""
+        """Return the value of `key`, or `default` if it is null or absent. Errors call the allowed values `what`."""
         value = self.get(key)
         try:
             return msgspec.convert(default if value is None else value, kind)

@@ -69,7 +69,7 @@ class Naming:
         return names + [f"{name}[{piece}]" for piece in range(count) for name in wide]
 
     def wide(self, buffer: Buffer, layer: int) -> tuple[list[str], int, int]:
-        """The tensors of the MLP of a layer whose pieces are experts, the MLP's width, and the number of pieces."""
+        """Return the tensors of the layer's MLP whose pieces count as experts, its width, and the number of pieces."""
         config, family = self.config, FAMILIES[self.config.family]
         width, count, table = config.shared_ffn, config.shared_experts, family.shared
         if layer < config.dense_layers:
@@ -182,7 +182,7 @@ class FileCheckpoint:
         length = 1 if BUFFERS[buffer].matrix else math.prod(shape[1:])
 
         def part(start: int, stop: int) -> WeightRows:
-            # A row of a tensor of vectors, such as the biases of experts, has several elements.
+            # A tensor's row may be a whole vector, such as an expert's bias. A buffer's row is one element of it.
             rows = self._tensors.rows(name, start // length, -(-stop // length))
             if BUFFERS[buffer].matrix and len(shape) == 1:  # a matrix with one row
                 rows = self._tensors.rows(name, 0, shape[0]).reshape(1, -1)
@@ -263,7 +263,7 @@ def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
     if missing := [name for name in expected if not some and name not in {*tensors.shapes, *optional}]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         file = next(map(tensors.where, tensors.shapes), "the checkpoint")
-        raise MegakernelError(f"{file} has no tensor {missing[0].partition('[')[0]}{more}, which the config asks for")
+        raise MegakernelError(f"{file} lacks tensor {missing[0].partition('[')[0]}{more} that the config asks for")
     for name, shape in expected.items():
         _check_shape(tensors, name, shape)
     for name in tensors.shapes:
@@ -338,7 +338,7 @@ def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end
     for begin, stop, name in sorted(ranges):
         if stop > end:
             raise MegakernelError(
-                f"{path} is cut short or damaged: tensor {name} ends at byte {stop} of {end}; fetch the file again"
+                f"{path} is cut short or damaged: tensor {name} ends at byte {stop}, the file at {end}; fetch it again"
             )
         if begin < last:
             other = f"tensor {previous}" if previous else "the header"

@@ -10,7 +10,7 @@ from .hf_config import read_json
 
 # A folder with safetensors weights has one of these files. The second one names the others (see `shards`).
 INDICES = ("model.safetensors", "model.safetensors.index.json")
-# All other files of a model folder that are ever read. The hub's copies of them are downloaded.
+# All other files of a model folder that can be read. If the model is on the hub, they are downloaded.
 SMALL = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
@@ -56,10 +56,10 @@ def shards(index: Path) -> dict[str, str]:
     """Return, for each tensor, the name of the file in the folder of `index` that has it. Raises MegakernelError."""
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
-        raise MegakernelError(f"{index} has no weight_map from tensors to files")
+        raise MegakernelError(f"{index} must have a weight_map, which names the file of each tensor")
     for shard in sorted(set(placed.values())):
         if Path(shard).name != shard:
-            raise MegakernelError(f"{index} names {shard}, which is not a file beside it")
+            raise MegakernelError(f"{index} names {shard}, which must be a file name without a folder")
     return placed
 
 

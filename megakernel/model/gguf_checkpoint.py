@@ -348,7 +348,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     keys.only("rope.scaling.yarn_ext_factor", 1)
     full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0)) if kind == "yarn" else 1.0
-    # A file may repeat YaRN's factor, because its config.json does. Other programs ignore it and compute their own.
+    # A file may repeat YaRN's factor, because its config.json does. Other software ignores it and computes its own.
     if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
         keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
@@ -362,7 +362,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         return Rope(theta, RopeKind.FACTORS, factors=tables[ROPE_FREQS], attention=attention)
     if tables or kind == "longrope":
         if len(tables) < 2:
-            raise MegakernelError(f"{file.path}: longrope needs both {_LONG} and {_SHORT}")
+            raise MegakernelError(f"{file.path}: RoPE of the kind longrope needs both tensors {_LONG} and {_SHORT}")
         long, short = tables[_LONG], tables[_SHORT]
         return Rope(
             theta, RopeKind.LONGROPE, original_context=original, factors=long, short_factors=short, attention=attention

@@ -46,7 +46,7 @@ _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # used if
 
 
 def open_gguf_tokenizer(metadata: Mapping[str, Any], source: str, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the tokenizer of the GGUF file `source`, whose metadata are given. Otherwise like `ggml_tokenizer`.
+    """Open the tokenizer of the GGUF file `source`, which has the metadata `metadata`. Else like `ggml_tokenizer`.
 
     Conversations begin with BOS even if the template does not write it, as in llama.cpp. In transformers, they do not.
     """
@@ -83,7 +83,7 @@ def ggml_tokenizer(
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
-        raise MegakernelError(f"{source}: the vocabulary has the token {short(twice)} twice")
+        raise MegakernelError(f"{source}: the vocabulary must not have the token {short(twice)} twice")
     defaults = _SENTENCEPIECE_IDS if model == "llama" else {}
     named = {name: next(iter(keys.ids(f"{key}_token_id")), defaults.get(name)) for name, key in NAMED_TOKENS.items()}
     for name in ("bos_token", "eos_token"):

@@ -1,4 +1,4 @@
-"""Writes any checkpoint as a GGUF file, so that other programs can run the same weights."""
+"""Writes any checkpoint as a GGUF file, so that other software can run the same weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     family, naming = FAMILIES[config.family], gguf_naming(config)
     if not family.gguf or family.shared:
         raise MegakernelError(f"cannot write {path}: models of the family {family.name} are not written as GGUF files")
-    # Readers know from the architecture whether to divide a token's expert weights by their sum. Files do not say it.
+    # Files do not say whether the weights of a token's experts are divided by their sum. The architecture decides it.
     if config.experts and config.normalised_routes != (family.name != "olmoe"):
         raise MegakernelError(
-            f"cannot write {path}: programs that read it would "
+            f"cannot write {path}: GGUF readers would "
             + ("not " if config.normalised_routes else "")
-            + "divide the weights of a token's experts by their sum, unlike this model"
+            + "normalise the router's weights of a token's experts, unlike this model"
         )
     writer = gguf.GGUFWriter(path, family.gguf[0])
     _add_config(writer, config)

@@ -44,8 +44,8 @@ _HARMLESS = {
 }
 _IGNORED = {key for keys in _HARMLESS.values() for key in keys.split()}
 
-# Keys of models that see images, besides the language model's in `text_config`. They describe the image encoder, and
-# ids of tokens that stand for images.
+# Keys of models that see images: they describe the image encoder, and give the ids of tokens that stand for images.
+# The keys of the language model are in `text_config`.
 _OF_IMAGES = {
     "architectures", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "model_type",
     "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config", "vision_config",
@@ -75,8 +75,8 @@ _MAY_HAVE = {
 def read_hf_config(folder: Path) -> ModelConfig:
     """Read `folder/config.json`, and the end-of-text ids in `generation_config.json` if that file exists.
 
-    An unknown key may change the model's results, so it is an error that names the key, unless its value is null,
-    false, zero or empty. Raises MegakernelError.
+    An unknown key may change the model's results. Unless its value is null, false, zero or empty, such a key raises a
+    MegakernelError that names it.
     """
     path = folder / "config.json"
     config = parse_hf_config(read_json(path), str(path))
@@ -197,7 +197,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """If layers with a sliding window have RoPE settings of their own, return `raw` with those of all other layers."""
+    """If layers with a sliding window have RoPE settings of their own, return `raw` with those of other layers."""
     table = raw.get("rope_parameters")
     if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}
@@ -282,7 +282,7 @@ def _once(outer: Keys, inner: Keys, key: str, default: float) -> float:
     """The number at a key that may be at the top level, among the RoPE settings, or in both with the same value."""
     values = {keys.number(key) for keys in (outer, inner) if keys.get(key) is not None}
     if len(values) > 1:
-        raise MegakernelError(f"{inner.source}: {key} is {inner.get(key)}, but {outer.get(key)} at the top level")
+        raise MegakernelError(f"{inner.source}: {key} is {inner.get(key)}, not {outer.get(key)} as at the top level")
     return values.pop() if values else default
 
 

@@ -27,7 +27,7 @@ from .tokenizer_parts import check_parts
 _OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
 # The splitting rules of tokenizer classes that are read from vocab.json and merges.txt.
 _SPLITS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-# Test texts, which other kinds of tokenizers, or other rules for white space and similar characters, split differently.
+# Test texts. Other kinds of tokenizers, and other rules for white space or similar characters, split them otherwise.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
     " a ",
@@ -60,7 +60,7 @@ def open_hf_tokenizer(folder: Path, eos_ids: Iterable[int]) -> Tokenizer | None:
         backend.add_tokens(_added(backend, folder, config, special, listed))
     for token in backend.get_added_tokens_decoder().values() if backend.normalizer else ():
         if token.normalized and not backend.normalizer.normalize_str(token.content):
-            raise UnknownTokenizer(f"{path}: its normalizer leaves nothing of the token {short(token.content)}")
+            raise UnknownTokenizer(f"{path}: its normalizer must not remove the whole token {short(token.content)}")
     return Tokenizer(backend, special=special, **more)
 
 
@@ -87,7 +87,7 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     declared = read_json(path)
     _check_ids(declared, path)
-    # The file is valid JSON, so it may be of a kind that only a later version of the package knows.
+    # The file is valid JSON. If the package refuses it, only a later version may know its kind.
     with backend_errors(f"cannot read {path}", UnknownTokenizer):
         check_parts(declared)
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -133,8 +133,8 @@ def _added(
 
 
 def _check_ids(declared: dict[str, Any], path: Path) -> None:
-    """Raise MegakernelError for huge token ids, because the package `tokenizers` allocates memory in proportion to the
-    largest id, and for two tokens with the same id."""
+    """Raise MegakernelError for two tokens with the same id, and for huge ids, because the package `tokenizers`
+    allocates memory in proportion to the largest id."""
     model, added = declared.get("model"), declared.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     own = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
@@ -144,7 +144,7 @@ def _check_ids(declared: dict[str, Any], path: Path) -> None:
             raise MegakernelError(f"{path}: token id {number!s:.60} is not a number below {MOST_VOCABULARY}")
     for number, count in Counter(own).most_common(1):
         if count > 1:
-            raise MegakernelError(f"{path}: {count} tokens of the vocabulary have the id {number}")
+            raise MegakernelError(f"{path}: {count} tokens of the vocabulary have the same id, {number}")
 
 
 def _tekken(path: Path) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _check_weights(repo: str, sizes: dict[str, int]) -> None:
     free = shutil.disk_usage(place).free
     if need > free:
         raise MegakernelError(
-            f"{repo} needs {need / 1e9:.1f} GB in {cache} and its disk has {free / 1e9:.1f} GB: "
+            f"{repo} needs {need / 1e9:.1f} GB in {cache}, but only {free / 1e9:.1f} GB are free there: "
             "free some space, or set HF_HOME to another disk"
         )
 

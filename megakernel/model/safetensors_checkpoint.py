@@ -113,7 +113,7 @@ class SafetensorsFiles:
             if name == "__metadata__":
                 continue
             if name in self._tensors:
-                raise MegakernelError(f"tensor {name} is both in {self._tensors[name].path} and {path}")
+                raise MegakernelError(f"tensor {name} must not be in two files, {self._tensors[name].path} and {path}")
             self.shapes[name], dtype, (begin, end) = _entry(path, name, entry)
             ranges.append((8 + length + begin, 8 + length + end, name))
             dtypes.append(dtype)
@@ -174,7 +174,7 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
 
 
 def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str, *, some: bool = False) -> FileCheckpoint:
-    """Return checkpoint `name` of `tensors`, named as in Hugging Face's files. With `some`, a part may be absent."""
+    """Return a checkpoint called `name` of `tensors` with Hugging Face's names. With `some`, weights may be absent."""
     family = FAMILIES[config.family]
     tensors.use(family)
     expected = expected_shapes(safetensors_naming(config))
@@ -198,7 +198,7 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     """Raise MegakernelError if the configuration says that the LM head and the embedding table are the same matrix
-    (tied), but the file has a different LM head. Programs disagree about which matrix to use then."""
+    (tied), but the file has a different LM head. Inference engines disagree about which one to use."""
     if not config.tied or _HEAD not in tensors.shapes:
         return
     same = tensors.shapes[_HEAD] == tensors.shapes.get(_EMBED) and all(
@@ -207,6 +207,6 @@ def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
     )
     if not same:
         raise MegakernelError(
-            f"{tensors.where(_HEAD)}: {_HEAD} differs from {_EMBED}, but config.json says that they are tied"
+            f"{tensors.where(_HEAD)}: {_HEAD} differs from {_EMBED}, but config.json says that they are equal (tied)"
         )
     del tensors.shapes[_HEAD]

@@ -33,8 +33,8 @@ class _Part(NamedTuple):
 
 
 def split_experts(files: TensorFile, alternate: bool) -> TensorFile:
-    """A view of files in which gate and up of each expert are tensors of their own, if the files have them in one. If
-    `alternate`, the outputs of gate and up alternate in the files."""
+    """If a tensor of `files` has gate and up of all experts, return a view in which gate and up of each expert are
+    separate tensors. If `alternate`, the outputs of gate and up alternate in the files."""
     return _Split(files, alternate) if any(".experts.gate_up_proj" in name for name in files.shapes) else files
 
 

@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     last: bool = False
 
 
-# A long text is counted in pieces of _PIECE characters. A cut can divide a token, so a piece may count _MORE too many.
+# A long text is counted in pieces of _PIECE characters. A cut can divide a token, so up to _MORE may be too many.
 _PIECE, _MORE = 1 << 16, 16
 
 

@@ -341,7 +341,7 @@ class Grammars:
         try:
             kind, text = self._checker.ask(source)
         except Ended as e:
-            raise _refused(str(e)) from e
+            raise _refused(f"cannot check the grammar: {e}") from e
         if kind != "text":
             raise _refused(text)
         grammar, left, size = json.loads(text)

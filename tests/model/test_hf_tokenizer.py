@@ -243,7 +243,7 @@ PROCESSOR = {"type": "TemplateProcessing", "single": [], "pair": [], "special_to
         (b"[]", "does not contain a JSON object"),
         (b'{"a": "\xff"}', "is not valid JSON"),
         (b"{}", "cannot read"),
-        (changed("model", "vocab", value={"a": 0, "b": 0}), "2 tokens of the vocabulary have the id 0"),
+        (changed("model", "vocab", value={"a": 0, "b": 0}), "2 tokens of the vocabulary have the same id, 0"),
         (changed("model", "vocab", value={"a": [1]}), r"token id \[1\] is not a number"),
         *((changed("model", "vocab", value={"a": n}), f"token id {n} is not a number below 16777216") for n in NUMBERS),
         *((changed("added_tokens", 0, "id", value=n), f"token id {n} is not a number below 16777216") for n in NUMBERS),
@@ -268,7 +268,7 @@ PROCESSOR = {"type": "TemplateProcessing", "single": [], "pair": [], "special_to
         (changed("normalizer", value={"type": "Prepend", "prepend": ""}), "its normalizer has an empty text"),
         (changed("normalizer", value=DOUBLING | {"pattern": {"Regex": ""}}), "its normalizer has an empty text"),
         (changed("post_processor", value=PROCESSOR | {"single": [SECOND]}), "refers to a second text"),
-        (STRIPPED, "its normalizer leaves nothing of the token"),
+        (STRIPPED, "its normalizer must not remove the whole token"),
     ],
 )
 def test_hostile_tokenizers_are_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:

@@ -114,7 +114,7 @@ TROUBLES: list[tuple[Callable[[Index, pytest.MonkeyPatch], None], str, set[str]]
     ),
     (
         lambda _, patch: patch.setattr("shutil.disk_usage", lambda path: Mock(free=1000)),
-        r"needs 1 MB .*MEGAKERNEL_CACHE",
+        r"needs 1 MB, .*MEGAKERNEL_CACHE",
         set(),
     ),
     (

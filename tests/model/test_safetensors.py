@@ -90,7 +90,7 @@ def test_rotary_buffers_are_ignored(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model__norm__weight": torch.ones(49)}, r"model\.norm\.weight in .*model\.safetensors .*\[49\].*\[48\]"),
-        ({"model__norm__weight": None}, r"model\.safetensors has no tensor model\.norm\.weight"),
+        ({"model__norm__weight": None}, r"model\.safetensors lacks tensor model\.norm\.weight"),
         ({"model__surprise": torch.ones(1)}, r"model\.surprise .* belongs to no part"),
         ({"model__norm__weight": torch.ones(48, dtype=torch.int64)}, r"model\.norm\.weight .* type I64"),
         ({"model__layers__0__self_attn__q_proj__bias": torch.ones(144)}, r"q_proj\.bias .* belongs to no part"),
@@ -170,7 +170,7 @@ def test_index_errors(tmp_path: Path) -> None:
     name, shard = next(iter(table["weight_map"].items()))
     for change, message in (
         ({**table, "weight_map": 3}, "weight_map"),
-        ({**table, "weight_map": {name: "../elsewhere.safetensors"}}, "beside it"),
+        ({**table, "weight_map": {name: "../elsewhere.safetensors"}}, "without a folder"),
         ({**table, "weight_map": {**table["weight_map"], "extra": shard}}, "extra"),
         ({**table, "weight_map": {name: "gone.safetensors"}}, r"cannot read .*gone"),
     ):
@@ -275,7 +275,7 @@ NAME = "model__layers__1__mlp__experts__"
         ({"gate_up_proj_scales": torch.zeros(3, 192, 2)}, "does not have the type and shape of experts"),
         ({"gate_up_proj_scales": None}, "does not have the type and shape of experts"),
         ({"down_proj_blocks": torch.zeros(3, 64, 96)}, "does not have the type and shape of experts"),
-        ({"down_proj_blocks": None}, r"has no tensor model\.layers\.1\.mlp\.experts\.0\.down_proj"),
+        ({"down_proj_blocks": None}, r"lacks tensor model\.layers\.1\.mlp\.experts\.0\.down_proj"),
         ({"down_proj_bias": torch.zeros(3, 64, dtype=torch.uint8)}, "has type U8, which is not supported"),
         ({"gate_up_proj_bias": torch.zeros(576)}, "does not have the type and shape of experts"),
         ({"down_proj_scales": torch.full((3, 64, 3), 255, dtype=torch.uint8)}, "contains a NaN"),

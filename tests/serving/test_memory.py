@@ -91,7 +91,7 @@ def test_what_does_not_fit_replaces_nothing() -> None:
         ({down: state[down][:0]}, MegakernelError, "is empty"),
         ({down: 7}, MegakernelError, "has type <class 'int'>"),
         ({gate: state[gate]}, MegakernelError, r"up_proj\.weight is missing: it must come together with .*gate_proj"),
-        ({"lm_head.weight": state["lm_head.weight"]}, MegakernelError, "but config.json says that they are tied"),
+        ({"lm_head.weight": state["lm_head.weight"]}, MegakernelError, "but config.json says that they are equal"),
         (failing(), OSError, "the trainer is gone"),
     ]
     with LLM(model, backend="cpu", max_num_seqs=4) as llm:

@@ -36,14 +36,14 @@ def share(d: Dims) -> float:
 
 
 def here(c: Context, row: int, rows: int) -> NDArray[np.int32]:
-    """Return ROUTES of some rows, with the rank's own experts counted from 0, and -1 for other ranks' experts."""
+    """Return the chosen experts of some rows: the rank's own are counted from 0, other ranks' experts are -1."""
     own = c.buffer(Buffer.ROUTES)[row : row + rows] - c.dims.split.first_expert
     return np.where((own >= 0) & (own < c.dims.split.rank_experts), own, -1)
 
 
 def _places(buffer: Buffer, kind: Kind, c: Columns, d: Dims, width: int, cols: tuple[Column | int, Column]) -> Access:
-    """Return an access to a buffer of experts' results, which has `width` columns for each place. `cols` are the
-    accessed columns within the instruction's place."""
+    """Return an access to a buffer of experts' results. It has `width` columns for each value of the operand `place`,
+    which selects an expert. `cols` are the accessed columns within those of the instruction's place."""
     first = c["place"] * width
     return box(buffer, kind, c, (first + cols[0], first + cols[1]), share=share(d))
 

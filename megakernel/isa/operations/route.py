@@ -57,7 +57,7 @@ def _route(c: Context, row: int, rows: int) -> None:
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Return the cost of runs of rows. Only the run that begins at row 0 reads the weights from memory."""
+    """Return the cost of instructions. Only the one that begins at row 0 reads the weights from memory."""
     matrix = d.model.router_rows * p.inner(d.split)
     bytes_ = matrix * p.stored_bits(d.model) / 8
     return work(c, matrix=2.0 * c["rows"] * matrix, memory=np.where(c["row"] == 0, bytes_, 0.0))

@@ -158,7 +158,7 @@ def summed_weights(p: Phase, d: Dims) -> Contents:
 
 
 def weight_rows(p: Phase, d: Dims) -> int:
-    """The rows of each weight matrix, which are output columns of the phase; 0 if the weights are a vector."""
+    """The number of rows of a weight matrix (output columns of the phase); 0 if the weights are a vector."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     return (0, 0, *shape)[-2]
 

@@ -26,5 +26,5 @@ def weights(config: ModelConfig) -> list[Buffer]:
 
 
 def places(config: ModelConfig) -> list[tuple[Buffer, int]]:
-    """Each weight buffer with each of its layers. A buffer without layers counts as one layer."""
+    """All pairs of a weight buffer and one of its layers. A buffer without layers counts as one layer."""
     return [(buffer, layer) for buffer in weights(config) for layer in BUFFERS[buffer].layers(config)]

@@ -146,7 +146,7 @@ def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dens
     if min(shared, layers, dense) < 0 or dense > routed["ffn"] * used or every > MOST_EXPERTS:
         raise MegakernelError(
             f"{config.source}: {layers} layers with an MLP of width {dense} and {every} experts are not supported; the "
-            f"limits are {MOST_EXPERTS} experts, and for the MLP the width {routed['ffn'] * used} of a token's experts"
+            f"limits are {MOST_EXPERTS} experts, and the width {routed['ffn'] * used} of a token's experts together"
         )
     counted = {"experts": every, "experts_per_token": used, "shared_experts": more}
     return routed | counted | {"shared_ffn": shared, "dense_layers": layers, "dense_ffn": dense}

@@ -1,4 +1,4 @@
-"""Well-known families that do not run. Each names a part of its forward pass that no operation computes, if any.
+"""Well-known families that are not supported, each with what it needs, such as a layer that no operation computes.
 
 A family is found by its `model_type` in config.json, or by the names of its architecture in GGUF files.
 """

@@ -1,4 +1,4 @@
-"""Families with Llama's phases, as data: other keys and defaults in files, other names or orders of weights."""
+"""Families with Llama's phases. Their files have other keys and defaults, or other names or orders of weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ GEMMA = Family(
     read=lambda config: scaled_embeddings(config.count("hidden_size")),
     defaults={"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True},
     read_gguf=lambda config: scaled_embeddings(config.count("embedding_length")),
-    # Early files say "gelu" but mean its approximation by tanh, so other programs also use the approximation.
+    # Early files say "gelu" but mean its approximation by tanh, so other software also uses the approximation.
     activations=(GELU, "gelu"),
 )
 
@@ -113,7 +113,7 @@ def _attention_only(config: Keys) -> dict[str, Any]:
     config.only("position_embedding_type", "rope", default="nope")
     config.only("num_local_experts", 0, default=8)
     if config.get("layer_types") is None and config.get("layers_block_type") is None:
-        raise MegakernelError(f"{config.source}: without layer_types, all layers are Mamba layers, which do not run")
+        raise MegakernelError(f"{config.source}: layer_types is missing; it must name attention layers (not Mamba)")
     return {}
 
 
@@ -202,7 +202,7 @@ MINISTRAL3 = replace(
 
 
 def _phi3(config: Keys) -> dict[str, Any]:
-    """Read the sliding window. Like other programs, take this family's RoPE kind "yarn" for "longrope"."""
+    """Read the sliding window. Refuse the RoPE kind "yarn", because other software reads it as "longrope" here."""
     scaling = Keys(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.source)
     for spelling in ("rope_type", "type"):
         scaling.only(spelling, "default", "longrope", "su")
@@ -227,7 +227,7 @@ PHI3 = Family(
 
 
 def _qwen2(config: Keys) -> dict[str, Any]:
-    """Read the sliding window, which only the layers from `max_window_layers` on use, and only if it is turned on."""
+    """Read the sliding window. If it is turned on, the layers from number `max_window_layers` on have it."""
     if not config.flag("use_sliding_window"):
         config.names("layer_types", "full_attention")
         return {}
@@ -269,7 +269,7 @@ SEED_OSS = Family(
 
 
 def _smollm3(config: Keys) -> dict[str, Any]:
-    """Read which layers have RoPE: a list with 1 for these layers and 0 for others, or else an interval."""
+    """Read which layers have RoPE. A list has 1 for these and 0 for others; without it, every n-th layer has none."""
     layers, interval = layers_of(config), config.count("no_rope_layer_interval", 4)
     rotated = None if config.get("no_rope_layers") is None else config.numbers("no_rope_layers")
     if interval < 1 or (rotated is not None and len(rotated) < len(layers)):

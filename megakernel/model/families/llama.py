@@ -64,7 +64,7 @@ def forward(c: ModelConfig, f: Family) -> Forward:
 
 
 def qkv_phases(c: ModelConfig, f: Family) -> list[Phase]:
-    """q, k and v of the inputs H. If `c.whole_norms`, q and k are normalised over all heads."""
+    """The phases that compute q, k and v of the inputs H. With `c.whole_norms`, norms of q and k span all heads."""
     bias = c.bias(B.B_QKV)
     if not c.whole_norms:
         norms = f.head_norms or c.head_norms
@@ -92,7 +92,7 @@ LLAMA = Family(
     gguf=("llama",),
     adjacent=("gguf",),
     fields=BIASES,
-    # Some programs apply the sliding window and others ignore it. They agree on contexts that fit into one window.
+    # Some inference engines ignore the sliding window. All agree on contexts that fit into one window.
     read=lambda config: {"longest": config.count("sliding_window")} if config.get("sliding_window") else {},
     keys="sliding_window",
 )

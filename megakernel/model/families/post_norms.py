@@ -33,7 +33,7 @@ def forward_olmo(c: ModelConfig, f: Family) -> Forward:
 
 
 def _followed(c: ModelConfig, f: Family, before_attention: Phase, before_mlp: Phase) -> Forward:
-    """Norms follow attention and the MLP. The last two arguments are the phases that precede attention and the MLP."""
+    """Return a step with norms after attention and the MLP. The last two arguments are the phases before these."""
     return Forward.of(
         BEFORE,
         [
