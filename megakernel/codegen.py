@@ -152,9 +152,9 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Return the lines of the C++ struct `Sizes`. It extends Dims by a field for each derived size that is slow to
-    compute, and by a method that returns the field. In a build for one row (`FIXED_SIZES`), most sizes are constants
-    instead."""
+    """Return the lines of the C++ struct `Sizes`. It extends Dims by a field, and a method that returns it, for
+    each derived size that is slow to compute. In a build of the interpreter for one token row, the sizes in
+    `FIXED_SIZES` are constants instead."""
     kept = [name for name in _DERIVED if name not in _QUICK]
     varying = [name for name, _ in DIM_FIELDS if name not in FIXED_SIZES]
     return [

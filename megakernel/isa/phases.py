@@ -76,7 +76,7 @@ class Phase:
 
     @property
     def adds_products(self) -> bool:
-        """Whether the phase adds products of inputs and weights. Each rank may compute a part of these products."""
+        """Whether each result is a sum of products of inputs and weights. Ranks may divide the terms of the sum."""
         return self.operation in (Operation.MATMUL, Operation.COMBINE)
 
     @property

@@ -219,8 +219,8 @@ class Calls(Constraint):
 
 
 def write_masks(masks: NDArray[np.int32], constraints: Sequence[Constraint]) -> None:
-    """Write the tokens that each constraint permits next into a row of `masks`, one bit per token id. The library
-    computes the rows of grammars in parallel on all cores."""
+    """Write the tokens that each constraint permits next into a row of `masks`, one bit per token id. The grammar
+    library computes rows of grammars in parallel on all cores."""
     grammars = [(row, one) for row, one in enumerate(constraints) if isinstance(one, Grammar)]
     if grammars:
         matchers = [(grammar.matcher, row) for row, grammar in grammars]

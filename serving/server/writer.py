@@ -442,7 +442,7 @@ def in_groups(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
 
 
 class WholeAnswer(Response):
-    """A response of JSON in pieces. They are sent in groups, and other tasks of the event loop run in between."""
+    """A complete JSON response, sent a few pieces at a time, so that other tasks of the event loop can run."""
 
     def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
         super().__init__(media_type="application/json")

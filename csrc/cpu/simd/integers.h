@@ -262,9 +262,9 @@ template <class K>
 constexpr auto kMultiplyUnits =
     multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows - kLeastRows + 1>{});
 
-// How many weight panels one or two rows are multiplied with at once. A core reads memory faster as a few
-// streams at distant addresses than as one stream: on a Zen 3, this saved a quarter of the time for 4-bit
-// weights that were not in caches. Portable code gains nothing, because it is too slow.
+// How many groups of 16 weight columns are read at once for one or two rows. A core reads memory faster at a
+// few distant addresses than at one: on a Zen 3, this saved a quarter of the time for 4-bit weights that were
+// not in caches. Portable code gains nothing, because it is too slow.
 constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
 // For at most this many rows, weights are unpacked in registers. This saves storing and loading them, but for

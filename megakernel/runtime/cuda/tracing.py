@@ -105,7 +105,7 @@ def timer_step(clocks: NDArray[np.uint64]) -> int:
 
 
 def _capacity(program: Program) -> int:
-    """The number of intervals for which a block has room, for the longest stream and all queues of a rank."""
+    """How many intervals a thread block can store: enough for the longest stream and all queues of a rank."""
     lists = segments(program)
     runs = (1, program.dims.model.layers, 1)
     lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))
