@@ -198,7 +198,7 @@ def test_a_client_that_leaves_with_requests_behind_is_noticed(live: Live) -> Non
 @pytest.mark.parametrize("unsent", [0, 9])
 def test_an_idle_client_does_not_delay_the_end(unsent: int) -> None:
     """A client of HTTPS that does not read never ends TLS."""
-    client = protocol.HttpProtocol(Config(Mock()), ServerState(), {}, Mock())
+    client = protocol.HttpProtocol(Config(Mock(), log_config=None), ServerState(), {}, Mock())
     client.transport, client.loop = Mock(get_write_buffer_size=lambda: unsent), Mock()
     client.shutdown()
     assert client.transport.close.called
