@@ -20,9 +20,9 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield "# Fields of requests\n"
-    yield "`docs/fields_page.py` generates this page from the classes that check requests. Any other field causes an"
-    yield "error that says what to use instead, if there is something, unless its value is null or has no effect, such"
-    yield "as `n_predict: -1`."
+    yield "`docs/fields_page.py` generates this page from the classes that check requests. Other fields are"
+    yield "accepted only if their value is null or has no effect, such as `n_predict: -1`. Otherwise, the error names a"
+    yield "substitute if there is one."
     yield "\n## Supported\n\n| endpoint or object | supported fields |\n| --- | --- |"
     generating = _BODIES[:4]
     common = [name for name in generating[0].model_fields if all(name in body.model_fields for body in generating)]

@@ -35,7 +35,7 @@ class _Tensors(SafetensorsFiles):
         for name, value in tensors:
             kind, array = _array(name, value)
             if 0 in array.shape or not array.ndim:
-                raise MegakernelError(f"tensor {name} is empty: its shape is {list(array.shape)}")
+                raise MegakernelError(f"tensor {name} must have axes and elements: its shape is {list(array.shape)}")
             rows = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
             if not all_finite(rows, kind):
                 raise MegakernelError(f"tensor {name} contains a NaN or an infinity")

@@ -71,8 +71,8 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An immutable program. `forward` has the phases that instructions name by number, and `machine` is a name for
-    people. `counters` is the number of counters of a block."""
+    """An immutable program. Instructions name the phases in `forward` by number. `machine` is the name of the machine
+    for which it was compiled. `counters` is the number of counters in the block of a layer."""
 
     dims: Dims
     forward: Forward

@@ -42,8 +42,8 @@ class StructuredOutputsParams:
     json_object  True: any JSON object
 
     If the model may call tools, `grammar` describes a call, and `trigger` is a regular expression whose matches end
-    with a punctuation mark. Then the answer is any text, and only what follows a match must match the grammar. If the
-    expression has a group, the text of the group must match too.
+    with a punctuation mark. The answer is then any text, but what follows a match must obey the grammar. If the regular
+    expression has a group, the text that must obey the grammar begins with the group's text.
 
     Raises MegakernelError with the reason if the fields are invalid."""
 

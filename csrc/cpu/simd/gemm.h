@@ -67,9 +67,9 @@ MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
   return sum + x * w;
 }
 
-// The inner loop of a matmul: computes C = A W^T for R rows and P panels of weights, over indices [begin,
-// begin + steps) along K. Both are multiples of kUnit. The panels are panels[0], panels[apart] and so on:
-// with `apart` 0, the same panel P times. With `resume`, adds to C instead of replacing C. A is stored in
+// The inner loop of a matmul: computes C = A W^T for R rows and P panels (16 rows of W each), over indices
+// [begin, begin + steps) along K. `begin` and `steps` are multiples of kUnit. Panel p is
+// panels[p * apart]. With `resume`, adds to C instead of replacing C. A is stored in
 // pieces of kChunk indices along K: pieces are chunk_stride floats apart, and the rows in a piece are
 // kChunkStride floats apart. A range that begins in the middle of a piece must end in the same piece.
 template <int R, int P, class W>

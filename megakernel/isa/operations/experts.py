@@ -42,8 +42,8 @@ def here(c: Context, row: int, rows: int) -> NDArray[np.int32]:
 
 
 def _places(buffer: Buffer, kind: Kind, c: Columns, d: Dims, width: int, cols: tuple[Column | int, Column]) -> Access:
-    """Return an access to a buffer of experts' results. It has `width` columns for each value of the operand `place`,
-    which selects an expert. `cols` are the accessed columns within those of the instruction's place."""
+    """Return an access to a buffer of experts' results, which has `width` columns for each expert. The operand `place`
+    selects the expert. `cols` are the accessed columns, counted from the expert's first."""
     first = c["place"] * width
     return box(buffer, kind, c, (first + cols[0], first + cols[1]), share=share(d))
 

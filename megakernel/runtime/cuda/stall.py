@@ -67,7 +67,7 @@ def waits_of(program: Program, notes: NDArray[Any], ranks: range) -> list[Wait]:
 
 
 def explain(program: Program, table: StepTable, waits: Sequence[Wait]) -> str:
-    """Return a clause that names the one of `waits` (at least one) that blocks all others, and its probable cause."""
+    """Return a clause that names the wait in `waits` (never empty) that blocks all others, and its probable cause."""
     if (damaged := next((wait for wait in waits if not _exists(program, wait)), None)) is not None:
         return f"{_describe(program, damaged)}; the program has no such instruction: a block's memory was overwritten"
     order = _Rehearsal(program, table).run()
