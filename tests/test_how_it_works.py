@@ -35,7 +35,6 @@ def test_the_drawings_are_what_the_script_draws(drawings: ModuleType) -> None:
 
 
 def test_the_drawing_of_the_ring_has_the_pages_that_are_planned(drawings: ModuleType) -> None:
-    """docs/how-ring.svg shows as many pages of weights as the interpreter plans."""
     program = drawings.decode(3)
     table = decode_step(program.dims, 1, 128)
     records = program.body.stream(drawings.WORKER)

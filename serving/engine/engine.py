@@ -64,10 +64,6 @@ class Step:
         """The number of tokens of each sequence in the KV cache after the step."""
         return (self.part.start + self.part.turns.count).tolist()  # type: ignore[no-any-return]
 
-    @property
-    def logit_rows(self) -> int:
-        return len(self.part.turns.chunk)
-
 
 @dataclass
 class _Running:

@@ -86,7 +86,8 @@ _PARTS = "x-parts"  # key of the root schema for rewritten schemas that referenc
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, nested lookarounds, atomic groups.
-_BEYOND = re.compile(r"\\[bBc0-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)")
+# It does not enforce classes from NUL on either.
+_BEYOND = re.compile(r"\\[bBc0-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)|(?<!\[\^)(?:\\x00|\\u0000|\x00)-")
 
 
 class _Schema:
@@ -233,7 +234,9 @@ class _Schema:
         plain = _LOOKAROUND.sub(lambda found: found[1] or found[2] or "", pattern)
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
-        return "" if beyond else plain
+        # If a class has all control characters, the library permits escaped quotes and backslashes too. So drop NUL.
+        classes = _LOOKAROUND.sub(lambda found: found[1] or re.sub(r"^\[\^\]?", r"\g<0>\\x00", found[2] or ""), plain)
+        return "" if beyond else classes
 
 
 def _refused(key: str, value: Any) -> bool:

@@ -29,7 +29,8 @@ class Totals:
     def add(self, step: Step, wall_s: float) -> None:
         """Add a step that took `wall_s` seconds."""
         split = step.program.dims.split
-        work = step_work(step.program.forward, split, step.rows, step.contexts, step.logit_rows, tied=self.tied)
+        logit_rows = len(step.part.turns.chunk)
+        work = step_work(step.program.forward, split, step.rows, step.contexts, logit_rows, tied=self.tied)
         self.steps += 1
         self.wall_s += wall_s
         self.bound_s += bound(work, self.ceilings)

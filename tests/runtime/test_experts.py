@@ -172,8 +172,7 @@ def test_of_equal_logits_the_lower_expert_is_better() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 11, 2**31 - 1, -(2**31)])
-def test_a_wrong_table_reads_nothing_outside(wrong: int) -> None:
-    """An expert that does not exist is skipped."""
+def test_an_expert_that_does_not_exist_is_skipped(wrong: int) -> None:
     for tokens, on_gpu in itertools.product((3, 40), (False, True)):
         dims = (ON_GPUS if on_gpu else EXPERTS).changed(tokens=tokens, logit_rows=3)
         twins = routed_on(HostTwins, dims) if on_gpu else routed(dims)
