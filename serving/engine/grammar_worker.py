@@ -86,8 +86,8 @@ _PARTS = "x-parts"  # key of the root schema for rewritten schemas that referenc
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, nested lookarounds, atomic groups.
-# It does not enforce classes from NUL on either.
-_BEYOND = re.compile(r"\\[bBc0-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)|(?<!\[\^)(?:\\x00|\\u0000|\x00)-")
+# It does not enforce a class such as [\x00- ] either, but it does enforce negated ones (see `_pattern`).
+_BEYOND = re.compile(r"\\[bBc0-9kZ]|(?<!\\)\(\?(?:<?[=!]|[>(]|P=)|\[(?!\^)[^]]*(?:\\x00|\\u0000|\x00)-")
 
 
 class _Schema:
@@ -235,7 +235,7 @@ class _Schema:
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
         # If a class has all control characters, the library permits escaped quotes and backslashes too. So drop NUL.
-        classes = _LOOKAROUND.sub(lambda found: found[1] or re.sub(r"^\[\^\]?", r"\g<0>\\x00", found[2] or ""), plain)
+        classes = _LOOKAROUND.sub(lambda m: m[1] or re.sub(r"(?s)\A\[\^.*", r"[\g<0>&&[^\\x00]]", m[2] or ""), plain)
         return "" if beyond else classes
 
 

@@ -89,8 +89,8 @@ SCHEMAS: list[tuple[dict[str, Any], list[str], list[str], list[str]]] = [
     ({"type": "array", "maxItems": 1e30}, ["[1]"], ["1"], ["maxItems"]),
     # Control characters.
     ({"type": "string", "pattern": r"^\cA|\0$"}, ['"x"'], ["1"], ["pattern"]),
-    ({"type": "string", "pattern": r"^\x01\t[^\n]$"}, [r'"\u0001\tx"'], [r'"\u0001\t\n"'], []),
-    ({"type": "string", "pattern": r'^[^"\\][^]a]$'}, ['"ab"', r'"\n\""'], [r'"\\b"', r'"\"b"', '"a]"', '"aa"'], []),
+    ({"type": "string", "pattern": r'^\x01\t[^"\x00-\x1f]$'}, [r'"\u0001\tx"'], [r'"\u0001\t\n"', r'"\u0001\t\""'], []),
+    ({"type": "string", "pattern": r'^[^-"\\][^]a]$'}, ['"ab"', r'"\n\""'], [r'"\\b"', r'"\"b"', '"a]"', '"aa"'], []),
     ({"type": "string", "pattern": r"^[\x00- ]$"}, ['"x"'], ["1"], ["pattern"]),
     ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$"}, ['"-1.5"'], ['"x"', '"1.5x"'], ["pattern"]),
     ({"type": "string", "pattern": r"^(?=[(?=a)]+(b))a\(?=$"}, ['"a(="', '"a="'], ['"b"'], ["pattern"]),
