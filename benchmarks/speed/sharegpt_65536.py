@@ -53,7 +53,7 @@ def memory_of(child: Child) -> Iterator[list[tuple[float, int]]]:
     start = time.monotonic()
 
     def sample() -> None:
-        while not stop.wait(SAMPLE_S):
+        while not samples or not stop.wait(SAMPLE_S):
             try:
                 status = Path(f"/proc/{child.pid}/status").read_text()
             except OSError:
