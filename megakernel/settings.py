@@ -202,14 +202,14 @@ class Setting:
     """A setting of the command line. The flag `flag` takes precedence over the environment variable `env`, which takes
     precedence over `default`. `flag` is "" and `env` is None if there is none. `default` is written as a user would
     type it, or, with `described`, says in words what happens without a value. `read` parses a value, and raises
-    ArgumentTypeError if it is invalid. With `several`, the flag takes a list. `aliases` are other spellings of the
-    flag."""
+    ArgumentTypeError if it is invalid. If `several` is "...", the flag takes a list; if it is "+", the flag may be
+    repeated. `aliases` are other spellings of the flag."""
 
     flag: str
     aliases: tuple[str, ...]
     env: str | None
     read: Callable[[str], Any]
-    several: bool
+    several: str
     default: str
     described: bool
     what: str
@@ -248,7 +248,8 @@ def declared(line: str, readers: dict[str, Callable[[str], Any]]) -> tuple[str, 
     names, kind, default, what = line.split(" | ")
     flag, *aliases = [name for name in names.split() if name.startswith("-")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)
-    kind, several = kind.removesuffix("..."), kind.endswith("...")
+    several = next((end for end in ("...", "+") if kind.endswith(end)), "")
+    kind = kind.removesuffix(several)
     read = one_of(*kind.split("/")) if "/" in kind else (_TYPES | readers).get(kind.partition(".")[0], str)
     metavar = "N" if kind in _NUMBERS else kind.upper() if kind.islower() else kind
     metavar = "NAME" if "/" in kind else "on|off" if kind == "switch" else metavar

@@ -22,14 +22,40 @@ from typing import Any, NoReturn
 from ..errors import MegakernelError
 
 FAILED, INTERRUPTED = 1, 130
-# The modules that register the verbs (subcommands), under the titles that `--help` gives them. A verb of two words,
+# The verbs (subcommands) under the titles that `--help` gives them: name, what it does, example. A verb of two words,
 # such as `bench serve`, belongs to a group.
-_VERBS = {
-    "run a model": ("demo", "pull", "generate", "chat", "serve"),
-    "understand its speed": ("bench", "bench_serve", "timeline", "roofline", "simulate"),
-    "look into programs": ("programs",),
-    "this machine": ("doctor",),
-}
+_VERBS = """
+run a model
+demo | fetch the default model, answer a question, measure the speed, and write a timeline |
+    megakernel demo --prompt "Name three rivers."
+pull | download a model into the cache and check its SHA-256; a broken download is resumed |
+    megakernel pull smollm2-135m
+generate | continue a prompt or answer a message |
+    megakernel generate --chat "Name the capital of France." --temperature 0
+chat | talk to a model, in this process or on a server | megakernel chat --model smollm2-135m
+serve | answer OpenAI API requests over HTTP | megakernel serve --model smollm2-135m --port 8000
+understand its speed
+bench latency | measure decode and prefill of one sequence | megakernel bench latency --tokens 64
+bench throughput | measure the time to finish many prompts offline |
+    megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128
+bench serve | benchmark any OpenAI-compatible server: latencies, throughput, and the fraction of the roofline |
+    megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16
+timeline | show where the time of a step went, from saved files or by running a model |
+    megakernel timeline --model smollm2-135m --phase decode -o step.html
+roofline | show a step's least time on a machine and what limits it |
+    megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024
+simulate | predict a step's time on a machine, by default the one that FILE was compiled for |
+    megakernel simulate --model random:llama-3.1-70b --machine h100 --tp 8 --tokens 8192 --queue attention
+look into programs
+compile | compile a model for a machine into a program file, without reading weights |
+    megakernel compile --model random:llama-3.1-70b --machine h100 --tokens 2048 -o llama.mkp
+disasm | print a program as text | megakernel disasm llama.mkp
+verify | prove that a program has no deadlock, race or lost write, or show where it has one |
+    megakernel verify --model random:llama-3.2-1b --machine h100 --tokens 512
+this machine
+doctor | report versions, settings, cores, ceilings and GPUs | megakernel doctor --json
+"""
+_MODULES = "bench bench_serve chat demo doctor generate programs pull roofline serve simulate timeline"
 _GROUP = "measure speed"
 
 
@@ -171,7 +197,8 @@ def parser() -> argparse.ArgumentParser:
     # These modules are imported here, not at the top, so that `main` can handle a Ctrl-C during the imports.
     from importlib.metadata import version
 
-    from ..settings import SETTINGS
+    from ..settings import SETTINGS, lines
+    from .options import VERBS, add_flags
 
     level = SETTINGS["log_level"]
     top = _Parser(
@@ -201,15 +228,20 @@ def parser() -> argparse.ArgumentParser:
             listed.append(f"  {name:<10}  {what}")
         return made
 
-    def add(name: str, what: str, example: str) -> Any:
-        group, _, verb = name.rpartition(" ")
+    for module in _MODULES.split():
+        import_module(f".{module}", __package__)
+    for line in lines(_VERBS):
+        name, *about = line.split(" | ")
+        if not about:
+            listed.append(f"\n{name}:")
+            continue
+        group, _, last = name.rpartition(" ")
         if group not in groups:
-            groups[group] = parser_in(verbs, group, _GROUP, example).add_subparsers(metavar="WHAT", required=True)
-        return parser_in(groups[group], verb, what, example, parents=[common])
-
-    for title, modules in _VERBS.items():
-        listed.append(f"\n{title}:")
-        for module in modules:
-            import_module(f".{module}", __package__).register(add)
+            made = parser_in(verbs, group, _GROUP, about[1])
+            groups[group] = made.add_subparsers(metavar="WHAT", required=True)
+        made = parser_in(groups[group], last, *about, parents=[common])
+        for flags in VERBS[name].flags:
+            add_flags(made, flags) if isinstance(flags, str) else flags(made)
+        made.set_defaults(run=VERBS[name].run, **VERBS[name].defaults)
     top.epilog = "\n".join([*listed, "\nStart with: megakernel demo"]).lstrip()
     return top

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..errors import MegakernelError
 from ..roofline import Ceilings
 from . import output, versus
-from .options import AddVerb, add_flags, add_model_run, add_workload, open_llm, prompt_ids, workload
+from .options import MODEL_RUN, UNLESS, open_llm, prompt_ids, verb, workload, workload_flags
 from .this_machine import measured_ceilings
 
 if TYPE_CHECKING:
@@ -27,43 +27,22 @@ _PHASES: tuple[Timed, ...] = ("decode", "prefill")
 # batches. Five runs give a stable median.
 _BATCH = {"dataset": "random", "num_prompts": 32, "random_input_len": 64, "random_output_len": 96}
 _RUNS, _COMPARED_RUNS = 1, 5
-_PROMPT = """
+_LATENCY = """
+speculate
+--tokens | count | 64 | decode steps per run
+--runs | count | 5 | measured runs, after one warm-up run
+[at most one of]
 --prompt | text | (English text, or random ids if the model has no tokenizer) | prompt
 --prompt-ids | 1,2,3 | - | prompt as token ids, such as 1,2,3
 --prompt-tokens | count | 256 | length of the default prompt
 """
-_LATENCY = """
---tokens | count | 64 | decode steps per run
---runs | count | 5 | measured runs, after one warm-up run
-"""
 _THROUGHPUT = f"""
-max_num_seqs max_num_batched_tokens
+speculate max_num_seqs max_num_batched_tokens
 --runs | count | ({_RUNS}; {_COMPARED_RUNS} with --vs) | runs, after a short warm-up
 """
 
 
-def register(add: AddVerb) -> None:
-    bench = add("bench latency", "measure decode and prefill of one sequence", "megakernel bench latency --tokens 64")
-    add_model_run(bench)
-    add_flags(bench, "speculate")
-    add_flags(bench.add_mutually_exclusive_group(), _PROMPT)
-    add_flags(bench, _LATENCY)
-    versus.add_versus(bench)
-    bench.set_defaults(run=run_latency)
-
-    parser = add(
-        "bench throughput",
-        "measure the time to finish many prompts offline",
-        "megakernel bench throughput --num-prompts 64 --dataset random --random-input-len 128",
-    )
-    add_model_run(parser)
-    add_flags(parser, "speculate")
-    add_workload(parser, prompts=64)
-    add_flags(parser, _THROUGHPUT)
-    versus.add_versus(parser)
-    parser.set_defaults(run=run_throughput)
-
-
+@verb("bench latency", _LATENCY, versus.add_versus, MODEL_RUN)
 def run_latency(args: argparse.Namespace) -> int:
     found = versus.find_peers(args, batched=False)
     with open_llm(args, max_num_seqs=1) as llm:
@@ -144,6 +123,13 @@ def show_latency(figures: dict[str, Any]) -> None:
         output.stderr.print(f"megakernel: warning: {error}")
 
 
+@verb(
+    "bench throughput",
+    _THROUGHPUT,
+    versus.add_versus,
+    MODEL_RUN + workload_flags(64),
+    unless=UNLESS | {"num_prompts": 64},
+)
 def run_throughput(args: argparse.Namespace) -> int:
     from megakernel.serving.bench.throughput import measure
 

@@ -18,15 +18,13 @@ from ..model import PACKAGES, ModelConfig, load_config, load_tokenizer, local_ch
 from ..model.families import forward
 from ..model.weight_types import bits_of, storage_of
 from ..roofline import Ceilings, machine_ceilings
-from ..settings import rate
 from . import output
-from .options import AddVerb, add_flags, add_workload, fetch, workload
+from .options import UNLESS, fetch, verb, workload, workload_flags
 from .this_machine import host_ceilings
 
 if TYPE_CHECKING:
     from megakernel.serving.bench import ServerClient, Workload
 
-_LIMITS = ("ttft", "tpot", "e2e")
 _SERVER = """
 --base-url | url | http://127.0.0.1:8000 | address of the server
 --vs | url | - | address of a second server; runs alternate between the two
@@ -34,34 +32,16 @@ _SERVER = """
 --served-model-name | name | (the first that the server lists) | name of the model in requests
 --dtype | bf16/f32 | bf16 | type of KV and weights in the roofline if the model file does not name one: bf16 or f32
 --machine | name | (the server's machine) | machine whose ceilings the roofline uses; host: measure this machine
-"""
-_LOAD = """
 --request-rate | rate | inf | requests per second as a Poisson process, or inf for all at once
 --max-concurrency | count | (no limit) | maximum requests in flight
 --runs | count | 1 | runs of each server
 --disable-stream | switch | off | request whole answers instead of streams, without latencies per token
+--goodput | NAME:MS... | - | also count the requests within these limits in ms (ttft, tpot, e2e), such as ttft:500
+    tpot:50
 """
 
 
-def register(add: AddVerb) -> None:
-    parser = add(
-        "bench serve",
-        "benchmark any OpenAI-compatible server: latencies, throughput, and the fraction of the roofline",
-        "megakernel bench serve --base-url http://127.0.0.1:8000 --num-prompts 64 --max-concurrency 16",
-    )
-    add_flags(parser, _SERVER)
-    add_workload(parser, prompts=256)
-    add_flags(parser, _LOAD)
-    parser.add_argument(
-        "--goodput",
-        type=_limit,
-        nargs="+",
-        metavar="NAME:MS",
-        help=f"also count the requests within these limits in ms ({', '.join(_LIMITS)}), such as ttft:500 tpot:50",
-    )
-    parser.set_defaults(run=run)
-
-
+@verb("bench serve", _SERVER + workload_flags(256), unless=UNLESS | {"num_prompts": 256})
 def run(args: argparse.Namespace) -> int:
     figures = asyncio.run(_measure(args))
     (output.emit if args.json else show)(figures)
@@ -161,16 +141,6 @@ def _workload(args: argparse.Namespace, server: ServerClient) -> tuple[str, Mode
 def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
     middle = median(one["tokens_per_s"] for one in runs)
     return min(runs, key=lambda one: abs(float(one["tokens_per_s"]) - middle))
-
-
-def _limit(text: str) -> tuple[str, float]:
-    """Parse a latency limit such as `ttft:500`, and return the metric's name and the limit in seconds."""
-    name, _, value = text.partition(":")
-    if name not in _LIMITS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME:MILLISECONDS, where NAME is one of {', '.join(_LIMITS)}"
-        )
-    return name, rate(value) / 1e3
 
 
 def show(figures: dict[str, Any]) -> None:

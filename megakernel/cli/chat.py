@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError
 from ..settings import SETTINGS
 from . import FAILED, on_interrupt, output
-from .options import AddVerb, add_flags, add_model_run, open_llm
+from .options import MODEL_RUN, open_llm, verb
 
 if TYPE_CHECKING:
     from .chat_models import Messages, Partner
@@ -35,13 +35,7 @@ speculate generation_config
 """
 
 
-def register(add: AddVerb) -> None:
-    parser = add("chat", "talk to a model, in this process or on a server", "megakernel chat --model smollm2-135m")
-    add_model_run(parser)
-    add_flags(parser, _FLAGS)
-    parser.set_defaults(run=run)
-
-
+@verb("chat", _FLAGS, MODEL_RUN)
 def run(args: argparse.Namespace) -> int:
     from .chat_models import LocalModel, RemoteModel
 

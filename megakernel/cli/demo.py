@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import bench, output
 from .generate import answer, as_json, show_token
-from .options import AddVerb, add_flags, add_model_run, open_llm, prompt_ids
+from .options import MODEL_RUN, open_llm, prompt_ids, verb
 from .this_machine import measured_ceilings
 
 _FLAGS = """
@@ -20,17 +20,7 @@ _FLAGS = """
 _PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3
 
 
-def register(add: AddVerb) -> None:
-    parser = add(
-        "demo",
-        "fetch the default model, answer a question, measure the speed, and write a timeline",
-        'megakernel demo --prompt "Name three rivers."',
-    )
-    add_model_run(parser)
-    add_flags(parser, _FLAGS)
-    parser.set_defaults(run=run)
-
-
+@verb("demo", _FLAGS, MODEL_RUN)
 def run(args: argparse.Namespace) -> int:
     from megakernel.roofline import Ceilings
     from megakernel.serving import SamplingParams

@@ -19,7 +19,7 @@ from ..roofline import Ceilings
 from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
-from .options import AddVerb, add_flags
+from .options import verb
 from .this_machine import host_ceilings
 
 _PACKAGES = (
@@ -35,12 +35,7 @@ _FLAGS = """
 """
 
 
-def register(add: AddVerb) -> None:
-    parser = add("doctor", "report versions, settings, cores, ceilings and GPUs", "megakernel doctor --json")
-    add_flags(parser, _FLAGS)
-    parser.set_defaults(run=run)
-
-
+@verb("doctor", _FLAGS)
 def run(args: argparse.Namespace) -> int:
     if args.calibrate and args.calibrate.suffix != ".toml":
         raise MegakernelError(f"cannot write the machine file {args.calibrate}: its name must end in .toml")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
 from . import output
-from .options import AddVerb, add_flags, add_model_run, open_llm
+from .options import MODEL_RUN, open_llm, verb
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, RequestOutput, SamplingParams
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
 _PROMPT = """
+speculate generation_config
+[one of]
 --prompt | text | - | text to continue
 --prompt-ids | 1,2,3 | - | token ids to continue
 --chat | text | - | a user's message; it is put into the model's chat template
 """
 _SAMPLING = f"""
+[sampling, as in the OpenAI API and vLLM]
 --temperature | x | (the model's, else 1) | 0 is greedy
 --top-p | x | (1, all) | keep the most likely tokens with this total probability
 --min-p | x | (0, none) | drop tokens with less than this fraction of the highest probability
@@ -38,37 +41,9 @@ _SAMPLING = f"""
 --prompt-logprobs | int | (off) | score the prompt, with this many of the most likely tokens at each position
 --stop-token-ids | 1,2,3 | - | stop at any of these token ids
 --ignore-eos | switch | off | do not stop at end-of-text tokens
+--stop | TEXT+ | - | stop before this text; may be repeated
+--logit-bias | ID=X+ | - | add X to the logit of a token id; may be repeated
 """
-
-
-def register(add: AddVerb) -> None:
-    parser = add(
-        "generate",
-        "continue a prompt or answer a message",
-        'megakernel generate --chat "Name the capital of France." --temperature 0',
-    )
-    add_flags(parser.add_mutually_exclusive_group(required=True), _PROMPT)
-    add_model_run(parser)
-    add_flags(parser, "speculate generation_config")
-    sampling = parser.add_argument_group("sampling, as in the OpenAI API and vLLM")
-    add_flags(sampling, _SAMPLING)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
-    sampling.add_argument(
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        metavar="ID=X",
-        help="add X to the logit of a token id; may be repeated",
-    )
-    parser.set_defaults(run=run)
-
-
-def _bias(text: str) -> tuple[int, float]:
-    try:
-        token, value = text.split("=")
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be TOKEN_ID=BIAS, two numbers such as 42=-1.5") from None
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> SamplingParams:
@@ -81,6 +56,7 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, float]) -> 
     return SamplingParams(**{"max_tokens": MAX_TOKENS, **defaults, **given})
 
 
+@verb("generate", _PROMPT, MODEL_RUN + _SAMPLING)
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args, {})  # checks the flags before a model is loaded, so that a wrong flag fails at once
     if not args.json and (params.logprobs is not None or params.prompt_logprobs is not None):

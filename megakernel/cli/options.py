@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
 from ..model.weight_types import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
-from ..settings import SETTINGS, Setting, declared, lines, switch
+from ..settings import SETTINGS, Setting, declared, lines, rate, switch
 from ..units import bytes_text
 from . import output
 
@@ -26,21 +26,52 @@ if TYPE_CHECKING:
     from megakernel.serving.bench import Workload
 
 
-# A function that creates a verb's parser from the verb's name, a one-line description and an example.
-AddVerb = Callable[[str, str, str], argparse.ArgumentParser]
+# Flags of a verb: a table for `add_flags`, or a function that adds arguments to the verb's parser.
+Flags = str | Callable[[argparse.ArgumentParser], object]
+Run = Callable[[argparse.Namespace], int]
+
+
+class Verb(NamedTuple):
+    """What a verb needs besides its description in __init__.py: its flags, values of `args` that no flag sets, and the
+    function that executes it and returns the exit status."""
+
+    flags: tuple[Flags, ...]
+    defaults: dict[str, Any]
+    run: Run
+
+
+VERBS: dict[str, Verb] = {}
+
+
+def verb(name: str, *flags: Flags, **defaults: Any) -> Callable[[Run], Run]:
+    """Let the function below execute the verb `name`."""
+
+    def declare(run: Run) -> Run:
+        VERBS[name] = Verb(flags, defaults, run)
+        return run
+
+    return declare
+
+
 # The settings that determine how weights and the KV cache are stored, and how weights are multiplied.
 STORED = "weights kv_cache_dtype activations"
 
 
 def add_flags(parser: argparse._ActionsContainer, table: str, *, unset: bool = False) -> None:
     """Add flags. A line of `table` names settings, or declares a flag of this verb alone as in megakernel/settings.py.
-    With `unset`, a flag that is not given is None. So the verb can tell it from a given flag."""
+    After the line [TITLE], flags belong to a group with this title. After [one of] or [at most one of], they exclude
+    each other. With `unset`, a flag that is not given is None. So the verb can tell it from a given flag."""
+    into = parser
     for line in lines(table):
-        if " | " in line:
-            _add(parser, *declared(line, _READERS), unset)
+        if line.endswith("one of]"):
+            into = parser.add_mutually_exclusive_group(required=line == "[one of]")
+        elif line.startswith("["):
+            into = parser.add_argument_group(line.strip("[]"))
+        elif " | " in line:
+            _add(into, *declared(line, _READERS), unset)
         else:
             for name in line.split():
-                _add(parser, name, SETTINGS[name], unset)
+                _add(into, name, SETTINGS[name], unset)
 
 
 def _add(parser: argparse._ActionsContainer, name: str, setting: Setting, unset: bool) -> None:
@@ -54,21 +85,28 @@ def _add(parser: argparse._ActionsContainer, name: str, setting: Setting, unset:
         dest=name,
         default=None if unset else setting.value(),
         type=setting.read,
-        nargs="+" if setting.several else "?" if setting.read is switch else None,
+        action="append" if setting.several == "+" else "store",
+        nargs="+" if setting.several == "..." else "?" if setting.read is switch else None,
         const=True if setting.read is switch else None,
         metavar=setting.metavar,
         help=setting.what if setting.default == "-" else f"{setting.what} (default: {setting.default}{more})",
     )
 
 
-def add_lowering(parser: argparse.ArgumentParser) -> None:
-    """Add the compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls."""
-    group = parser.add_argument_group("how the compiler places the work")
-    add_flags(group, "enable_expert_parallel o_lowering residual norm queue matmul")
+# The compiler's flags: how ranks share the work, where norms are computed, and which units compute matmuls.
+LOWERING = """
+[how the compiler places the work]
+enable_expert_parallel o_lowering residual norm queue matmul
+"""
+# The flags that say which model to run, and how.
+MODEL_RUN = f"""
+[model, and how it runs]
+model backend dtype {STORED} tensor_parallel_size enable_expert_parallel threads max_model_len
+"""
 
 
 def lowering(args: argparse.Namespace) -> Options:
-    """Return the compiler options that the flags added by `add_lowering` select."""
+    """Return the compiler options that the flags in LOWERING select."""
     from megakernel.scheduler import Options
 
     return Options(
@@ -79,12 +117,6 @@ def lowering(args: argparse.Namespace) -> Options:
         matmul=args.matmul,
         expert_parallel=args.enable_expert_parallel,
     )
-
-
-def add_model_run(parser: argparse.ArgumentParser) -> None:
-    """Add all flags that say which model to run, and how."""
-    group = parser.add_argument_group("model, and how it runs")
-    add_flags(group, f"model backend dtype {STORED} tensor_parallel_size enable_expert_parallel threads max_model_len")
 
 
 def file_to_write(text: str) -> Path:
@@ -106,17 +138,39 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
 
 
+def token_bias(text: str) -> tuple[int, float]:
+    """Parse a token id and its bias, such as `42=-1.5`."""
+    try:
+        token, value = text.split("=")
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be TOKEN_ID=BIAS, two numbers such as 42=-1.5") from None
+
+
+LIMITS = ("ttft", "tpot", "e2e")
+
+
+def latency_limit(text: str) -> tuple[str, float]:
+    """Parse a latency limit such as `ttft:500`, and return the metric's name and the limit in seconds."""
+    name, _, value = text.partition(":")
+    if name not in LIMITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS, where NAME is one of {', '.join(LIMITS)}")
+    return name, rate(value) / 1e3
+
+
 # Types of flags besides those in megakernel/settings.py.
 _READERS: dict[str, Callable[[str], Any]] = {
     "FILE": file_to_write,
     "STEM": file_to_write,
     "PATH": Path,
     "1,2,3": token_ids,
+    "ID=X": token_bias,
+    "NAME:MS": latency_limit,
 }
 
 
 def open_llm(args: argparse.Namespace, **more: Any) -> LLM:
-    """Load the model that the flags of `add_model_run` describe. `more` are further fields of `EngineArgs`."""
+    """Load the model that the flags in MODEL_RUN describe. `more` are further fields of `EngineArgs`."""
     flags = {name: value for name, value in vars(args).items() if value is not None}
     # With a temperature of 0, these parameters have no effect.
     unused = ("top_k", "top_p", "min_p") if flags.get("temperature") == 0 else ()
@@ -199,8 +253,10 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 
 _SHAREGPT = "sharegpt"
-_UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
+# The defaults of the flags in `workload_flags`, which a verb has as `args.unless` and may change.
+UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
 _WORKLOAD = """
+[prompts]
 --dataset | name | (sharegpt) | sharegpt (lengths of public ShareGPT conversations, random ids), random, a
     ShareGPT-format .json file, or a .csv file of prompt and output tokens
 --num-prompts | count | ({prompts}) | requests
@@ -211,15 +267,13 @@ _WORKLOAD = """
 """
 
 
-def add_workload(parser: argparse.ArgumentParser, prompts: int) -> None:
-    """Add the flags that choose the requests of a benchmark. `args.unless` has the defaults of these flags, which a
-    verb may change before it calls `workload`."""
-    parser.set_defaults(unless=_UNLESS | {"num_prompts": prompts})
-    add_flags(parser.add_argument_group("prompts"), _WORKLOAD.format(prompts=prompts))
+def workload_flags(prompts: int) -> str:
+    """Return the flags that choose the requests of a benchmark, by default `prompts` of them."""
+    return _WORKLOAD.format(prompts=prompts)
 
 
 def workload(args: argparse.Namespace, vocab: int, encode: Callable[[str], Sequence[int]]) -> Workload:
-    """Return the requests of a benchmark, as chosen by the flags that `add_workload` adds. `vocab` is the number of
+    """Return the requests of a benchmark, as chosen by the flags in `workload_flags`. `vocab` is the number of
     token ids, and `encode` turns a text into ids. Raises MegakernelError for flags of another workload."""
     from megakernel.serving.bench import workload as made
 

@@ -14,51 +14,19 @@ from ..model import ModelConfig
 from ..program import Program, load_program
 from ..units import bytes_text
 from . import output
-from .options import STORED, AddVerb, add_flags, add_lowering, lowering, paper_model
+from .options import LOWERING, STORED, add_flags, lowering, paper_model, verb
 
 # Programs compute logits for at most this many rows, as many as an engine runs sequences by default.
 _SEQUENCES = 64
-_BUCKET = """
+# The flags that say what a program is compiled for, and how.
+MACHINE = f"""
+machine tensor_parallel_size dtype {STORED}
+--workers | count | (the machine's) | workers per rank
+{LOWERING}"""
+_BUCKET = f"""
 --tokens | count | 1 | token rows of a step
 max_model_len
-"""
-
-
-def register(add: AddVerb) -> None:
-    compile = add(
-        "compile",
-        "compile a model for a machine into a program file, without reading weights",
-        "megakernel compile --model random:llama-3.1-70b --machine h100 --tokens 2048 -o llama.mkp",
-    )
-    add_flags(compile, "model")
-    _add_bucket(compile)
-    add_flags(compile, "-o --output | FILE | - | where to write the program")
-    compile.set_defaults(run=run_compile)
-
-    disasm = add("disasm", "print a program as text", "megakernel disasm llama.mkp")
-    disasm.set_defaults(run=run_disasm)
-
-    verify = add(
-        "verify",
-        "prove that a program has no deadlock, race or lost write, or show where it has one",
-        "megakernel verify --model random:llama-3.2-1b --machine h100 --tokens 512",
-    )
-    verify.set_defaults(run=run_verify)
-    for parser in (disasm, verify):
-        add_source(parser)
-        _add_bucket(parser)
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what a program is compiled for, and how."""
-    add_flags(parser, f"machine tensor_parallel_size dtype {STORED}")
-    add_lowering(parser)
-    add_flags(parser, "--workers | count | (the machine's) | workers per rank")
-
-
-def _add_bucket(parser: argparse.ArgumentParser) -> None:
-    add_machine(parser)
-    add_flags(parser, _BUCKET)
+{MACHINE}"""
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +37,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_for(args: argparse.Namespace, **sizes: Any) -> tuple[Program, ModelConfig, Machine]:
-    """Compile a program for the model and the machine that the flags of `add_machine` name. Return the program, the
+    """Compile a program for the model and the machine that the flags in MACHINE name. Return the program, the
     model and the machine. `sizes` are further fields of the Spec, such as the maximum number of token rows.
     Without `sizes`, the sizes come from flags."""
     from megakernel.scheduler import Spec
@@ -89,6 +57,7 @@ def load(args: argparse.Namespace) -> Program:
     return load_program(args.file) if args.file else compile_for(args)[0]
 
 
+@verb("compile", "model", "-o --output | FILE | - | where to write the program", _BUCKET)
 def run_compile(args: argparse.Namespace) -> int:
     from megakernel.scheduler import describe
     from megakernel.serving.engine.memory import weight_bytes
@@ -133,6 +102,7 @@ def run_compile(args: argparse.Namespace) -> int:
     return 0
 
 
+@verb("disasm", add_source, _BUCKET)
 def run_disasm(args: argparse.Namespace) -> int:
     from megakernel.scheduler import disassemble
 
@@ -144,6 +114,7 @@ def run_disasm(args: argparse.Namespace) -> int:
     return 0
 
 
+@verb("verify", add_source, _BUCKET)
 def run_verify(args: argparse.Namespace) -> int:
     from megakernel.scheduler.verify import verify
 

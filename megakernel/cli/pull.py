@@ -6,19 +6,10 @@ import argparse
 
 from ..model import pull
 from . import output
-from .options import AddVerb
+from .options import verb
 
 
-def register(add: AddVerb) -> None:
-    parser = add(
-        "pull",
-        "download a model into the cache and check its SHA-256; a broken download is resumed",
-        "megakernel pull smollm2-135m",
-    )
-    parser.add_argument("name", metavar="NAME", help="a known model, such as smollm2-135m")
-    parser.set_defaults(run=run)
-
-
+@verb("pull", lambda parser: parser.add_argument("name", metavar="NAME", help="a known model, such as smollm2-135m"))
 def run(args: argparse.Namespace) -> int:
     with output.progress(f"fetching {args.name}", unit="bytes") as advance:
         pulled = pull(args.name, advance)

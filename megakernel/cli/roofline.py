@@ -13,7 +13,7 @@ from ..roofline import LeastTimes, PhasePart, memory_fit, step_roofline
 from ..roofline.program_step import rate_of
 from ..units import bytes_text, milliseconds
 from . import output, roofline_ask
-from .options import STORED, AddVerb, add_flags, paper_model
+from .options import STORED, paper_model, verb
 from .this_machine import hardware_of
 
 _FLAGS = f"""
@@ -23,17 +23,7 @@ model machine tensor_parallel_size enable_expert_parallel o_lowering residual no
 """
 
 
-def register(add: AddVerb) -> None:
-    parser = add(
-        "roofline",
-        "show a step's least time on a machine and what limits it",
-        "megakernel roofline --model random:llama-3.1-70b --machine h100x8 --tp 8 --tokens 1024",
-    )
-    add_flags(parser, _FLAGS)
-    parser.set_defaults(run=run)
-    roofline_ask.register(parser)
-
-
+@verb("roofline", _FLAGS, roofline_ask.add_ask)
 def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler import Options, Spec
     from megakernel.scheduler.candidates import lowered

@@ -18,8 +18,8 @@ _amount = above_zero("a number above 0, up to 1e30", 1e30)
 _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
-def register(parser: argparse.ArgumentParser) -> None:
-    """Register `megakernel roofline ask`. Each question has its own flags, which are defined only when it is asked."""
+def add_ask(parser: argparse.ArgumentParser) -> None:
+    """Add `megakernel roofline ask`. Each question has its own flags, which are defined only when it is asked."""
     what = "answer a question about chips, collectives or parallelism; alone, list the questions"
     parser.usage = "%(prog)s [ask QUESTION]"
     verbs = parser.add_subparsers(metavar="ask", prog="megakernel roofline")

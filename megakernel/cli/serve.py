@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError, file_errors, regular
 from ..settings import SETTINGS
 from . import output
-from .options import STORED, AddVerb, add_flags, load
+from .options import STORED, add_flags, load, verb
 from .replicas import serve_replicas
 from .this_machine import measured_ceilings
 
@@ -68,19 +68,14 @@ _OF_VLLM = {
 }
 
 
-def register(add: AddVerb) -> None:
-    parser = add("serve", "answer OpenAI API requests over HTTP", "megakernel serve --model smollm2-135m --port 8000")
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model MODEL")
-    for title, names in _GROUPS.items():
-        add_flags(parser.add_argument_group(title), names, unset=True)
+    add_flags(parser, "".join(f"[{title}]\n{names}\n" for title, names in _GROUPS.items()), unset=True)
     parser.add_argument(
         "--config",
         action=_Config,
         metavar="FILE",
         help="a YAML file with these flags, such as `port: 8000`; flags on the command line take precedence",
-    )
-    parser.set_defaults(
-        run=run, hints={f"--{name}": hint for hint, names in _OF_VLLM.items() for name in names.split()}
     )
 
 
@@ -124,6 +119,7 @@ def _flags(path: Path) -> list[str]:
     return line
 
 
+@verb("serve", _add_flags, hints={f"--{name}": hint for hint, names in _OF_VLLM.items() for name in names.split()})
 def run(args: argparse.Namespace) -> int:
     from megakernel.serving.server.frontend import allow_connections, url
     from megakernel.serving.server.frontends import Frontends

@@ -16,8 +16,8 @@ from ..runtime import Chunk, SampleRow, build_step
 from ..settings import SETTINGS
 from ..units import bytes_text
 from . import output
-from .options import STORED, AddVerb, add_flags
-from .programs import add_machine, add_source, compile_for
+from .options import STORED, verb
+from .programs import MACHINE, add_source, compile_for
 from .this_machine import host_machine
 from .timeline import FILES, write_files
 
@@ -29,19 +29,6 @@ _FLAGS = f"""
 --without | waits/copies/compute | - | what if: without waits of one instruction for another (waits); or, besides, with
     loads that take no time (copies), or with arithmetic that takes none (compute)
 """
-
-
-def register(add: AddVerb) -> None:
-    parser = add(
-        "simulate",
-        "predict a step's time on a machine, by default the one that FILE was compiled for",
-        "megakernel simulate --model random:llama-3.1-70b --machine h100 --tp 8 --tokens 8192 --queue attention",
-    )
-    add_source(parser)
-    add_machine(parser)
-    parser.set_defaults(machine=None)  # the machine that FILE was compiled for, or the setting's default
-    add_flags(parser, _FLAGS + FILES)
-    parser.set_defaults(run=run)
 
 
 def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
@@ -66,6 +53,7 @@ def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
     )
 
 
+@verb("simulate", add_source, _FLAGS + FILES + MACHINE, machine=None)
 def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler.simulate import simulate
     from megakernel.scheduler.simulate.costs import costs_of

@@ -13,7 +13,7 @@ from ..program import Program, load_program
 from ..trace import Trace
 from ..units import seconds
 from . import output
-from .options import AddVerb, add_flags, add_model_run, open_llm, prompt_ids
+from .options import MODEL_RUN, open_llm, prompt_ids, verb
 from .this_machine import host_machine, measured_ceilings
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..timeline.summary import Summary
 
 _STEPS = """
+--compare | PATH... | - | compare with another trace: TRACE of the same program, or PROGRAM TRACE
 --phase | prefill/decode | decode | which step to trace: prefill or decode
 --prompt-tokens | count | 128 | tokens before the step
 --launches | count | 5 | decode steps to record, of which the median is shown
@@ -34,24 +35,9 @@ FILES = """
 """
 
 
-def register(add: AddVerb) -> None:
-    parser = add(
-        "timeline",
-        "show where the time of a step went, from saved files or by running a model",
-        "megakernel timeline --model smollm2-135m --phase decode -o step.html",
-    )
+def _add_traces(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", type=Path, nargs="?", metavar="PROGRAM", help="a program file")
     parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="a trace that was recorded from PROGRAM")
-    add_model_run(parser)
-    add_flags(parser, _STEPS + FILES)
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="compare with another trace: TRACE of the same program, or PROGRAM TRACE",
-    )
-    parser.set_defaults(run=run)
 
 
 def write_files(
@@ -72,6 +58,7 @@ def write_files(
         output.stderr.print(f"wrote {path}")
 
 
+@verb("timeline", _add_traces, _STEPS + FILES + MODEL_RUN)
 def run(args: argparse.Namespace) -> int:
     from ..timeline import compare, machine_name, render, render_comparison, resolve, summarise
 
