@@ -27,7 +27,7 @@ from setuptools.modified import newer_group
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from megakernel import codegen  # noqa: E402
+import headers  # noqa: E402
 
 # -Werror=switch: a switch over an enumeration, for example of operations, must have a case for each value.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
@@ -105,7 +105,7 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-codegen.write_headers(ROOT)
+headers.write_headers(ROOT)
 setup(
     ext_modules=[
         Extension(

@@ -1,4 +1,4 @@
-"""Defines the format of a trace: one 32-byte record per interval. `megakernel.codegen` writes the C++ struct."""
+"""Defines the format of a trace: one 32-byte record per interval. `headers.py` writes the C++ struct."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ NOT_RUN = {
     r"gpu\.py|-m gpu": "needs a GPU",
     r"^pip": "needs the package index; it is how CI begins",
     r"^pytest": "would run these tests again",
-    r"megakernel\.codegen$|docs/tables\.py$": "writes into the sources; CI runs it with --check",
+    r"headers\.py$|docs/tables\.py$": "writes into the sources; the build and CI run them",
     r"benchmarks/pictures": "overwrites the pictures in docs/",
     r"(compile_verify|engine_overhead|hostile_files|ranks|speculation|verifier|workers)\.py": "takes an hour",
     r"serving_overhead\.py": "needs another installation; tests/test_benchmarks.py runs it against this one",

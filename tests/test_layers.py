@@ -35,7 +35,6 @@ def packages() -> dict[str, set[str]]:
         base = set() if allowed.strip() == "—" else BASE & below
         for package in level:
             table[package] = (listed & below) | base | BOTTOM
-    table["codegen"] = {"isa", "targets", "trace"} | BOTTOM
     return table | {"errors": set(), "settings": {"errors"}, "units": set()} | {"": set(table) | BOTTOM}
 
 

@@ -83,7 +83,7 @@ def test_the_image_is_built_from_what_the_build_reads() -> None:
     given = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert all((ROOT / name).exists() for name in given)
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"].values()
-    assert {*folders, "pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"} <= given
+    assert {*folders, "pyproject.toml", "setup.py", "headers.py", "README.md", "LICENSE", "MANIFEST.in"} <= given
 
 
 @pytest.mark.skipif(not shutil.which("sh"), reason="no shell")
