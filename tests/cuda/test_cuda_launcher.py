@@ -238,7 +238,7 @@ def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: s
 def test_failed_launches_end_and_the_next_one_works() -> None:
     program = _program()
     table = _table(program.dims)
-    with _launching(program, timeout_s=0.5) as (backend, kernel):
+    with _launching(program) as (backend, kernel):
         first = _bits(backend.launch(program, table))
 
         # The watchdog of a worker reports a wait that takes too long.
@@ -280,16 +280,18 @@ def test_failed_launches_end_and_the_next_one_works() -> None:
             launch.abort()
 
         # A launch that exceeds the time limit is aborted although no watchdog reports it.
+        backend.timeout_s, timeout_s = 0.05, backend.timeout_s
         with pytest.raises(MegakernelError, match="the launch made no progress and was stopped: no warp has"):
             backend.launch(program, table)
+        backend.timeout_s = timeout_s
 
         # Ctrl-C aborts such launches too.
         import _thread
 
-        threading.Timer(0.2, _thread.interrupt_main).start()
-        launch = backend.start(program, table)
-        backend.start(program, table)
         with pytest.raises(KeyboardInterrupt):
+            launch = backend.start(program, table)
+            backend.start(program, table)
+            threading.Timer(0.2, _thread.interrupt_main).start()
             launch.wait()
 
         # Closing the backend, at the end of this block, aborts a running launch.
@@ -309,8 +311,9 @@ def test_a_launch_that_never_ends() -> None:
     module._STOP_S = 0.2
     program = _program()
     table = _table(program.dims)
-    backend, kernel = _backend(program.dims, timeout_s=0.5), PretendedKernel(PAGES)
+    backend, kernel = _backend(program.dims), PretendedKernel(PAGES)
     backend.launch(program, table)
+    backend.timeout_s = 0.05
     held = library().fake_allocations()
 
     def hang(params: Any) -> bool:

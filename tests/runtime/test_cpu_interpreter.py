@@ -84,7 +84,7 @@ def test_a_launch_that_nobody_has_any_more_is_ended() -> None:
     assert len(started) == 2
     del backend
     gc.collect()
-    assert not _threads() & started
+    until(lambda: not _threads() & started)  # a thread that has ended is listed a little longer
 
 
 _FORK = """

@@ -120,7 +120,7 @@ def serving(
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30, pause: float = 0.005) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120, pause: float = 0.005) -> None:
     """Call `condition` every `pause` seconds until it returns true. Fails if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import urllib.error
@@ -127,14 +126,11 @@ class Browser:
 @contextmanager
 def browser(width: int = 1600, height: int = 900) -> Iterator[Browser]:
     """Start chromedriver and a browser with an empty profile, yield the browser, and stop both afterwards."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        driver = subprocess.Popen(["chromedriver", f"--port={port}"], **quiet)  # type: ignore[call-overload]
+        quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        driver = subprocess.Popen(["chromedriver", "--port=0"], **quiet)  # type: ignore[call-overload]
         try:
-            until(lambda: _answers(port), pause=0.05)
+            port = next(int(found[1]) for line in driver.stdout if (found := re.search(r"on port (\d+)\.", line)))
             session = Browser(port, width, height, profile)
             try:
                 yield session
@@ -143,8 +139,3 @@ def browser(width: int = 1600, height: int = 900) -> Iterator[Browser]:
         finally:
             driver.terminate()
             driver.wait()
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as s:
-        return s.connect_ex(("127.0.0.1", port)) == 0

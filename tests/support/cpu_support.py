@@ -162,8 +162,8 @@ def check_stops(backend: Any, program: Program, table: StepTable, stall: Callabl
         launch.abort()  # the second call has no effect
     assert bits(backend.launch(program, table)) == before
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         backend.launch(program, table, trace=True)
     timer.join()
     backend.delay(0, 0, 0, 0.0)

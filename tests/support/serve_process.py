@@ -15,12 +15,19 @@ from api_support import Live, until
 from commands import command
 
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "16", "--max-model-len", "2048")
+# Code that makes each step of a server take at least 3 ms, so that a test can act before an answer ends.
+SLOW = """
+import time
+from megakernel.serving.engine.engine import Engine
+step = Engine.step
+Engine.step = lambda self, **options: (time.sleep(0.003), step(self, **options))[1]
+"""
 
 
 @contextmanager
-def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Live]]:
+def process(*flags: str, first: str = "") -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], Live]]:
     """Start a server on a free port; yield its process, the JSON that it prints when it is ready, and a client."""
-    with started("--json", *flags) as running:
+    with started("--json", *flags, first=first) as running:
         assert running.stdout is not None and running.stderr is not None
         line = running.stdout.readline()
         assert line, running.stderr.read()
@@ -60,11 +67,9 @@ def rest(sock: socket.socket) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of the child processes of `pid` that have not ended."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return sorted(child for child in found if state(child) not in "ZX")
+    """Return the ids of the processes that the first thread of `pid` has started and that have not ended."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted(child for child in map(int, found) if state(child) not in "ZX")
 
 
 def state(pid: int) -> str:

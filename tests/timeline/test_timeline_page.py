@@ -1,7 +1,5 @@
 """Tests the timeline page in a real browser, opened from a file: what it shows and how it reacts to input."""
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+from api_support import until
 from browser import Browser
 
 from megakernel import machine
@@ -84,14 +83,6 @@ def _range(page: Browser) -> tuple[float, float]:
 def _describe(page: Browser, interval: int | None = None) -> Any:
     """Return the page's description of an interval, by default of the selected one."""
     return page.run("return timeline.describe(arguments[0] ?? timeline.selected())", interval)
-
-
-def _soon(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds. The test fails if it does not hold within 20 seconds."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _complaints(page: Browser) -> list[str]:
@@ -179,7 +170,7 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
     count = page.run("return ['qkv_rope', 'qkv_rope col=32', 'qkv_rope col=32 layer=1', 'col=31'].map(timeline.find)")
     assert count == [24, 6, 2, 0]
     page.keys("/lm_head")
-    _soon(lambda: _text(page, "matches") == "8")
+    until(lambda: _text(page, "matches") == "8")
     page.keys(ENTER)
     first = _describe(page)
     assert first["name"] == "lm_head"
@@ -228,7 +219,7 @@ def test_an_instruction_stands_beside_those_of_its_phase(page: Browser, stalled:
 
 def test_a_link_keeps_the_view(page: Browser) -> None:
     page.run("timeline.select(7); timeline.show(1e-3, 3e-3)")
-    _soon(lambda: bool(page.run("return location.hash.endsWith('-7')")))
+    until(lambda: bool(page.run("return location.hash.endsWith('-7')")))
     address, shown = page.run("return location.href"), _range(page)
     page.visit("about:blank", "true")
     page.visit(address, "window.timeline")
@@ -557,7 +548,7 @@ def test_names_in_a_file_are_only_text(driver: Browser, tmp_path: Path, stalled:
     assert _complaints(driver) == []
     driver.run("const s = document.createElement('script'); s.textContent = 'window.hit = 1'; document.body.append(s)")
     driver.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.hit=1>')")
-    _soon(lambda: sum("Content Security Policy" in line for line in driver.log()) > 0)
+    until(lambda: sum("Content Security Policy" in line for line in driver.log()) > 0)
     assert driver.run("return window.hit") is None
 
 

@@ -338,9 +338,9 @@ def test_a_time_limit(llm: LLM, live: Live) -> None:
     with another(llm, live, 0.02, request_timeout=1.0) as small:
         assert "longer than 1 s: ask for fewer tokens" in small.post(COMPLETIONS, LONG, 503)["error"]["message"]
         until(small.at_rest)
-        # The time limit does not apply to a stream whose first event was sent.
-        events = small.events(COMPLETIONS, {**LONG, "max_tokens": 60, "return_token_ids": True})
-        assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 60
+        # The time limit does not apply to a stream whose first event was sent. On a busy machine, that may take longer.
+        body = {**LONG, "max_tokens": 60, "stream": True, "return_token_ids": True}
+        until(lambda: small.request("POST", COMPLETIONS, body)[2].count(b'"finish_reason":"length"') == 1)
 
 
 def test_many_short_headers_are_a_large_head(live: Live) -> None:
@@ -358,8 +358,8 @@ def test_a_body_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_head_must_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.5)
     for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
-        answer = live.said(sent)
-        assert answer.startswith(b"HTTP/1.1 200 OK") if sent.endswith(b"\n") else answer == b""
+        expected = b"HTTP/1.1 200 OK" if sent.endswith(b"\n") else b""
+        until(lambda sent=sent, expected=expected: live.said(sent).partition(b"\r")[0] == expected)  # type: ignore[misc]
 
 
 def test_an_answer_may_take_longer_than_the_next_head(llm: LLM, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,14 @@ import os
 import resource
 import signal
 import socket
-import time
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from threading import Event
 
 import pytest
 from api_support import Live, until
-from serve_process import asleep, at, begin_stream, children, process, rest, started, state
+from serve_process import SLOW, asleep, at, begin_stream, children, process, rest, started, state
 
 from megakernel.serving.engine.engine import Step
 
@@ -44,7 +44,7 @@ def at_rest(live: Live) -> bool:
 
 @pytest.mark.slow
 def test_the_death_of_a_frontend_ends_only_its_own_streams(model: str) -> None:
-    with process("--model", model, *TWO) as (server, _, live):
+    with process("--model", model, *TWO, first=SLOW) as (server, _, live):
         first, second = children(server.pid)
         live.post(COMPLETIONS, BRIEF)
         with stream_of(first, second, live) as lost, stream_of(second, first, live) as kept:
@@ -91,7 +91,7 @@ def test_a_frontend_without_free_descriptors_answers_when_it_has_some(model: str
 
 @pytest.mark.slow
 def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
-    with process("--model", model, *TWO) as (server, _, live):
+    with process("--model", model, *TWO, first=SLOW) as (server, _, live):
         first, second = children(server.pid)
         with stream_of(first, second, live) as late:
             with asleep(first):
@@ -109,7 +109,7 @@ def test_the_death_of_the_engine_is_told_to_everybody(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with process("--model", model, *TWO) as (server, _, live):
+    with process("--model", model, *TWO, first=SLOW) as (server, _, live):
         first, second = children(server.pid)
         with stream_of(first, second, live) as one, stream_of(second, first, live) as two:
             os.kill(server.pid, signal.SIGKILL)
@@ -160,14 +160,15 @@ host.Description = lambda **given: made(**(given | {{"source": {str(tmp_path / "
 
 
 def test_a_late_frontend_sends_several_tokens_in_an_event(null: Live) -> None:
-    steps = count()
+    steps, go_on = count(), Event()
 
     def hold_up(step: Step, seconds: float) -> None:
-        """Block the frontend's event loop for 0.2 s in the middle of the answer. Meanwhile the engine runs on."""
+        """Block the frontend's event loop in the middle of the answer until the engine has done ten more steps."""
         assert null.service.engine._loop is not None
-        if next(steps) == 50:
-            null.service.engine._loop.call_soon_threadsafe(time.sleep, 0.2)
-        time.sleep(0.002)
+        if (number := next(steps)) == 50:
+            null.service.engine._loop.call_soon_threadsafe(go_on.wait, 60)
+        elif number == 60:
+            go_on.set()
 
     null.host.loop.on_step.append(hold_up)
     body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}

@@ -217,11 +217,11 @@ def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPa
     assert null.post(CHAT, body | {"guided_regex": "a"})["choices"]
     templates, grammars = null.service.tokenizer._templates, null.host.loop._grammars  # type: ignore[union-attr]
     limited: Any = templates["default"]._process if kind == "template" else grammars._checker
-    monkeypatch.setattr("megakernel.model.limited._PATIENCE", 2)
+    monkeypatch.setattr("megakernel.model.limited._PATIENCE", 4)
     os.kill(limited._process.pid, number)
     assert null.post(CHAT, body | {"guided_regex": "b"})["choices"]
     monkeypatch.setattr(limited, "_command", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    os.kill(limited._process.pid, number)
+    os.kill(limited._process.pid, signal.SIGKILL)
     status, headers, data = null.request("POST", CHAT, body | {"guided_regex": "c"})
     assert (status, headers["retry-after"]) == (503, "1") and b"helper process was lost twice" in data
 
