@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         ("compilers", ", ".join(compilers.values()) or "none"),
         ("gpus", doctor_gpu.line(gpus)),
-        ("backend", doctor_gpu.backend(gpus)),
+        ("backend", f"auto uses {report['backend']}"),
         *(("", note) for note in gpus["notes"]),
         *((env, value) for env, value in settings.items()),
     ]

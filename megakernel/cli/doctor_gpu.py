@@ -7,8 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..isa import Dtype
 from ..model import ModelConfig, RandomCheckpoint
 from ..program import Program
 from ..runtime import Chunk, SampleRow, build_step, registered
-from ..runtime.cuda.availability import DRIVER_NAME, INSTALL, driver, missing
+from ..runtime.cuda.availability import DRIVER_NAME, driver, missing
 
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
 # The seconds that an instruction may wait for another. Every instruction takes less than a thousandth of this.
@@ -48,16 +47,6 @@ def line(facts: dict[str, Any]) -> str:
         return f"none: {facts['missing']}"
     names = ", ".join(f"{d['name']} ({d['sms']} SMs)" for d in facts["devices"])
     return f"{names}; " + (f"not usable: {facts['missing']}" if facts["missing"] else "usable")
-
-
-def backend(facts: dict[str, Any]) -> str:
-    """Return a text that says which backend `--backend auto` chooses on this machine. Without a usable GPU, it also
-    says what is needed to use one."""
-    if not facts["missing"]:
-        return "auto uses cuda"
-    ready = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-    also = "its packages are installed" if ready else f"after {INSTALL}"
-    return f"auto uses cpu; it would use cuda on an H100 or H200 with driver {DRIVER_NAME} or newer, {also}"
 
 
 def _nvidia_smi() -> list[dict[str, str]]:
@@ -150,7 +139,7 @@ def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
 
 def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
     from ..runtime.cuda.backend import CudaBackend
-    from ..runtime.gpu_check import check_instructions, prepare
+    from ..runtime.gpu_check import check_instructions, check_launches, prepare
     from ..runtime.reference import ReferenceBackend
 
     program = _compile(case)
@@ -161,7 +150,11 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
         for seed in range(seeds):
             reference = ReferenceBackend(checkpoint, program.dims, pages)
             prepare(reference, seed)
-            for difference in check_instructions(gpu, reference, program, _step(program, seed), repeats=repeats):
+            steps = [_step(program, seed, change) for change in range(2)]
+            for difference in chain(
+                check_instructions(gpu, reference, program, steps[0], repeats=repeats),
+                check_launches(gpu, reference, program, steps, repeats**2),
+            ):
                 if difference:
                     yield f"seed {seed}: {difference}"
     finally:
@@ -187,20 +180,20 @@ def _compile(case: Case) -> Program:
     )
 
 
-def _step(program: Program, seed: int) -> Any:
+def _step(program: Program, seed: int, change: int) -> Any:
     """Return a step with two sequences. One decodes a token with a context so long that several work items share its
-    attention; the other is a short prompt, which is left out if the step has only one row."""
+    attention; the other is a short prompt, which is left out if the step has only one row. Steps that differ only in
+    `change` have other tokens."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()
     rows = max(1, d.bucket.tokens - 2)
-    decode = Chunk(
-        0, d.bucket.max_context - 3, [int(rng.integers(d.model.vocab))], pages[: d.bucket.pages_per_seq], [SampleRow(0)]
-    )
+    tokens = ((rng.integers(0, d.model.vocab, rows + 1) + change) % d.model.vocab).tolist()
+    decode = Chunk(0, d.bucket.max_context - 3, tokens[:1], pages[: d.bucket.pages_per_seq], [SampleRow(0)])
     prompt = Chunk(
         1,
         int(rng.integers(0, 100)),
-        rng.integers(0, d.model.vocab, rows).tolist(),
+        tokens[1:],
         pages[d.bucket.pages_per_seq :],
         [SampleRow(rows - 1, temperature=0.8, top_k=50, top_p=0.9, seed=seed)],
     )

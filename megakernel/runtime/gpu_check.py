@@ -4,11 +4,16 @@ Before a phase, the GPU gets a copy of the reference's buffers. Elements that no
 wrong read shows in the result. Then all instructions of the phase run together, several times. This reveals wrong or
 missing results, and results that differ between runs. If a phase is wrong, its instructions run one by one, to name the
 first that is wrong even alone. Running every instruction alone would take a quarter of an hour.
+
+Then whole steps run, in which instructions wait for each other, also across GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +26,8 @@ from .cuda.backend import CudaBackend
 from .reference.backend import ReferenceBackend
 
 _SUMMED, _ROUNDED = 2e-4, 4e-3
+_WHOLE = 3e-2  # the largest relative error of a whole step's logits
+_LATE_S, _RARELY = 0.1, 0.01
 _NAN_BF16 = 0x7FC0
 
 _Key = tuple[Buffer, int, int]  # (buffer, layer, rank), as the method `buffer` of both backends takes them
@@ -79,6 +86,42 @@ def check_instructions(
         after = twins.state()
         yield f"{name}: {wrong}; {twins.culprit(before, index, layer, phase)}"
         twins.restore(after)
+
+
+def check_launches(
+    gpu: CudaBackend, reference: ReferenceBackend, program: Program, tables: Sequence[StepTable], launches: int
+) -> Iterator[str]:
+    """Launch steps in turn. Yield a description of each step whose logits are not near the reference's, and of each
+    launch whose bits differ from the step's first launch. The KV caches of both backends must be equal at first.
+
+    The steps should write different values to the same places. Otherwise, an instruction that does not wait would read
+    a right value, left by the launch before. Several GPUs begin in random order. Rarely, one begins `_LATE_S` seconds
+    after the one before it, or the launch is aborted when only some have begun.
+    """
+    rng, first = random.Random(launches), dict[int, bytes]()
+
+    def begin(gpus: range) -> Iterator[int]:
+        for number in rng.sample(gpus, len(gpus)):
+            chance = rng.random() if len(gpus) > 1 else 1.0
+            if chance < _RARELY:
+                raise InterruptedError
+            time.sleep(_LATE_S if chance < 2 * _RARELY else 0)
+            yield number
+
+    gpu.order = begin
+    for launch in range(launches):
+        turn = launch % len(tables)
+        with suppress(InterruptedError):
+            out = gpu.launch(program, tables[turn])
+            rows = np.count_nonzero(tables[turn].logit_rows >= 0)
+            bits = out.tokens[:rows].tobytes() + out.logits[:rows].tobytes()
+            if turn not in first:
+                wanted = reference.launch(program, tables[turn]).logits[:rows]
+                error = float(np.linalg.norm(out.logits[:rows] - wanted) / np.linalg.norm(wanted))
+                if not error < _WHOLE:
+                    yield f"a whole step's logits are off by {error:.1e} of their norm, but only {_WHOLE} is allowed"
+            if bits != first.setdefault(turn, bits):
+                yield "a whole step's results differ from launch to launch"
 
 
 class _Twins:

@@ -133,12 +133,6 @@ def no_compiler() -> None:
     compile.compiler = lambda: compile.Compiler("none")  # type: ignore[assignment]
 
 
-def print_missing() -> None:
-    from megakernel.runtime.cuda.availability import missing
-
-    print(missing())
-
-
 def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Return memory of the fake device as a NumPy array, without copying it."""
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -68,9 +68,10 @@ class CudaBackend:
     If a wait takes more than `timeout_s` seconds, the launch ends with an error that names the wait. If a launch takes
     several times as long and cannot be stopped, its GPUs are lost: every later call raises an error.
 
-    Three attributes are for tests and benchmarks. Without `pipelined`, a thread block fetches an instruction only when
-    the previous one has ended. The other two make results meaningless: without `synchronised`, no instruction waits for
-    another; `ablation` selects a kernel without copies or without arithmetic, also without waits.
+    Four attributes are for tests and benchmarks. Without `pipelined`, a thread block fetches an instruction only when
+    the previous one has ended. `order` gets the numbers of the GPUs, and gives them in the order in which they begin a
+    launch. The other two make results meaningless: without `synchronised`, no instruction waits for another; `ablation`
+    selects a kernel without copies or without arithmetic, also without waits.
     """
 
     name = "cuda"
@@ -82,6 +83,7 @@ class CudaBackend:
             raise MegakernelError(f"the cuda backend cannot run {checkpoint.name}: {why}")
         self.dims, self.pages = dims, pages
         self.pipelined, self.synchronised, self.ablation = True, True, Ablation.NONE
+        self.order: Callable[[range], Iterable[int]] = iter
         self.kernel_s = 0.0  # seconds that the GPU took for the last launch, without the copies to and from the host
         self.timeout_s = timeout_s
         self._programs: dict[int, Loaded] = {}
@@ -218,8 +220,8 @@ class CudaBackend:
             if traced:
                 self._tracing.prepare(grid, loaded.program)
         kernels = self._variant(loaded.program.dims, loaded.program.forward, trace=traced)
-        for kernel, grid in zip(kernels, loaded.grids, strict=True):
-            kernel.launch(grid.blocks, grid.params)
+        for number in self.order(range(len(kernels))):
+            kernels[number].launch(loaded.grids[number].blocks, loaded.grids[number].params)
 
     def stopped(self) -> None:
         """Record that all launches have been stopped, and reset the counters of their programs."""

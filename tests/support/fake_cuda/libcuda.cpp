@@ -13,7 +13,8 @@
 //
 // Environment variables set the number of devices (FAKE_CUDA_DEVICES, default 1), the SMs of each
 // (FAKE_CUDA_SMS, 132), ten times the compute capability (FAKE_CUDA_CAPABILITY, 90), the driver's version
-// (FAKE_CUDA_VERSION, 13000) and whether links between GPUs have atomics (FAKE_CUDA_PEER_ATOMICS, 1).
+// (FAKE_CUDA_VERSION, 13000), whether GPUs can access each other's memory (FAKE_CUDA_PEERS, 1), and whether
+// the links between them have atomics (FAKE_CUDA_PEER_ATOMICS, 1).
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -155,8 +156,14 @@ int destroyed(T* object) {
   return kOk;
 }
 
+// Waits for the work of all streams, as the real driver may when it allocates or frees memory or loads code.
+void wait_for_all() {
+  for (Stream* stream : streams) stream->wait();
+}
+
 int allocate(std::map<uint64_t, size_t>& blocks, void** address, size_t alignment, size_t size) {
   if (!current) return kInvalidContext;
+  wait_for_all();
   if (size == 0) return kInvalidValue;
   if (size > kMemory || posix_memalign(address, alignment, size)) return kOutOfMemory;
   memset(*address, 0xFF, size);  // NaN in every floating-point type
@@ -165,9 +172,8 @@ int allocate(std::map<uint64_t, size_t>& blocks, void** address, size_t alignmen
   return kOk;
 }
 
-// Frees the block at `address`. Like the real driver, it first waits for the work of all streams.
 int release(std::map<uint64_t, size_t>& blocks, uint64_t address) {
-  for (Stream* stream : streams) stream->wait();
+  wait_for_all();
   const std::lock_guard lock(memory_mutex);
   if (!blocks.erase(address)) return kInvalidValue;
   free(reinterpret_cast<void*>(address));
@@ -217,7 +223,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 int cuDevicePrimaryCtxRetain(int64_t* context, int device) { return give(context, int64_t{device} + 1); }
 int cuDevicePrimaryCtxRelease_v2(int) { return kOk; }
 int cuCtxSetCurrent(int64_t context) { return give(&current, context); }
-int cuDeviceCanAccessPeer(int* can, int, int) { return give(can, 1); }
+int cuDeviceCanAccessPeer(int* can, int, int) { return give(can, setting("FAKE_CUDA_PEERS", 1)); }
 int cuDeviceGetP2PAttribute(int* value, int, int, int) {
   return give(value, setting("FAKE_CUDA_PEER_ATOMICS", 1));
 }
@@ -306,6 +312,7 @@ int cuModuleLoadData(char** module, const void*) {
 int cuModuleUnload(char* module) { return destroyed(module); }
 int cuModuleGetFunction(Function** function, void*, const char* name) {
   static Function kernel;
+  wait_for_all();  // code is loaded lazily, here
   *function = &kernel;
   return strcmp(name, "megakernel") ? kNotFound : kOk;
 }
