@@ -97,100 +97,60 @@ HF_HUB_OFFLINE | n | 0 | 1: use only what is already downloaded
 """
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
+def within(kind: Callable[[str], Any], least: float, most: float, what: str) -> Callable[[str], Any]:
+    """Return a function that parses a number from `least` to `most`. Its error says that the text is not `what`."""
 
-
-def depth(text: str) -> int:
-    """Parse an integer of at least 0. The upper limit is checked later."""
-    return 0 if text == "0" else positive(text)
-
-
-def threads(text: str) -> int | None:
-    """Parse a number of threads; None stands for `auto`."""
-    return None if text == "auto" else positive(text)
-
-
-def size(text: str) -> int:
-    """Parse a number of bytes, such as 16777216 or 16 MiB."""
-    found = re.fullmatch(r"([1-9]\d{0,15}) *(|KiB|MiB|GiB)", text)
-    if not found:
-        raise ArgumentTypeError(f"{text!r} is not a size such as 16 MiB")
-    return int(found[1]) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[found[2]]
-
-
-def above_zero(what: str, most: float = 1e300) -> Callable[[str], float]:
-    """Return a function that parses a number above 0 and up to `most`. Its error says that the text is not `what`."""
-
-    def read(text: str) -> float:
+    def read(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
-        if not 0 < value <= most:
+        if not least <= value <= most:
             raise ArgumentTypeError(f"{text!r} is not {what}")
         return value
 
     return read
 
 
-rate = above_zero("a rate above 0", math.inf)
+def matching(pattern: str, what: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Return a function that converts a text that matches `pattern`. The error for other texts says that they are
+    `what`."""
 
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a function that accepts only the texts `choices`."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
-        return text
+    def read(text: str) -> Any:
+        if not re.fullmatch(pattern, text):
+            raise ArgumentTypeError(f"{text!r} is {what}")
+        return convert(text)
 
     return read
 
 
-def port(text: str) -> int:
-    if text.isdigit() and int(text) < 65536:
-        return int(text)
-    raise ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+def _bytes(text: str) -> int:
+    number, unit = re.findall(r"\d+|[KMG]?iB|$", text)[:2]
+    return int(number) << {"": 0, "KiB": 10, "MiB": 20, "GiB": 30}[unit]
 
 
-def key(text: str) -> str:
+def _key(text: str) -> str:
     if not text.strip():
         raise ArgumentTypeError("an API key must not be empty")
     return text.strip()
 
 
-def ray_address(text: str) -> str:
-    if text == "auto" or re.fullmatch(r"\S+:\d{1,5}", text):
-        return text
-    raise ArgumentTypeError(f"{text!r} is neither HOST:PORT nor auto")
-
-
-def switch(text: str) -> bool:
-    if text.lower() not in ("on", "true", "off", "false"):
-        raise ArgumentTypeError(f"{text!r} is neither on nor off")
-    return text.lower() in ("on", "true")
-
-
+TINY = 5e-324  # the least float above 0
+positive = within(int, 1, math.inf, "a whole number of 1 or more")
+rate = within(float, TINY, math.inf, "a rate above 0")
+switch = matching("(?i)on|true|off|false", "neither on nor off", lambda text: text.lower() in ("on", "true"))
 _TYPES: dict[str, Callable[[str], Any]] = {
     "host": str.lower,
     "count": positive,
-    "size": size,
-    "depth": depth,
-    "threads": threads,
-    "seconds": above_zero("a number of seconds above 0", 1e9),
+    "size": matching("[1-9][0-9]{0,15} *(|KiB|MiB|GiB)", "not a size such as 16 MiB", _bytes),
+    "depth": within(int, 0, math.inf, "a whole number of 0 or more"),  # the upper limit is checked later
+    "threads": lambda text: None if text == "auto" else positive(text),
+    "seconds": within(float, TINY, 1e9, "a number of seconds above 0"),
     "rate": rate,
-    "port": port,
-    "key": key,
+    "port": within(int, 0, 65535, "a port from 0 to 65535"),
+    "key": _key,
     "switch": switch,
-    "HOST:PORT": ray_address,
+    "HOST:PORT": matching(r"auto|\S+:\d{1,5}", "neither HOST:PORT nor auto"),
     "int": int,
     "x": float,
 }
@@ -250,7 +210,8 @@ def declared(line: str, readers: dict[str, Callable[[str], Any]]) -> tuple[str, 
     env = next((name for name in names.split() if name.isupper()), None)
     several = next((end for end in ("...", "+") if kind.endswith(end)), "")
     kind = kind.removesuffix(several)
-    read = one_of(*kind.split("/")) if "/" in kind else (_TYPES | readers).get(kind.partition(".")[0], str)
+    one_of = matching(re.escape(kind).replace("/", "|"), f"not one of {kind.replace('/', ', ')}")
+    read = one_of if "/" in kind else (_TYPES | readers).get(kind.partition(".")[0], str)
     metavar = "N" if kind in _NUMBERS else kind.upper() if kind.islower() else kind
     metavar = "NAME" if "/" in kind else "on|off" if kind == "switch" else metavar
     long = next((flag for flag in (flag, *aliases) if flag.startswith("--")), str(env).lower())

@@ -8,13 +8,13 @@ from typing import Any
 
 from ..errors import MegakernelError
 from ..roofline.ask import BOOK, EXAMPLES, QUESTIONS, Input, Question
-from ..settings import above_zero, positive
+from ..settings import TINY, positive, within
 from ..units import bytes_text, milliseconds
 from . import output
 from .this_machine import hardware_of
 
 _MACHINE = "h100"
-_amount = above_zero("a number above 0, up to 1e30", 1e30)
+_amount = within(float, TINY, 1e30, "a number above 0, up to 1e30")
 _UNITS = ("flops_per_s", "bytes_per_s", "per_s", "bytes", "hz", "s")
 
 
