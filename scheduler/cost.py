@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from megakernel.isa import Column, Dims, Phase, Units, cost, itemsize, link_bytes
 from megakernel.isa.operations.spec import Cost
-from megakernel.isa.record import phase_number
 from megakernel.machine import Machine
 from megakernel.program import Program
 from megakernel.targets.pages import tile_work
@@ -44,11 +43,9 @@ def step_seconds(program: Program, machine: Machine) -> float:
     Attention costs only its dispatch here, because the amount of attention depends on the step's inputs."""
     total = 0.0
     for index, runs in enumerate((1, program.dims.model.layers, 1)):
-        for segment in program.phases(index):
-            records = segment.records[: segment.offsets[program.workers]]
-            if len(records):
-                phase = program.forward.by_number[int(phase_number(records)[0])]
-                total += runs * phase_seconds(phase, phase.columns(records), program.dims.ranks[0], machine)
+        for phase, dims, _, columns in program.by_phase(index):
+            if dims.split.rank == 0 and not phase.control:
+                total += runs * phase_seconds(phase, columns, dims, machine)
     return total
 
 

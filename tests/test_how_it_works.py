@@ -10,8 +10,8 @@ import pytest
 from commands import Cli
 from gpu_programs import plan
 
-from megakernel.cli.simulate import decode_step
 from megakernel.isa.record import phase_number
+from megakernel.runtime import even_step
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-a-megakernel-works.md"
@@ -36,7 +36,7 @@ def test_the_drawings_are_what_the_script_draws(drawings: ModuleType) -> None:
 
 def test_the_drawing_of_the_ring_has_the_pages_that_are_planned(drawings: ModuleType) -> None:
     program = drawings.decode(3)
-    table = decode_step(program.dims, 1, 128)
+    table = even_step(program.dims, 1, 128)
     records = program.body.stream(drawings.WORKER)
     matmuls = [r for r in records if program.forward.by_number[int(phase_number(r))].is_matmul]
     assert len(matmuls) == 4

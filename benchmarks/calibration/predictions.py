@@ -20,11 +20,10 @@ from record import options, write
 from steps import compiled
 
 from megakernel import machine as machines
-from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dims, StepTable
 from megakernel.machine import Machine
 from megakernel.model import load_config
-from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.runtime import Chunk, SampleRow, build_step, even_step
 from megakernel.scheduler import Options
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
@@ -97,7 +96,7 @@ def predict(
     begin = perf_counter()
     longest = max(context, 1024 if mixed else 1)
     program = compiled(load_config(model), machine, tokens, context=longest, seqs=seqs, tp=tp, options=variant.options)
-    table = mixed_step(program.dims) if mixed else decode_step(program.dims, tokens, context)
+    table = mixed_step(program.dims) if mixed else even_step(program.dims, tokens, context)
     middle = perf_counter()
     costs = variant.costs(machine)
     done = simulate(program, machine, table, costs=costs, trace=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Case:
         program = compiled(self.config, self.machine, self.tokens, **sizes)
         costs = costs_of(self.machine)
         if chosen is self.chosen:
-            costs = costs.windowless()
+            costs = replace(costs, window_bytes=costs.ring_bytes, ahead_bytes=0.0)
         pages.COPY_BYTES = 0 if chosen is self.chosen else COPY_BYTES  # that day's code had no build for one row
         costs = costs.without(what) if what else costs
         return simulate(program, self.machine, self.table(program), costs=costs).step_s

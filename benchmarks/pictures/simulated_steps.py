@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakernel import machine as machines
-from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype
 from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import SEGMENTS, Program
+from megakernel.runtime import even_step
 from megakernel.scheduler import Options, Spec, compile_program
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
@@ -66,7 +66,7 @@ class Run:
 
     def __init__(self, program: Program, *, pipelined: bool = True) -> None:
         costs = costs_of(MACHINE) if pipelined else costs_of(MACHINE).unpipelined()
-        table = decode_step(program.dims, program.dims.bucket.tokens, 128)
+        table = even_step(program.dims, program.dims.bucket.tokens, 128)
         trace = simulate(program, MACHINE, table, costs=costs, trace=True).trace
         assert trace is not None
         self.rows: Intervals = trace.intervals

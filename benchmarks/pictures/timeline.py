@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megakernel import machine as machines
-from megakernel.cli.simulate import decode_step
 from megakernel.model import load_config
 from megakernel.program import Program
+from megakernel.runtime import even_step
 from megakernel.scheduler.simulate import simulate
 from megakernel.timeline import compare, resolve, summarise, write_html
 from megakernel.trace import Trace
@@ -85,7 +85,7 @@ def worst(page: Browser, _: float) -> None:
 def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
     config, machine = replace(load_config("random:llama-3.1-70b"), layers=2), machines.load("h100")
     program = compiled(config, machine, TOKENS, context=CONTEXT, seqs=TOKENS, tp=8, options=ON)
-    table = decode_step(program.dims, TOKENS, CONTEXT)
+    table = even_step(program.dims, TOKENS, CONTEXT)
     done = simulate(program, machine, table, costs=Variant(ON, pipelined).costs(machine), trace=True)
     assert done.trace is not None
     return program, done.trace

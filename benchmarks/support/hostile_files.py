@@ -17,11 +17,11 @@ from small_programs import CONFIG
 
 from megakernel import machine as machines
 from megakernel import program as programs
-from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype
 from megakernel.isa.record import WORDS
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import SEGMENTS, Program, Segment, load_program
+from megakernel.runtime import even_step
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import Options, Spec, compile_program, disassemble
 from megakernel.scheduler.simulate import simulate
@@ -57,7 +57,7 @@ def good_programs() -> list[Good]:
     for name, (machine, changes) in shapes.items():
         bucket = {"dtype": Dtype.F32, "tokens": 4, "logit_rows": 2, "max_seqs": 4, "max_context": 32} | changes
         program = compile_program(Spec(replace(CONFIG, layers=3), machine, **bucket))
-        done = simulate(program, machine, decode_step(program.dims, 4, 16), trace=True)
+        done = simulate(program, machine, even_step(program.dims, 4, 16), trace=True)
         assert done.trace is not None
         made.append(Good(name, program, done.trace))
     return made
@@ -199,7 +199,7 @@ def uses(program: Program, good: Good) -> Iterator[Stage]:
 
     def virtual() -> None:
         machine = replace(machines.host(program.workers), workers=program.workers)
-        done = simulate(program, machine, decode_step(program.dims, 1, 16), trace=True)
+        done = simulate(program, machine, even_step(program.dims, 1, 16), trace=True)
         if done.trace is not None:
             _look(program, done.trace)
 
@@ -208,7 +208,7 @@ def uses(program: Program, good: Good) -> Iterator[Stage]:
         checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=dims.model.layers))
         backend = CpuBackend(checkpoint, dims, PAGES, threads=2, null=null, deadlock_s=DEADLOCK_S)
         for _ in range(2):
-            backend.launch(program, decode_step(program.dims, 1, 16))
+            backend.launch(program, even_step(program.dims, 1, 16))
         backend.close()
 
     yield from [
@@ -278,7 +278,7 @@ def _read_machine(path: Path, mutant: Mutant) -> Iterator[Stage]:
     if machine:
         bucket = {"dtype": Dtype.BF16, "tokens": 4, "logit_rows": 2, "max_seqs": 4, "max_context": 32}
         yield "compile", lambda: compile_program(Spec(CONFIG, replace(machine[0], workers=2), **bucket))
-        table = decode_step(good.program.dims, 4, 16)
+        table = even_step(good.program.dims, 4, 16)
         yield "simulate", lambda: simulate(good.program, replace(machine[0], workers=2), table)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from .. import machine as machines
 from ..errors import MegakernelError
-from ..isa import Dims, StepTable
 from ..machine import HOST, Machine
 from ..program import Program, load_program
 from ..roofline import memory_fit
-from ..runtime import Chunk, SampleRow, build_step
+from ..runtime import even_step
 from ..settings import SETTINGS
 from ..units import bytes_text
 from . import output
@@ -31,28 +30,6 @@ _FLAGS = f"""
 """
 
 
-def decode_step(dims: Dims, tokens: int, context: int) -> StepTable:
-    """Make the step to simulate: `tokens` new tokens, divided evenly among as many sequences as the program allows.
-    Afterwards, each sequence has `context` tokens in the KV cache. Each sequence samples one next token. But if the
-    program has fewer logit rows than sequences, only the first sequences sample."""
-    pages = range(-(-context // dims.bucket.kv_page))
-    sampled = [SampleRow(0, prompt_length=context)]
-    many = min(tokens, dims.bucket.max_seqs)
-    rows = [tokens // many + (n < tokens % many) for n in range(many)]
-    if rows[0] > context:
-        raise MegakernelError(
-            f"{tokens} tokens of {many} sequences are up to {rows[0]} tokens each, more than the context of {context}:"
-            " raise --context or lower --tokens"
-        )
-    return build_step(
-        dims,
-        [
-            Chunk(n, context - r, [0] * r, pages, sampled if n < dims.bucket.logit_rows else [])
-            for n, r in enumerate(rows)
-        ],
-    )
-
-
 @verb("simulate", add_source, _FLAGS + FILES + MACHINE, machine=None)
 def run(args: argparse.Namespace) -> int:
     from megakernel.scheduler.simulate import simulate
@@ -64,7 +41,12 @@ def run(args: argparse.Namespace) -> int:
     tokens = args.tokens or program.dims.bucket.tokens
     sequences = min(tokens, program.dims.bucket.max_seqs)
     context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
-    table = decode_step(program.dims, tokens, context)
+    if (rows := -(-tokens // sequences)) > context:
+        raise MegakernelError(
+            f"{tokens} tokens of {sequences} sequences are up to {rows} tokens each, more than the context of"
+            f" {context}: raise --context or lower --tokens"
+        )
+    table = even_step(program.dims, tokens, context)
     fit = _fit(program, machine, tied, sequences, context)
     costs = costs_of(machine)
     begin = perf_counter()
@@ -84,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         facts |= {"instructions": program.instructions, "machine": machine.name, "simulate_s": seconds}
         output.emit(facts | {"fits": fit["fits"], "memory": fit, "timeline": summary})
         return 0
-    each = f"{-(-tokens // sequences)} tokens each, " if tokens > sequences else ""
+    each = f"{rows} tokens each, " if rows > 1 else ""
     output.rows(
         (
             "machine",

@@ -2,4 +2,4 @@
 
 from .backend import Output
 from .registry import BACKENDS, choose_backend, create, registered
-from .steps import Chunk, SampleRow, build_step
+from .steps import Chunk, SampleRow, build_step, even_step

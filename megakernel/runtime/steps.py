@@ -295,3 +295,16 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     write_items(table, deal_items(dims, lineup.slot, start, lineup.count))
     fill_rows(table, StepRows(lineup, start, tokens), sampling)
     return table
+
+
+def even_step(dims: Dims, tokens: int, context: int) -> StepTable:
+    """Return a step of `tokens` new tokens, divided evenly among as many sequences as the program allows. Afterwards,
+    each sequence has `context` tokens in the KV cache, or only its new ones if these are more. The last token of each
+    sequence gets logits. But if the program has fewer logit rows than sequences, only the first sequences get them."""
+    many, chunks = min(tokens, dims.bucket.max_seqs), []
+    for n in range(many):
+        rows = min(tokens // many + (n < tokens % many), dims.bucket.max_context)
+        start = max(context - rows, 0)
+        sampled = [SampleRow(rows - 1, prompt_length=start + rows)] if n < dims.bucket.logit_rows else []
+        chunks.append(Chunk(n, start, [0] * rows, range(dims.bucket.pages_per_seq), sampled))
+    return build_step(dims, chunks)

@@ -83,13 +83,10 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
 
 def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
     """The indices, in each of two arrays, of the rows that are in both. Of equal rows in an array, the first counts."""
-    both, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
-    found = np.full((2, len(both)), -1, dtype=np.int64)
-    for side, ids in enumerate((at.ravel()[: len(one)], at.ravel()[len(one) :])):
-        found[side][ids[::-1]] = np.arange(len(ids))[::-1]
-    shared = (found >= 0).all(axis=0)
-    order = np.argsort(found[0][shared])
-    return found[0][shared][order], found[1][shared][order]
+    _, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
+    _, mine, theirs = np.intersect1d(at.ravel()[: len(one)], at.ravel()[len(one) :], return_indices=True)
+    order = np.argsort(mine)
+    return mine[order], theirs[order]
 
 
 def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:

@@ -44,11 +44,8 @@ def write_perfetto(path: Path, resolved: Resolved) -> None:
 
 
 def _packets(resolved: Resolved) -> Iterator[Packet]:
-    workers, ranks, clock_error_s = (
-        resolved.program.workers,
-        resolved.program.ranks,
-        resolved.trace.header.clock_error_s,
-    )
+    workers, ranks = resolved.program.workers, resolved.program.ranks
+    clock_error_s = resolved.trace.header.clock_error_s
     clocks = f" (clock ±{clock_error_s * 1e6:.2g} µs)" if clock_error_s else ""
     starts, ends = _flows(resolved)
     amounts = curves(resolved, _BINS)

@@ -58,24 +58,13 @@ class TaskCosts:
     paths: dict[str, Path] | None = None  # times of pieces of machine code; None if the rates include these times
     fixed: bool = True  # whether to count the code before an instruction's first page and after its last one
 
-    def matmul_s(self, flops: Floats, rows: Floats) -> Floats:
-        """Return the seconds that `flops` FLOPs of matmul tiles with `rows` rows take on one worker."""
-        return self._seconds(self.matmul_flops, flops, rows)
-
-    def attention_s(self, flops: Floats, rows: Floats) -> Floats:
-        """Return the seconds of attention's FLOPs on one worker. `rows` counts (query row, query head) pairs."""
-        return self._seconds(self.attention_flops, flops, rows)
-
-    def _seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
+    def seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
+        """Return the seconds that `flops` FLOPs of tiles with `rows` rows take on one worker at `rates`."""
         rows = np.maximum(rows, 1)
         known, rate = np.array(rates).T
         padded = flops * (np.ceil(rows / self.row_quantum) * self.row_quantum / rows)
         seconds: Floats = padded / np.interp(np.log(rows), np.log(known), rate)
         return seconds
-
-    def windowless(self) -> TaskCosts:
-        """Return costs for workers that ask for data whenever their ring has room, and do not prefetch."""
-        return replace(self, window_bytes=self.ring_bytes, ahead_bytes=0.0)
 
     def unpipelined(self) -> TaskCosts:
         """Return costs with which each worker finishes an instruction before it starts the next one."""

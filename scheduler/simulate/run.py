@@ -104,7 +104,9 @@ def _own(program: Program, costs: TaskCosts) -> TaskCosts:
         costs = replace(costs, paths=paths, signal_s=signal_s)
         if one_row(program.dims):
             costs = replace(costs, ring_bytes=float(ROW_PAGES * PAGE_BYTES))
-    return costs if program.dims.worker.units == Units.DOTS or not costs.window_bytes else costs.windowless()
+    if program.dims.worker.units == Units.DOTS or not costs.window_bytes:
+        return costs
+    return replace(costs, window_bytes=costs.ring_bytes, ahead_bytes=0.0)
 
 
 def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> Work:

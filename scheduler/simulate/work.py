@@ -55,7 +55,7 @@ class _Tasks:
     """A table of the simulator's tasks, with their waits, signals and stores, which is filled in phase by phase."""
 
     def __init__(self, count: int, ranks: int) -> None:
-        self._waits: list[Ints] = []
+        self.waits: list[Ints] = []
         self._signals: list[Ints] = []
         self.table = np.zeros(count, dtype=TASK)
         for name in ("weight_key", "read_key", "write_key", "split"):
@@ -67,7 +67,7 @@ class _Tasks:
             self.table[name][tasks] = values
 
     def wait(self, task: Ints, counter: Column, slot: Column | np.integer[Any] | int) -> None:
-        self._waits.append(np.stack(np.broadcast_arrays(task, counter, slot), axis=1))
+        self.waits.append(np.stack(np.broadcast_arrays(task, counter, slot), axis=1))
 
     def signal(
         self, task: Ints, rank: Column, counter: Column, following: NDArray[np.bool_], arrivals: Column | int
@@ -76,13 +76,10 @@ class _Tasks:
         the next layer."""
         self._signals.append(np.stack(np.broadcast_arrays(task, rank, counter, following, arrivals), axis=1))
 
-    def drop_waits(self) -> None:
-        self._waits = []
-
     def words(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
         """Return all waits and all signals, sorted by task. Store in the table where each task's waits and signals
         begin and end."""
-        return self._sorted("wait", self._waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
+        return self._sorted("wait", self.waits, WAIT), self._sorted("signal", self._signals, SIGNAL)
 
     def _sorted(self, what: str, rows: list[Ints], dtype: np.dtype[np.void]) -> NDArray[np.void]:
         names = dtype.names or ()
@@ -138,7 +135,7 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     for name, operand in (("queue", "queue"), ("claims_end", "end")):
         table_of_records[name] = np.where(drain, DRAIN.columns(records)[operand], -1)
     if not costs.synchronised:
-        tasks.drop_waits()
+        tasks.waits.clear()
     waits, signals = tasks.words()
     sizes = {"ranks": program.ranks, "workers": program.workers, "layers": program.dims.model.layers}
     sizes |= {"counters": program.counters, "queues": program.rank_queues, "splits": program.dims.bucket.items}
@@ -214,7 +211,7 @@ def _plain(
         keys.at_least(rank, weight_key, weights)
         tasks.set(task, weight_key=weight_key)
     _activations(tasks, keys, phase, columns, (task, rank, loaded.regions), dims)
-    matrix_s, idle_s = costs.matmul_s(work.matrix_flops, rows), np.zeros(len(task))
+    matrix_s, idle_s = costs.seconds(costs.matmul_flops, work.matrix_flops, rows), np.zeros(len(task))
     if phase.is_matmul and dims.worker.ring_pages:
         matrix_s, idle_s = _paged(tasks, task, phase, columns, dims, costs, workers)
     elif dims.worker.ring_pages:
@@ -299,7 +296,8 @@ def _paged(
     # The last columns are stored through pages of the ring. The next instruction loads into the pages after these.
     tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
-    matrix_s = costs.matmul_s(flops.astype(np.float64), computed_rows(rows).astype(np.float64))
+    computed = computed_rows(rows).astype(np.float64)
+    matrix_s = costs.seconds(costs.matmul_flops, flops.astype(np.float64), computed)
     # Between two k steps, both warpgroups do other work at the same time, so the matrix units are idle then.
     computing_s = matrix_s + consumers_s
     held_pages = np.maximum(taken.held, 1)
@@ -371,7 +369,8 @@ def _attention(
     heads, sequence = view.item_kv_heads[item].astype(np.int64), view.item_seq[item].astype(np.int64)
     live = sequence >= 0
     flops, kv_bytes = (amount[item] for amount in item_work(view))
-    compute_s = costs.attention_s(flops, (rows * dims.model.group_size).astype(np.float64))
+    pairs = (rows * dims.model.group_size).astype(np.float64)  # of a query row and a query head
+    compute_s = costs.seconds(costs.attention_flops, flops, pairs)
     # `size` has the bytes of the queries of each item. The item's output has the same size.
     per_head = dims.model.group_size * dims.model.head_dim * itemsize(dims.model)
     size: Floats = (rows * heads).astype(np.float64) * per_head

@@ -15,7 +15,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Dims, StepTable, ceil_div
 from megakernel.machine import CPU, Machine
 from megakernel.program import Program
-from megakernel.runtime import Chunk, SampleRow, build_step
+from megakernel.runtime import even_step
 from megakernel.scheduler import Spec, compile_program
 from megakernel.scheduler.describe import lowering
 from megakernel.scheduler.options import CHOICES, Options
@@ -141,14 +141,5 @@ def predicted_seconds(program: Program, machine: Machine, most_s: float = math.i
 
 @lru_cache(maxsize=4)
 def usual_step(dims: Dims) -> StepTable:
-    """Return the inputs (step table) of a typical step. All rows of the program are divided evenly among as many
-    sequences as the program has room for, and the last row of each sequence gets logits."""
-    count = min(dims.bucket.tokens, dims.bucket.max_seqs)
-    pages = range(dims.bucket.pages_per_seq)
-    chunks = []
-    for n in range(count):
-        rows = min(dims.bucket.tokens // count + (n < dims.bucket.tokens % count), dims.bucket.max_context)
-        start = max(min(_CONTEXT, dims.bucket.max_context) - rows, 0)
-        sampled = [SampleRow(rows - 1, prompt_length=start + rows)] if n < dims.bucket.logit_rows else []
-        chunks.append(Chunk(n, start, [0] * rows, pages, sampled))
-    return build_step(dims, chunks)
+    """Return the inputs (step table) of a typical step, which has all rows of the program."""
+    return even_step(dims, dims.bucket.tokens, min(_CONTEXT, dims.bucket.max_context))

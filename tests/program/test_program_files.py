@@ -14,12 +14,12 @@ from mutate import edit, rows_of
 from small_programs import CONFIG
 
 from megakernel import machine as machines
-from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Forward, record
 from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment, checks, load_program, program_from_bytes
 from megakernel.program.program import ALIGNMENT, START
+from megakernel.runtime import even_step
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler.simulate import simulate
 
@@ -118,7 +118,7 @@ def launch(program: Program) -> None:
     good = good_programs()[1].program.dims
     checkpoint = RandomCheckpoint("random", replace(CONFIG, layers=good.model.layers))
     backend = CpuBackend(checkpoint, good, PAGES, threads=2, null=True, deadlock_s=0.2)
-    backend.launch(program, decode_step(program.dims, 1, 16))
+    backend.launch(program, even_step(program.dims, 1, 16))
 
 
 @pytest.mark.parametrize("total", [-(1 << 31), (1 << 31) - 1])
@@ -127,7 +127,7 @@ def test_the_native_simulator_takes_any_total(program: Program, total: int) -> N
     totals = [np.full_like(getattr(program, name), total) for name in ("totals_first", "totals_middle", "totals_last")]
     wrong = replace(program, totals_first=totals[0], totals_middle=totals[1], totals_last=totals[2])
     with pytest.raises(MegakernelError):
-        simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
+        simulate(wrong, machines.host(2), even_step(program.dims, 4, 16))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_wrong_record_is_refused(
     with pytest.raises(MegakernelError, match=message):
         launch(wrong)
     with pytest.raises(MegakernelError, match=message):
-        simulate(wrong, machines.host(2), decode_step(program.dims, 4, 16))
+        simulate(wrong, machines.host(2), even_step(program.dims, 4, 16))
 
 
 def test_the_cpu_backend_refuses_offsets(program: Program) -> None:

@@ -17,7 +17,7 @@ from cpu_support import PAGES, RandomCheckpoint
 from handmade import make_dims, make_program
 from sizes import least_dims
 from megakernel import machine as machines
-from megakernel.cli.simulate import decode_step
+from megakernel.runtime import even_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model.config import ModelConfig
@@ -52,7 +52,7 @@ backend = opened()
 stages = dict(
     whole=whole,
     launch=lambda: launched(backend, program),
-    simulate=lambda: simulate(program, machines.host(2), decode_step(dims, 1, 8), trace=True).step_s,
+    simulate=lambda: simulate(program, machines.host(2), even_step(dims, 1, 8), trace=True).step_s,
     verify=lambda: verify(program).violations,
 )
 for name, run in stages.items():

@@ -20,7 +20,6 @@ from simulated import FREE, Node, Task, by_node, ended, hand_run, hand_work, hel
 from synthetic import delayed
 
 from megakernel import machine as machines
-from megakernel.cli.simulate import decode_step
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype, Operation, Split, slot_work
 from megakernel.machine import ONE_ROW
@@ -28,6 +27,7 @@ from megakernel.machine import Path as CodePath
 from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.roofline import step_work
+from megakernel.runtime import even_step
 from megakernel.scheduler import Options, describe
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
@@ -86,7 +86,7 @@ def test_what_the_machine_code_can_issue_bounds_a_step() -> None:
     """A step takes longer if the loader or the consumers issue instructions slowly."""
     machine, config = machines.load("h200"), load_config("random:llama-3.2-1b")
     program = compiled(config, machine, 1, max_context=128)
-    table, costs = decode_step(program.dims, 1, 128), costs_of(machine)
+    table, costs = even_step(program.dims, 1, 128), costs_of(machine)
     assert costs.paths is not None
     fast = dict.fromkeys(costs.paths, CodePath(0.0, 0.0))
 
@@ -169,7 +169,7 @@ def test_inputs_of_a_matmul_are_loaded_again_in_each_lap() -> None:
     machine, config = machines.load("h100"), replace(load_config("random:llama-3.1-8b"), layers=1)
     program = compiled(config, machine, 2, max_seqs=1, max_context=128)
     costs = costs_of(machine)
-    work = make_work(program, decode_step(program.dims, 1, 128), costs)
+    work = make_work(program, even_step(program.dims, 1, 128), costs)
     assert costs.paths is not None
     phases = program.forward.by_number
     names = [phases[n].name if n in phases else "" for n in work.records["phase"].tolist()]
@@ -489,8 +489,8 @@ def test_costs_of_machines() -> None:
     for taken, accesses in ((h100.signal_s, 3 * trip_s), (h100.remote_signal_s, 2.45e-6)):
         assert taken == pytest.approx(accesses + code_s)
     # A matmul of one row takes as long as a matmul of 64 rows.
-    assert np.ptp(h100.matmul_s(flops, np.array([64.0, 1.0]))) == 0
-    assert FREE.matmul_s(flops, np.array([64.0, 1.0]))[0] > 0
+    assert np.ptp(h100.seconds(h100.matmul_flops, flops, np.array([64.0, 1.0]))) == 0
+    assert FREE.seconds(FREE.matmul_flops, flops, np.array([64.0, 1.0]))[0] > 0
 
 
 @pytest.mark.parametrize(("cores", "model"), [(16, "random:llama-3.2-1b"), (64, "random:llama-3.1-8b")])
@@ -499,7 +499,7 @@ def test_decode_on_servers_of_many_cores_is_near_the_rate_of_memory(cores: int, 
     machine, config = machines.load(str(SERVERS / f"server-{cores}.toml")), load_config(model)
     assert (machine.workers, costs_of(machine).roles) == (cores, False)
     program = compiled(config, machine, 1, max_context=1024)
-    step_s = simulate(program, machine, decode_step(program.dims, 1, 512)).step_s
+    step_s = simulate(program, machine, even_step(program.dims, 1, 512)).step_s
     needed = step_work(program.forward, program.dims.split, [1], [512], 1, tied=config.tied).bytes
     assert 0.85 <= needed / machine.memory_bytes_per_s / step_s <= 1.0
 
@@ -514,7 +514,7 @@ def test_weights_of_experts_come_from_memory(machine: machines.Machine, tokens: 
     program = compiled(config, machine, tokens, tokens, tp, options, max_seqs=tokens, max_context=128)
     ranks = (program.dims.ranks[rank].split for rank in range(tp))
     each = [step_work(program.forward, split, [1] * tokens, [128] * tokens, tokens) for split in ranks]
-    done = simulate(program, machine, decode_step(program.dims, tokens, 128))
+    done = simulate(program, machine, even_step(program.dims, tokens, 128))
     assert 1.0 <= done.memory_bytes / sum(work.bytes for work in each) < 1.05
     assert done.step_s > max(work.bytes for work in each) / machine.memory_bytes_per_s
 
@@ -586,7 +586,7 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, cli: Cli) 
     program = saved(tmp_path / "prompt.mkp", "llama-3.2-1b", None, 256, 512)
     arguments = ["simulate", str(tmp_path / "prompt.mkp"), "--machine", "h100"]
     found = cli.json(*arguments)
-    expected = simulate(program, machines.load("h100"), decode_step(program.dims, 256, 256)).step_s
+    expected = simulate(program, machines.load("h100"), even_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
     said = cli.fails(*arguments, "--context", "255")
     assert "up to 256 tokens each, more than the context of 255" in said

@@ -12,9 +12,9 @@ from api_support import until
 from browser import Browser
 
 from megakernel import machine
-from megakernel.cli.simulate import decode_step
 from megakernel.isa import Dtype, Forward
 from megakernel.model import load_config
+from megakernel.runtime import even_step
 from megakernel.scheduler import Spec, compile_program
 from megakernel.scheduler.simulate import simulate
 from megakernel.timeline import compare, resolve, summarise, write_html
@@ -334,7 +334,7 @@ def test_a_layer_begins_with_its_first_work(driver: Browser, tmp_path: Path) -> 
     reach the layer earlier."""
     config, h100 = replace(load_config("random:smollm2-135m"), layers=4), machine.load("h100")
     program = compile_program(Spec(config, h100, tokens=1, logit_rows=1, max_seqs=1, max_context=128, dtype=Dtype.BF16))
-    done = simulate(program, h100, decode_step(program.dims, 1, 128), trace=True)
+    done = simulate(program, h100, even_step(program.dims, 1, 128), trace=True)
     assert done.trace is not None
     step, path = resolve(program, done.trace), tmp_path / "decode.html"
     write_html(path, (step, summarise(step)))
