@@ -20,6 +20,8 @@ log = logging.getLogger("ray.serve")
 # A request that crashes every replica must not be tried forever. It fails after this number of attempts in a row that
 # gave the client nothing new. The pauses between them, in seconds, double each time and add up to 51 s.
 _MOST_ATTEMPTS, _FIRST_PAUSE = 10, 0.1
+# Maximum bytes that are kept until they may be sent. 2,048 embeddings of 8,192 values have about 340 million.
+_MOST_KEPT = 1 << 29
 _LOOK_SECONDS = 1.0  # seconds between checks whether any replica runs, while a request waits for an answer
 
 
@@ -57,6 +59,8 @@ async def relay(
                             raise _Lost(f"the replica that took over gives another answer, with status {head.status}")
                         continue
                     rest += part
+                    if len(rest) > _MOST_KEPT:
+                        raise _Lost(f"the replica sent more than {_MOST_KEPT} bytes that cannot be passed on yet")
                     if not head.streams or b"\n" not in part:  # each event and each mark ends with line breaks
                         continue
                     *known, last = MARK.split(rest)  # events and the number of their choice, alternately

@@ -32,6 +32,7 @@ Ask = Callable[[Replay], AsyncGenerator[Part]]
 def known_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "key")
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0)
+    monkeypatch.setattr(module, "_MOST_KEPT", 1 << 21)
 
 
 async def runs() -> bool:
@@ -234,6 +235,7 @@ ONE, TWO = b"data: 1\n\n", b"data: 2\n\n"
         ([[LOST]] * 10, 503, TOLD),
         ([[JSON, b"{", LOST], [JSON, b"{", b"}"]], 200, b"{}"),
         ([[JSON, b"{", LOST]] * 10, 503, TOLD),
+        ([[JSON, *[b"x" * (1 << 20)] * 3]] * 10, 503, TOLD),  # more than the front keeps
         ([[JSON, b"\n:0\n\n"]], 200, b"\n:0\n\n"),  # only streams have marks
         ([[Head(204, [], "kind")]], 204, b""),
         ([[BUSY, b"busy"]], 503, b"busy"),  # passed on, because the client has not received anything yet
