@@ -39,7 +39,7 @@ MOST_HEALTH_MS, MOST_GROWTH_MB = 100.0, 100.0
 POLLER = """
 import http.client, json, select, sys, time
 port, kept, times = int(sys.argv[1]), None, []
-while not select.select([sys.stdin], [], [], 0.01)[0]:
+while not times or not select.select([sys.stdin], [], [], 0.01)[0]:
     connection = kept if len(times) % 2 and kept else http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     begin = time.monotonic()
     connection.request("GET", "/health")
