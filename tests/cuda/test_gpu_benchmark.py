@@ -191,7 +191,7 @@ def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() ->
 
 def test_the_probes_compile(tmp_path: Path) -> None:
     """The CUDA code in probe_gpu.py compiles with nvcc or, if nvcc is missing, with NVRTC, which CuPy calls."""
-    source = probe_source()
+    source = (SPEED / "probe_gpu.py").read_text().split('SOURCE = r"""')[1].split('"""')[0]
     if nvcc := compile.nvcc_path():
         (tmp_path / "probe.cu").write_text(source)
         command = [nvcc, "-cubin", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Werror", "all-warnings"]
@@ -204,11 +204,6 @@ def test_the_probes_compile(tmp_path: Path) -> None:
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"probe.cu", 0, None, None)
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0
-
-
-def probe_source() -> str:
-    text = (SPEED / "probe_gpu.py").read_text()
-    return text.split('SOURCE = r"""')[1].split('"""')[0]
 
 
 def test_the_probes_report_what_kernels_measure(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,15 +28,6 @@ def test_every_figure_has_a_source(path: Path) -> None:
     assert set(sourced) == figures and len(sourced) == len(set(sourced)) and min(map(len, sources)) > 10
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_units_are_in_the_names(name: str) -> None:
-    counts = {"generation", "sms", "subpartitions_per_sm", "fp32_lanes_per_subpartition"}
-    units = ("_hz", "_s", "_bytes", "_bytes_per_clock", "_per_hour")
-    chip = hardware(name).chip
-    for key in chip.__struct_fields__:
-        assert key in counts or key.endswith(units), key
-
-
 @pytest.mark.parametrize(("name", "links"), FACTS["links_per_switch"].items())
 def test_links_and_switches_agree(name: str, links: tuple[int, ...]) -> None:
     node = hardware(name).node

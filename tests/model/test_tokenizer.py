@@ -109,12 +109,9 @@ def test_hf_folder_equals_transformers(tmp_path: Path) -> None:
         ours.apply_chat_template([{"role": "tool", "content": ""}])
 
 
-MISTRAL = """{%- set loop_messages = messages[1:] if messages[0]['role'] == 'system' else messages %}
-{%- set turn = namespace(user=true) %}{{- bos_token }}
-{%- for message in loop_messages | selectattr('role', 'defined') %}
-    {%- if (message['role'] == 'user') != turn.user %}{{- raise_exception('roles must alternate') }}{% endif %}
-    {%- set turn.user = not turn.user %}
-    {%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] | trim + ' [/INST]' }}
+MISTRAL = """{%- set turn = namespace(user=false) %}{{- bos_token }}
+{%- for message in messages | selectattr('role', 'defined') %}{%- set turn.user = not turn.user %}
+    {%- if turn.user %}{{- '[INST] ' + message['content'] | trim + ' [/INST]' }}
     {%- else %}{{- ' ' + message['content'] + eos_token }}{% endif %}
 {%- endfor %}
 """
@@ -154,9 +151,6 @@ def test_folder_without_template_or_tokenizer(tmp_path: Path) -> None:
     tokenizer = loaded(hf_folder(tmp_path, byte_backend()))
     with pytest.raises(MegakernelError, match="no chat template"):
         tokenizer.apply_chat_template([])
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(MegakernelError, match=r"cannot read .*tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
     assert load_tokenizer(str(tmp_path)) is None
 

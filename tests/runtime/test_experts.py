@@ -116,12 +116,8 @@ ON_UNITS += [("pieces", Units.TENSOR, 0), ("whole", Units.TENSOR, 1)]
 def test_experts_on_gpus(sizes: str, units: Units, clipped: int, tokens: int) -> None:
     dims = ON_GPUS.changed(units=int(units), tokens=tokens, logit_rows=3, clipped_gates=clipped, **GPU_SIZES[sizes])
     twins = routed_on(HostTwins, dims, biased=bool(clipped))
-    routes, chosen, d = (
-        twins.buffer(0, B.ROUTES),
-        twins.dims.model.experts - 1,
-        twins.dims,
-    )  # the last expert has no row
-    routes[:] = (routes[:, :1] + [0, 1, 2]) % chosen
+    d, routes = twins.dims, twins.buffer(0, B.ROUTES)
+    routes[:] = (routes[:, :1] + [0, 1, 2]) % (d.model.experts - 1)  # the last expert has no row
     check_experts(twins, tokens, {0, 1, d.places - 1}, [(0, tokens)] if d.by_expert else [(0, 1), (2, 1)], 24)
     table, layer = make_table(d, {0: (0, tokens)}), d.model.layers - 1
     for kind in ROUTES:

@@ -34,7 +34,6 @@ class HotLoop:
     weights: str
     instructions: int
     multiply_adds: int
-    stack_loads: int
     stack_stores: int
 
 
@@ -56,9 +55,8 @@ def hot_loops(library: Path) -> list[HotLoop]:
         loop = max(_innermost(code), key=_multiply_adds, default=[])
         if _multiply_adds(loop):
             simd, rows, panels, weights = match.groups()
-            stack = [line for line in loop if re.search(r"\(%r[sb]p", line) and "lea" not in line]
-            stores = [line for line in stack if line.endswith(")")]
-            counts = len(loop), _multiply_adds(loop), len(stack) - len(stores), len(stores)
+            stores = [line for line in loop if re.search(r"\(%r[sb]p.*\)$", line) and "lea" not in line]
+            counts = len(loop), _multiply_adds(loop), len(stores)
             out.append(HotLoop(simd, int(rows), int(panels), weights.replace("mk::", ""), *counts))
     return out
 

@@ -37,17 +37,9 @@ def runner(request):
     shape = {"vocab": 211, "hidden": 96, "ffn": 168, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 24}
     _, checkpoint = make_llama(3, max_context=512, **shape | family)
     dtype = Dtype.F32 if kind == "f32" else Dtype.BF16
-    tp = 4 if "ranks" in more else 1  # ranks divide the three query heads of a KV head
-    whole = "whole" in more
-    runner = Runner(
-        checkpoint,
-        dtype=dtype,
-        max_seqs=66,
-        max_context=320,
-        tp=tp,
-        expert_parallel=whole,
-        quantised_kv="quantised" in more,
-    )
+    # Ranks divide the three query heads of a KV head.
+    how: dict[str, Any] = {"tp": 4 if "ranks" in more else 1, "expert_parallel": "whole" in more}
+    runner = Runner(checkpoint, dtype=dtype, max_seqs=66, max_context=320, quantised_kv="quantised" in more, **how)
     yield runner
     runner.close()
 

@@ -95,16 +95,6 @@ def test_ranks_compute_what_one_computes(tp: int) -> None:
         assert error(found[replicated_o, 0], found[replicated_o, 1]) < 1e-6
 
 
-@pytest.mark.parametrize("replicated_o", [0, 1])
-def test_buckets_may_differ_in_the_residual(replicated_o: int) -> None:
-    checkpoint = make_llama(1, **GROUPED)[1]
-    dims = rank_dims(small(checkpoint), 2, (replicated_o, 0))
-    few = dims.changed(tokens=2, logit_rows=2, row_block=1, replicated_residual=1)
-    many, one = (by_hand(checkpoint.config, d) for d in (dims, few))
-    mixed = on_reference(checkpoint, many, many, one)
-    assert error(mixed.run(), on_reference(checkpoint, many).run()) < 1e-6
-
-
 @pytest.mark.parametrize(("tp", "lowering"), [(1, (0, 0)), (4, (1, 1))])
 def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, int]) -> None:
     checkpoint = make_llama(1, **GROUPED)[1]

@@ -9,6 +9,11 @@ _WORDS = ("name", "age", "id", "tags", "kind", "ünit", "a b", 'q"uote', "x", "t
 _PATTERNS = ("^[a-c]{1,4}$", r"^\d{2}-\d{2}$", "^(yes|no)$", "^[A-Z][a-z]{0,3}$")
 
 
+def closed(**properties: Schema) -> Schema:
+    """Return a schema for an object that has all of these properties and no others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
 def random_schema(rng: random.Random, depth: int = 3) -> Schema:
     """Return a schema with a few keywords, as in JSON-Schema-Test-Suite, nested up to `depth` levels deep."""
     leaves: list[Callable[[], Schema]] = [
@@ -42,8 +47,7 @@ def random_root(rng: random.Random) -> Schema:
 def _object(rng: random.Random, depth: int) -> Schema:
     names = rng.sample(_WORDS, rng.randint(1, 4))
     required = [name for name in names if rng.random() < 0.7]
-    properties = {name: random_schema(rng, depth) for name in names}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return closed(**{name: random_schema(rng, depth) for name in names}) | {"required": required}
 
 
 def _array(rng: random.Random, depth: int) -> Schema:

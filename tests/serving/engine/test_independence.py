@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 from engine_support import Known, speculation
 from model_helpers import byte_model
+from schemas import closed
 
 from megakernel import LLM, SamplingParams
 from megakernel.serving import StructuredOutputsParams
 from megakernel.serving.engine.speculation import Lookup
 from megakernel.serving.text.vllm import RequestOutput
 
-PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["alpha", "beta"]}},
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
+PERSON = closed(name={"type": "string", "maxLength": 6}, kind={"enum": ["alpha", "beta"]})
 FORM = {"structured_outputs": StructuredOutputsParams(json=PERSON), "max_tokens": 200, "ignore_eos": False}
 # In a text of random tokens, "~" begins a call, and a bias makes "a" and "~" frequent.
 CALL = {"structured_outputs": StructuredOutputsParams(grammar='start: "{" /[0-9]{3}/ "}"', trigger="~")}

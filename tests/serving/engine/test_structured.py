@@ -7,23 +7,15 @@ from typing import Any
 
 import jsonschema
 import pytest
-from schemas import random_root
+from schemas import closed, random_root
 
 from megakernel import LLM, MegakernelError, SamplingParams
 from megakernel.serving import StructuredOutputsParams
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.grammars import Grammar, Grammars
 
-PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "kind": {"enum": ["alpha", "beta"]},
-    },
-    "required": ["name", "age", "kind"],
-    "additionalProperties": False,
-}
+AGE = {"type": "integer", "minimum": 0, "maximum": 99}
+PERSON = closed(name={"type": "string", "maxLength": 6}, age=AGE, kind={"enum": ["alpha", "beta"]})
 
 
 def wants(**given: Any) -> StructuredOutputsParams:

@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock, Mock, PropertyMock
 import numpy as np
 import pytest
 from api_support import Live, alternating, user
+from schemas import closed
 
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
@@ -20,8 +21,7 @@ from megakernel.serving.text.tool_calls import CallReader, Piece
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CONTEXT = 1024
 ASK = {"role": "user", "content": "hello"}
-TIME = {"name": "time", "input_schema": {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}}}
-TIME["input_schema"] |= {"required": ["zone"], "additionalProperties": False}  # type: ignore[operator]
+TIME = {"name": "time", "input_schema": closed(zone={"enum": ["UTC", "CET"]})}
 ANY = {"tools": [TIME], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 200}
 LIMITS = {"max_context": CONTEXT}
 

@@ -17,6 +17,7 @@ import pytest
 extras.needs("ray")
 
 from api_support import Live, by_choice, serving, until
+from schemas import closed
 
 from megakernel import LLM
 from megakernel.serving.replicas import relay as module
@@ -56,12 +57,7 @@ async def answered(ask: Ask) -> tuple[int, bytes]:
 # -- two servers
 
 CONTEXT = 1024
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 2}, "kind": {"enum": ["alpha", "beta"]}},
-    "required": ["name", "kind"],
-    "additionalProperties": False,
-}
+PERSON = closed(name={"type": "string", "maxLength": 2}, kind={"enum": ["alpha", "beta"]})
 TOOLS = [{"type": "function", "function": {"name": "person", "parameters": PERSON}}]
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}

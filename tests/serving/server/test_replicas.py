@@ -32,6 +32,7 @@ import yaml
 from api_support import Live, by_choice, until
 from commands import Cli, command
 from model_helpers import byte_model
+from schemas import closed
 from serve_process import SMALL, at, begin_stream, process, rest
 
 from megakernel.cli import main, parser
@@ -305,12 +306,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "minLength": 60, "maxLength": 60}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
+PERSON = closed(name={"type": "string", "minLength": 60, "maxLength": 60})
 CALL = {"tools": [{"type": "function", "function": {"name": "f", "parameters": PERSON}}]}
 CALL |= {"tool_choice": "required", "parallel_tool_calls": False}
 KINDS: list[tuple[str, dict[str, Any]]] = [

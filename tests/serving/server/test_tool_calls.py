@@ -14,6 +14,7 @@ from api_support import Live, ids_of, serving, until
 from model_helpers import byte_model
 from openai import OpenAI
 from read_answers import Calls, read_answer
+from schemas import closed
 
 from megakernel import LLM, MegakernelError
 from megakernel.model import load_tokenizer
@@ -24,19 +25,9 @@ from megakernel.serving.text.tool_calls import CallReader
 from megakernel.serving.text.tool_formats import FORMATS, ToolFormat, tool_format, with_tools
 from megakernel.settings import SETTINGS
 
-WEATHER: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"$ref": "#/$defs/unit"}},
-    "required": ["city", "unit"],
-    "additionalProperties": False,
-    "$defs": {"unit": {"enum": ["C", "F"]}},
-}
-TIME: dict[str, Any] = {
-    "type": "object",
-    "properties": {"zone": {"enum": ["UTC", "CET"]}},
-    "required": ["zone"],
-    "additionalProperties": False,
-}
+WEATHER = closed(city={"type": "string", "maxLength": 5}, unit={"$ref": "#/$defs/unit"})
+WEATHER |= {"$defs": {"unit": {"enum": ["C", "F"]}}}
+TIME = closed(zone={"enum": ["UTC", "CET"]})
 
 
 def function(name: str, **more: Any) -> dict[str, Any]:
@@ -77,11 +68,9 @@ FORMS_OF_CALLS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
 def written(kind: str, what: str) -> tuple[str, list[tuple[str, Any]]]:
     """Return an answer in the format `kind` with the call `what`, and the calls that it makes."""
     form, (text, calls) = FORMATS[kind], FORMS_OF_CALLS[what]
-    text = text.replace("%s", form.arguments).replace("END", form.end.strip() * (len(form.end) > 1) or "<")
-    calls = [
-        (name, json.loads(json.dumps(given).replace("END", form.end.strip() * (len(form.end) > 1) or "<")))
-        for name, given in calls
-    ]
+    end = form.end.strip() * (len(form.end) > 1) or "<"
+    text = text.replace("%s", form.arguments).replace("END", end)
+    calls = [(name, json.loads(json.dumps(given).replace("END", end))) for name, given in calls]
     if form.each:
         return f"{form.begin}{text}{form.end}".replace("@", f"{form.end}\n{form.begin}"), calls
     if kind in ("mistral", "granite"):
@@ -358,16 +347,13 @@ def test_half_characters_are_refused(live: Live, half: str) -> None:
     text = json.dumps({"messages": MESSAGES, "tools": [tool]}).replace("\\\\", "\\")
     raw = re.sub(r"\\u(d\w{3})", lambda found: chr(int(found[1], 16)), text, flags=re.I).encode(errors="surrogatepass")
     for data in (text.encode(), raw):
-        status, _, answer = live.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
+        status, _, answer = live.request("POST", CHAT, data)
         assert status == 400 and "the body is not JSON" in json.loads(answer)["error"]["message"]
 
 
 def test_whole_characters_are_no_half_ones(live: Live) -> None:
     for text in (r"\ud83d\ude00", r"\\ud800", "é😀", r"\u0041"):
-        status, _, _ = live.request(
-            "POST", "/tokenize", f'{{"prompt": "{text}"}}'.encode(), {"Content-Type": "application/json"}
-        )
-        assert status == 200
+        assert live.request("POST", "/tokenize", f'{{"prompt": "{text}"}}'.encode())[0] == 200
 
 
 PERSON: dict[str, Any] = {"type": "object", "properties": {"age": {"enum": [1, 2]}}, "required": ["age"]}
@@ -408,13 +394,10 @@ def test_an_answer_is_a_call_or_json(
     """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for a
     character with which only calls begin decides between the two. If a call is required, the answer is a call."""
     monkeypatch.setitem(vars(live.service.codec), "tools", FORMATS[kind])
-    character = {"hermes": "<", "mistral": "[", "llama3_json": "n", "granite": "<", "seed_oss": "<", "openai": "c"}[
-        kind
-    ]
+    character = {"mistral": "[", "llama3_json": "n", "openai": "c"}.get(kind, "<")
     for bias in (100, -100):
-        content, calls, reason = answered(
-            live, {**body, "seed": 5, "logit_bias": {str(ids_of(f"{character} ")[0]): bias}}
-        )
+        more = {"seed": 5, "logit_bias": {str(ids_of(f"{character} ")[0]): bias}}
+        content, calls, reason = answered(live, {**body, **more})
         assert reason == ("tool_calls" if bias > 0 else "stop")
         if bias > 0:
             check_calls(calls, 1 if "parallel_tool_calls" in body else 16)
@@ -432,9 +415,8 @@ def test_what_a_grammar_leaves_is_in_a_header(live: Live) -> None:
         for more in ({"guided_json": listed}, {"tools": [tool], "tool_choice": "required"}):
             body = {"messages": MESSAGES, "max_tokens": 99, "stream": stream, **more}
             assert live.request("POST", "/v1/chat/completions", body)[1]["x-unenforced"] == "uniqueItems"
-    assert (
-        "x-unenforced" not in live.request("POST", "/v1/completions", {"prompt": "x", "guided_json": {"const": 1}})[1]
-    )
+    plain = {"prompt": "x", "guided_json": {"const": 1}}
+    assert "x-unenforced" not in live.request("POST", "/v1/completions", plain)[1]
 
 
 @pytest.mark.parametrize("number", [2**63, 2**64, -(2**70), 10**400])
@@ -445,10 +427,8 @@ def test_numbers_of_any_size_pass(live: Live, number: int) -> None:
     for more in ({"stream": False, "tool_choice": "required"}, {"stream": True, "tool_choice": "auto"}):
         assert live.request("POST", "/v1/chat/completions", {**body, **more})[0] in (200, 400)
         assert live.request("POST", "/v1/responses", {**told, **more})[0] in (200, 400)
-    for form in (
-        {"guided_json": {"const": number}},
-        {"response_format": {"type": "json_object", "schema": {"maximum": number}}},
-    ):
+    wanted = {"type": "json_object", "schema": {"maximum": number}}
+    for form in ({"guided_json": {"const": number}}, {"response_format": wanted}):
         assert live.request("POST", "/v1/completions", {"prompt": "x", **form})[0] in (200, 400)
 
 
