@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ import extras
 import numpy as np
 import pytest
 from fake_gpu import ROOT, Arguments, HostKernel, no_compiler, run, view
-from launch_image import host_library
 
 from megakernel.machine import MACHINES
 from megakernel.model import KNOWN_SHAPES, ModelConfig
@@ -29,11 +29,10 @@ class TracingKernel(HostKernel):
     """A kernel whose traced launches return the intervals that the simulator predicts, because the interpreter records
     no trace on the host."""
 
-    def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
-        params = pointer.contents
-        if params.trace:
-            self._predict(params)
-        super()._run(pointer, blocks, cooperative)
+    def run(self, grids: Sequence[Any]) -> None:
+        if grids[0].trace:
+            self._predict(grids[0])
+        super().run(grids)
 
     def _predict(self, params: Any) -> None:
         a = Arguments(params)
@@ -68,7 +67,7 @@ def in_process_parts() -> None:
     gpu.DEVICE, gpu.SEQUENCE, gpu.SCORED = "cpu", 40, 6
     gpu.PROMPT, gpu.STEPS, gpu.RUNS, gpu.MIXED = 4, 3, 1, (2, 8, 3, 256)
     gpu.PARTITION_ROWS, gpu.PARTITION_RUNS, gpu.LAUNCHES = (1, 20), 2, 2
-    kernel = TracingKernel(os.environ["HOST"])
+    kernel = TracingKernel()
     folder = Path(os.environ["FOLDER"])
     found = {}
     for name in PARTS:
@@ -91,8 +90,7 @@ ABSENT = ("gguf", "perfetto", "fastapi", "uvicorn", "httptools", "pydantic")
 
 @pytest.mark.slow
 def test_parts_end_and_say_what_they_measured(tmp_path: Path) -> None:
-    library = host_library()._name
-    found = json.loads(run(in_process_parts, HOST=library, FOLDER=tmp_path, FAKE_CUDA_SMS=8))
+    found = json.loads(run(in_process_parts, FOLDER=tmp_path, FAKE_CUDA_SMS=8))
     decode, mixed = found["decode-1b"], found["mixed-8b"]
     assert {"megakernel", "not_pipelined", "by_phases", "traced", "megakernel_again"} <= decode.keys()
     assert decode["phases_ratio"] > 0 and decode["traced_ratio"] > 0 and decode["engine"]["tpot_s"] > 0

@@ -1,11 +1,9 @@
-"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel written in Python. The
-kernel computes with the reference backend. It knows only the arguments of a launch, and reads the program, the step
-table and the weights through their pointers. The fake GPU needs a process of its own, in which the fake driver is
-loaded instead of NVIDIA's: `run` calls a function of a test module in such a process."""
+"""A fake GPU for tests of the launcher: the fake driver of tests/support/fake_cuda, and a kernel that runs the CUDA
+interpreter's own code on the CPU. The fake GPU needs a process of its own, in which the fake driver is loaded instead
+of NVIDIA's: `run` calls a function of a test module in such a process."""
 
 import ctypes
 import functools
-import itertools
 import json
 import os
 import select
@@ -13,10 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import extras
@@ -25,7 +23,6 @@ import pytest
 from built_once import linked
 from launch_image import FLAGS, host_library
 from numpy.typing import NDArray
-from sizes import config_of
 
 from megakernel.isa import (
     BUFFERS,
@@ -42,7 +39,6 @@ from megakernel.isa import (
     StepTable,
 )
 from megakernel.isa.record import WORDS, phase_number
-from megakernel.model.config import ModelConfig
 from megakernel.program import Program, Segment
 from megakernel.runtime.cuda.loaded import Params
 
@@ -51,7 +47,8 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.
 
 
 def run(function: Callable[[], None], **env: object) -> str:
-    """Call a function of a test module in a new process that uses the fake driver, and return what it printed."""
+    """Call a function of a test module in a new process that uses the fake driver, and return what it printed. The
+    environment variable HOST of that process is the path of the library for HostKernel."""
     extras.needs("cuda")
     driver = linked(
         "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp", *FLAGS, "-shared", "-fPIC", "-pthread"
@@ -59,7 +56,7 @@ def run(function: Callable[[], None], **env: object) -> str:
     forks = _forks(Path(function.__code__.co_filename), driver.parent)
     assert forks.stdin is not None and forks.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
-        settings = os.environ | {key: str(value) for key, value in env.items()}
+        settings = os.environ | {key: str(value) for key, value in env.items()} | {"HOST": host_library()._name}
         forks.stdin.write(json.dumps([function.__name__, settings, folder]) + "\n")
         forks.stdin.flush()
         if not select.select([forks.stdout], [], [], 600)[0]:
@@ -104,13 +101,12 @@ def _forks(module: Path, driver: Path) -> subprocess.Popen[str]:
     )
 
 
-def pretended(*, host: bool = False, **env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver. With
-    `host`, the environment variable HOST of that process is the path of the library for HostKernel."""
+def pretended(**env: object) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Return a decorator for tests, which makes the test's body run in a process that uses the fake driver."""
 
     def test_of(body: Callable[[], None]) -> Callable[..., None]:
         def test() -> None:
-            run(body, **env | ({"HOST": host_library()._name} if host else {}))
+            run(body, **env)
 
         test.body = body  # type: ignore[attr-defined]
         return test
@@ -141,18 +137,17 @@ def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype).reshape(shape)
 
 
+DIMS = [(name, "<f4" if kind is float else "<i4") for name, kind in DIM_FIELDS]
+
+
 class Arguments:
     """The program, step table, counters and buffers to which the arguments of a launch point."""
 
     def __init__(self, params: Any) -> None:
         self.params = params
-        kinds = [(name, "<f4" if kind is float else "<i4") for name, kind in DIM_FIELDS]
-        first = view(params.dims, (1,), kinds)[0]
-        tp = int(first["tp"])
-        self.ranks = [
-            Dims.of(**{n: (float if k is float else int)(row[n]) for n, k in DIM_FIELDS})
-            for row in view(params.dims, (tp,), kinds)
-        ]
+        tp = int(view(params.dims, (1,), DIMS)[0]["tp"])
+        rows = view(params.dims, (tp,), DIMS)
+        self.ranks = [Dims.of(**{name: row[name].item() for name, _ in DIM_FIELDS}) for row in rows]
         self.dims = d = self.ranks[0]
         streams = [tp * params.workers + 1] * 3 + [tp * params.queues + 1]
         segments = []
@@ -166,10 +161,8 @@ class Arguments:
             d, forward, "pretended", tp, params.workers, params.counters, *segments[:3], *totals, segments[3]
         )
         self.table = StepTable(d, view(params.step_words, StepTable(d).words.shape, np.int32))
-        self.counters = [
-            view(int(address), (d.model.layers + 1, params.counters), np.int32)
-            for address in view(params.counter_values, (tp,), np.uint64)
-        ]
+        addresses = view(params.counter_values, (tp,), np.uint64).tolist()
+        self.counters = [view(address, (d.model.layers + 1, params.counters), np.int32) for address in addresses]
         self.addresses = view(params.buffers, (tp, len(Buffer)), np.uint64)
         self.strides = view(params.layer_stride, (tp, len(Buffer)), np.uint64)
 
@@ -179,11 +172,6 @@ class Arguments:
         numbers = [np.unique(phase_number(np.concatenate(records))).tolist() for records in lists]
         found = [[_phase(n, self.phases[0, n]) for n in segment] for segment in numbers]
         return Forward(*(tuple(phase for phase in segment if not phase.control) for segment in found))
-
-    def config(self) -> ModelConfig:
-        """Rebuild the model's configuration. A bias exists in the model if its buffer has an address."""
-        qkv, o, mlp = (bool(self.addresses[0, b]) for b in (Buffer.B_QKV, Buffer.B_O, Buffer.B_GATE_UP))
-        return config_of(self.dims, qkv_bias=qkv, o_bias=o, mlp_bias=mlp)
 
     def buffer(self, rank: int, buffer: Buffer, layer: int, pages: int) -> NDArray[Any]:
         spec = BUFFERS[buffer]
@@ -203,83 +191,67 @@ def _phase(number: int, words: NDArray[np.int32]) -> Phase:
     return Phase(**made)
 
 
-class PretendedKernel:
-    """A fake kernel that runs each launch on the reference backend, with weights copied from the fake device."""
+class Kernel:
+    """A fake kernel. The fake driver calls it for each grid of a launch, in the thread of the grid's stream. The call
+    for the last grid runs them all. The others wait for it, or until the host aborts them. `wrong` collects errors."""
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
-        self.errors: list[BaseException] = []
-        # A function that is called at the start of each launch. If it returns False, the launch does nothing.
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        # A function that is called at the start of each grid. If it returns False, the grid does nothing.
         self.before: Callable[[Any], bool] | None = None
-        self._reference: Any = None
-        self._programs: dict[bytes, Program] = {}
-        self._callback = _CALLBACK(self._run)
+        self._changed = threading.Condition()
+        self._grids: list[Any] = []
+        self._ended = 0
+        self._callback = _CALLBACK(self.launch)
+        no_compiler()
         library().fake_set_kernel(self._callback)
 
-    def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
+    def launch(self, pointer: Any, blocks: int, cooperative: int) -> None:
+        params = pointer.contents
         try:
-            params = pointer.contents
             assert blocks == params.ranks * params.workers
-            if self.before is None or self.before(params):
-                self.execute(Arguments(params))
+            if self.before is not None and not self.before(params):
+                return
+            with self._changed:
+                self._grids.append(params)
+                ended, tp = self._ended, int(view(params.dims, (1,), DIMS)[0]["tp"])
+                if sum(grid.ranks for grid in self._grids) == tp:
+                    self.run(sorted(self._grids, key=lambda grid: grid.first_rank))
+                    self._grids, self._ended = [], ended + 1
+                    self._changed.notify_all()
+                while self._ended == ended:
+                    if ctypes.c_int32.from_address(params.abort).value:
+                        self._grids.remove(params)
+                        return
+                    self._changed.wait(0.001)
         except BaseException as e:
-            self.errors.append(e)
+            self.wrong.append(repr(e))
+            self._grids, self._ended = [], self._ended + 1
 
-    def execute(self, a: Arguments) -> None:
-        """Run the part of a step that one kernel launch (a grid) computes. The grid adds to the counters of the ranks
-        that it runs. The grid that runs rank 0 also computes the results of all ranks."""
-        p = a.params
-        for rank in range(p.first_rank, p.first_rank + p.ranks):
-            for block, total in enumerate(a.program.totals()[:, rank]):
-                np.testing.assert_array_equal(a.counters[rank][block], total * (p.launch - 1))
-                a.counters[rank][block] += total
-        if p.first_rank:
-            return
-        if self._reference is None:
-            self._reference = _reference_on(a, self.pages)
-        reference = self._reference
-        program = self._programs.setdefault(a.program.to_bytes(), a.program)
-        for rank in range(a.dims.split.tp):
-            reference.buffer(Buffer.HISTORY, rank=rank)[:] = a.buffer(rank, Buffer.HISTORY, 0, self.pages)
-        out = reference.launch(program, a.table)
-        for rank in range(a.dims.split.tp):
-            a.buffer(rank, Buffer.HISTORY, 0, self.pages)[:] = reference.buffer(Buffer.HISTORY, rank=rank)
-            own = slice(rank * a.dims.own_logit_rows, (rank + 1) * a.dims.own_logit_rows)
-            a.buffer(rank, Buffer.LOGITS, 0, self.pages)[own] = out.logits[own]
-        a.buffer(0, Buffer.TOKENS_OUT, 0, self.pages)[:] = out.tokens
-        a.buffer(0, Buffer.LOGPROBS_OUT, 0, self.pages)[:] = out.logprobs
+    def run(self, grids: Sequence[Any]) -> None:
+        """Run all grids of a launch, given by their parameters."""
+        raise NotImplementedError
 
     def check(self) -> None:
-        if self.errors:
-            raise self.errors[0]
+        assert self.wrong == []
 
 
-class HostKernel:
+class HostKernel(Kernel):
     """A fake kernel that runs the CUDA interpreter's own code on the CPU."""
 
-    def __init__(self, library_path: str) -> None:
-        self._library = ctypes.CDLL(library_path)
-        self.wrong: list[str] = []
-        self._callback = _CALLBACK(self._run)
-        library().fake_set_kernel(self._callback)
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(os.environ["HOST"])
+        super().__init__()
 
-    def _run(self, pointer: Any, blocks: int, cooperative: int) -> None:
+    def run(self, grids: Sequence[Any]) -> None:
+        for params in grids if grids[0].synchronise else ():
+            a = Arguments(params)
+            for rank in range(params.first_rank, params.first_rank + params.ranks):
+                np.testing.assert_array_equal(a.counters[rank], a.program.totals()[:, rank] * (params.launch - 1))
         said = ctypes.create_string_buffer(1024)
-        self._library.mk_host_run(pointer, said, len(said))
+        self._library.mk_host_run((ctypes.c_void_p * len(grids))(*map(ctypes.addressof, grids)), len(grids), said, 1024)
         if said.value:
             self.wrong.append(said.value.decode())
-
-
-def _reference_on(a: Arguments, pages: int) -> Any:
-    from megakernel.runtime.reference import ReferenceBackend
-
-    class OnDevice(ReferenceBackend):
-        def load_weights(self, checkpoint: Any, places: Collection[tuple[Buffer, int]]) -> None:
-            for (buffer, layer), (rank, arrays) in itertools.product(places, enumerate(self._arrays)):
-                arrays.setdefault(buffer, {})[layer] = a.buffer(rank, buffer, layer, 0).copy()
-
-    checkpoint: Any = SimpleNamespace(config=a.config(), storage={})
-    return OnDevice(checkpoint, a.dims, pages)
 
 
 def poll(address: int, seconds: float = 10.0) -> bool:

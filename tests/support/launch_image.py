@@ -36,7 +36,7 @@ Array = NDArray[Any]
 def host_library() -> ctypes.CDLL:
     """Build the library that runs launches on the host."""
     library = ctypes.CDLL(str(linked("host.so", HOST / "host.cpp", *FLAGS, "-shared", "-fPIC")))
-    library.mk_host_run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32]
+    library.mk_host_run.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32]
     return library
 
 
@@ -80,7 +80,7 @@ class LaunchImage:
 
     def _launch(self, params: Any) -> str:
         message = ctypes.create_string_buffer(_MESSAGE)
-        host_library().mk_host_run(ctypes.addressof(params), message, _MESSAGE)
+        host_library().mk_host_run(ctypes.byref(ctypes.c_void_p(ctypes.addressof(params))), 1, message, _MESSAGE)
         return message.value.decode()
 
     def execute(self, words: Records, layer: int, rank: int, table: StepTable) -> None:

@@ -21,26 +21,29 @@ void run(HostWarp& warp, Block<HostWarp>& block, const Params& params, int32_t i
   report(warp, block, params);
 }
 
-// Runs a launch. Returns what went wrong, or an empty string.
-std::string launch(const Params& params) {
-  const int32_t count = params.ranks * params.workers;
-  HostWorld world{params, Fibres(count * kWarps), false, ""};
+// Runs the grids of a launch, one per GPU. Returns what went wrong, or an empty string.
+std::string launch(const std::vector<const Params*>& grids) {
+  size_t count = 0;
+  for (const Params* params : grids) count += static_cast<size_t>(params->ranks * params->workers);
+  HostWorld world{grids, Fibres(count * kWarps), false, ""};
   std::vector<std::unique_ptr<Block<HostWarp>>> memory;
   std::deque<HostBlock> blocks;
   std::deque<HostWarp> warps;
-  for (int32_t i = 0; i < count; ++i) {
-    Block<HostWarp>& block = *memory.emplace_back(std::make_unique<Block<HostWarp>>());
-    const std::string name = "block " + std::to_string(i);
-    HostBlock& shared = blocks.emplace_back(world, block, name);
-    for (int w = 0; w < kWarps; ++w) {
-      HostWarp& warp = warps.emplace_back(shared, w);
-      world.fibres.add([&warp, &block, &world, i] { run(warp, block, world.params, i); });
+  for (const Params* params : grids) {
+    for (int32_t i = 0; i < params->ranks * params->workers; ++i) {
+      Block<HostWarp>& block = *memory.emplace_back(std::make_unique<Block<HostWarp>>());
+      const std::string name = "block " + std::to_string(blocks.size());
+      HostBlock& shared = blocks.emplace_back(world, *params, block, name);
+      for (int w = 0; w < kWarps; ++w) {
+        HostWarp& warp = warps.emplace_back(shared, w);
+        world.fibres.add([&warp, &block, params, i] { run(warp, block, *params, i); });
+      }
     }
   }
   // If all warps wait, their waits are recorded and the launch is aborted, as by the watchdog. If they still
   // wait after the abort, their waits just end.
   world.fibres.run([&] {
-    if (*params.abort)
+    if (*grids[0]->abort)
       world.leaving = true;
     else
       for (HostWarp& warp : warps) warp.note();
@@ -57,10 +60,10 @@ std::string launch(const Params& params) {
 
 extern "C" {
 
-// Runs a launch and writes to `message` what went wrong.
-__attribute__((visibility("default"))) void mk_host_run(const mk::Params* params, char* message,
-                                                        int32_t size) {
-  strncpy(message, mk::launch(*params).c_str(), size - 1);
+// Runs `count` grids, which are one launch, and writes to `message` what went wrong.
+__attribute__((visibility("default"))) void mk_host_run(const mk::Params* const* grids, int32_t count,
+                                                        char* message, int32_t size) {
+  strncpy(message, mk::launch({grids, grids + count}).c_str(), size - 1);
   message[size - 1] = 0;
 }
 

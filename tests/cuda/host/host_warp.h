@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "../../../csrc/cuda/watchdog.h"
 #include "../fibres.h"
@@ -58,7 +59,7 @@ struct HostBarrier {
 
 // State that the warps of a launch share. Once `leaving` is true, waits end at once, so that the launch ends.
 struct HostWorld {
-  const Params& params;
+  const std::vector<const Params*>& grids;
   Fibres fibres;
   bool leaving = false;
   std::string wrong;
@@ -66,7 +67,7 @@ struct HostWorld {
   // Aborts the launch. Only the first failure is reported.
   void fail(const std::string& what) {
     if (wrong.empty()) wrong = what;
-    *params.abort = 1;
+    for (const Params* params : grids) *params->abort = 1;
     fibres.moved();
   }
 };
@@ -77,6 +78,7 @@ struct HostBlock {
     int here = 0, times = 0;
   };
   HostWorld& world;
+  const Params& params;
   BlockMemory<HostBarrier>& memory;
   std::string name;
   std::set<std::tuple<const TensorMap*, int, int, int, int>> ahead;  // boxes prefetched but not loaded yet
@@ -199,7 +201,7 @@ class HostWarp {
     return done;
   }
   int arrive_acq_rel(int32_t* word) { return (*word)++; }
-  bool aborted() const { return *world_.params.abort != 0; }
+  bool aborted() const { return *block_.params.abort != 0; }
 
   uint64_t now() const { return 0; }
   void trace(const Where&, Role, IntervalKind, uint64_t) {}

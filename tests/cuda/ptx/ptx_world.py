@@ -5,7 +5,6 @@ in it."""
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from megakernel.machine import MACHINES
 from megakernel.model.config import ModelConfig
 from megakernel.runtime.cuda import compile as cuda
 from megakernel.runtime.cuda.compile import Build
-from megakernel.runtime.cuda.loaded import Params
 from megakernel.scheduler import Options
 
 HERE = Path(__file__).parent
@@ -47,7 +45,6 @@ BUILDS = {
 _compiler = cuda.compiler  # the real compiler; in a test's process, `no_compiler` replaces it
 _SAID = 1 << 16
 _FLAGS = ["-std=c++20", *WARNINGS, "-Wno-clobbered", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC"]
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(Params), ctypes.c_int, ctypes.c_int)
 
 
 class Schedule(ctypes.Structure):
@@ -137,7 +134,7 @@ def _processor() -> tuple[str, ...]:
 
 
 @dataclass
-class Emulator:
+class Emulator(fake_gpu.Kernel):
     """Runs the launches of this process on the CPU. Each launch has another seed for the order of threads. `wrong`
     collects the errors of all launches, and `switches` is how often the last launch switched between threads. `changes`
     are fields of `Build` to change. `regions` says whether to compare accesses with what instructions declare. If
@@ -147,43 +144,20 @@ class Emulator:
     changes: dict[str, Any] = field(default_factory=dict)
     regions: bool = True
     kind: str = ""
-    wrong: list[str] = field(default_factory=list)
     switches: int = 0
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition()
-        self._grids: list[tuple[Any, int]] = []
-        self._ended = 0
-        self._callback = _CALLBACK(self._launch)
-        fake_gpu.no_compiler()
-        fake_gpu.library().fake_set_kernel(self._callback)
+        super().__init__()
 
-    def _launch(self, params: Any, blocks: int, cooperative: int) -> None:
-        """Called by the fake driver for each grid, in its stream's thread. The call for the last grid runs them all."""
-        with self._changed:
-            self._grids.append((params, blocks))
-            kinds = [(name, "<f4" if kind is float else "<i4") for name, kind in DIM_FIELDS]
-            sizes = fake_gpu.view(params.contents.dims, (1,), kinds)[0]
-            if sum(grid.contents.ranks for grid, _ in self._grids) == sizes["tp"]:
-                try:
-                    dims = Dims.of(**{name: sizes[name].item() for name, _ in DIM_FIELDS})
-                    self._run(BUILDS[self.kind] if self.kind in ROWS else Build.of(dims), self._grids)
-                except BaseException as e:
-                    self.wrong.append(repr(e))
-                self._grids = []
-                self._ended += 1
-                self._changed.notify_all()
-            else:
-                ended = self._ended
-                self._changed.wait_for(lambda: self._ended > ended)
-
-    def _run(self, build: Build, grids: Sequence[tuple[Any, int]]) -> None:
-        grids = sorted(grids, key=lambda grid: grid[0].contents.first_rank)
-        params = (ctypes.c_void_p * len(grids))(*(ctypes.cast(p, ctypes.c_void_p) for p, _ in grids))
-        blocks = (ctypes.c_int32 * len(grids))(*(n for _, n in grids))
+    def run(self, grids: Sequence[Any]) -> None:
+        sizes = fake_gpu.view(grids[0].dims, (1,), fake_gpu.DIMS)[0]
+        dims = Dims.of(**{name: sizes[name].item() for name, _ in DIM_FIELDS})
+        build = BUILDS[self.kind] if self.kind in ROWS else Build.of(dims)
+        params = (ctypes.c_void_p * len(grids))(*map(ctypes.addressof, grids))
+        blocks = (ctypes.c_int32 * len(grids))(*(grid.ranks * grid.workers for grid in grids))
         said = ctypes.create_string_buffer(_SAID)
         self.schedule.seed += 1
-        regions = Regions(fake_gpu.Arguments(grids[0][0].contents)) if self.regions else None
+        regions = Regions(fake_gpu.Arguments(grids[0])) if self.regions else None
         self.schedule.regions = ctypes.addressof(regions) if regions else None
         launch = kernel(replace(build, **self.changes)).ptx_run
         launch.restype = ctypes.c_uint64
