@@ -30,10 +30,8 @@ from megakernel.cli import parser
 from megakernel.model import KNOWN_SHAPES
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -338,11 +336,8 @@ def test_a_document_can_be_followed(
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "commands"
     shared.mkdir(exist_ok=True)
-    reader, wrong, steps = (
-        Reader(cli, shared, model),
-        [],
-        [step for step in ALL[document] if not fitting(NOT_RUN, step)],
-    )
+    reader, wrong = Reader(cli, shared, model), list[str]()
+    steps = [step for step in ALL[document] if not fitting(NOT_RUN, step)]
     try:
         for at, step in enumerate(steps):
             if not reader.knows(step, steps[at + 1 :]) and (problem := reader.follow(step)):

@@ -23,9 +23,8 @@ HEAVY = {
 def packages() -> dict[str, set[str]]:
     """Return, for each package, the packages that it may import, in the order of the table in docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = [
-        line.split("|")[1:-1] for line in text.split("## Packages")[1].split("\n## ")[0].splitlines() if "`" in line
-    ]
+    section = text.split("## Packages")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if "`" in line]
     python = [(names, allowed) for names, _, allowed in (r for r in rows if len(r) == 3) if "csrc" not in names]
     levels = [{re.split(r"[./]", n.rstrip("/"))[-1] for n in re.findall(r"`([^`]+)`", names)} for names, _ in python]
     table: dict[str, set[str]] = {}

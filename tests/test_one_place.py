@@ -106,11 +106,8 @@ def test_derived_sizes_are_the_same_in_both_languages(tmp_path: Path) -> None:
         records = (dims, dims.split, dims.bucket, dims.model)
         derived = [next(getattr(r, name) for r in records if hasattr(r, name)) for name in names]
         want = [value for value in derived for _ in range(2)]
-        want += [
-            value
-            for row in range(dims.bucket.tokens)
-            for value in (dims.owner(row), dims.reduce_row(dims.split.rank, row))
-        ]
+        rows = range(dims.bucket.tokens)
+        want += [value for row in rows for value in (dims.owner(row), dims.reduce_row(dims.split.rank, row))]
         assert out.tolist() == want
 
 

@@ -114,11 +114,7 @@ for _ in range(200):
 
 
 def test_several_processes_write_one_file(tmp_path: Path) -> None:
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "file"), letter], stderr=subprocess.PIPE, text=True
-        )
-        for letter in "abc"
-    ]
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "file")]
+    writers = [subprocess.Popen([*command, letter], stderr=subprocess.PIPE, text=True) for letter in "abc"]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -16,16 +16,7 @@ import numpy as np
 import pytest
 from compiled import compiled
 from cpu_support import RandomCheckpoint
-from fake_gpu import (
-    Arguments,
-    HostKernel,
-    library,
-    no_compiler,
-    poll,
-    pretended,
-    run,
-    view,
-)
+from fake_gpu import Arguments, HostKernel, library, no_compiler, poll, pretended, run, view
 from launch_image import host_map
 from mutate import edit
 from phase_graph import by_phases

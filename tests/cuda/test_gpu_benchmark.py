@@ -80,10 +80,7 @@ def in_process_parts() -> None:
 
 
 SPEED = ROOT / "benchmarks" / "speed"
-PARTS = (
-    *("decode-1b", "torch-1b", "numerics", "mixed-8b", "partitions"),
-    *("ablate-decode-1b", "ablate-mixed-8b"),
-)
+PARTS = ("decode-1b", "torch-1b", "numerics", "mixed-8b", "partitions", "ablate-decode-1b", "ablate-mixed-8b")
 # Packages that a machine with a GPU may lack.
 ABSENT = ("gguf", "perfetto", "fastapi", "uvicorn", "httptools", "pydantic")
 

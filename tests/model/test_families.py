@@ -332,9 +332,8 @@ def test_text_part_of_a_model_that_sees_images(
     }
     if not text.config.tie_word_embeddings:
         names[("" if inside else outer) + "lm_head.weight"] = text.lm_head.weight.data
-    save_file(
-        names | {"vision_tower.x": torch.ones(3), "model.visual.x": torch.ones(3)}, tmp_path / "model.safetensors"
-    )
+    images = {"vision_tower.x": torch.ones(3), "model.visual.x": torch.ones(3)}
+    save_file(names | images, tmp_path / "model.safetensors")
     stored = open_checkpoint(str(tmp_path))
     # The experts of a model that sees images always have weights that add up to 1.
     assert stored.config == replace(checkpoint.config, normalised_routes=family == "qwen3_moe")

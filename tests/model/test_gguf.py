@@ -132,9 +132,8 @@ def test_yarn_is_that_of_config_json(
     want = parse_hf_config({**raw, "rope_scaling": {"type": "yarn", **config}}, "")
     found = load_config(str(path))
     assert (found.rope, found.max_context) == (want.rope, want.max_context) and want.max_context == context
-    tiny_gguf(
-        path, llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0, llama__rope__scaling__attn_factor=0.5
-    )
+    metadata = {"type": "yarn", "factor": 4.0, "attn_factor": 0.5}
+    tiny_gguf(path, **{f"llama__rope__scaling__{key}": value for key, value in metadata.items()})
     assert load_config(str(path)).rope.attention == 0.5 * (0.1 * math.log(4) + 1)
 
 

@@ -70,9 +70,8 @@ def test_the_named_sets_are_rules(tmp_path: Path) -> None:
     assert SPLITS.keys() >= WHOLE_PIECES | BEGUN
     tokens = [*BYTES, "ab", "abc", "<s>", "</s>", "<user>"]  # no merges make the token abc
     for name in (*SPLITS, None, ""):
-        tokenizer = loaded(
-            byte_gguf(tmp_path / "m.gguf", merges=["a b"], tokens=tokens, token_type=None, pre=name, bos_token_id=258)
-        )
+        keys = {"merges": ["a b"], "tokens": tokens, "token_type": None, "pre": name, "bos_token_id": 258}
+        tokenizer = loaded(byte_gguf(tmp_path / "m.gguf", **keys))
         assert (pieces(tokenizer, "abc")[-1] == "abc") == (name in WHOLE_PIECES)
         assert (pieces(tokenizer, "ab")[0] == "<s>") == (name in BEGUN) and pieces(tokenizer, "ab")[-1] == "ab"
         assert (tokenizer.decode(tokenizer.encode("e\u0301")) == "é") == (name in COMPOSED)

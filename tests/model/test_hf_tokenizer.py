@@ -309,12 +309,8 @@ def test_an_unknown_decoder_leaves_token_ids(tmp_path: Path) -> None:
     with pytest.raises(UnknownTokenizer, match="decoder of type 'WordPiece', which is not supported"):
         loaded(folder)
     # A later version of the package may know more kinds.
-    for kind, value in (
-        ("model", {"type": "New"}),
-        ("normalizer", {"type": "New"}),
-        ("pre_tokenizer", {"type": "New"}),
-    ):
-        (folder / "tokenizer.json").write_bytes(changed(kind, value=value))
+    for kind in ("model", "normalizer", "pre_tokenizer"):
+        (folder / "tokenizer.json").write_bytes(changed(kind, value={"type": "New"}))
         with pytest.raises(UnknownTokenizer, match=r"cannot read .*tokenizer\.json"):
             loaded(folder)
 
@@ -357,9 +353,8 @@ def tekken(path: Path, ranks: list[bytes]) -> None:
     """Write a tekken.json with the special tokens of the newest version, and tokens by rank."""
     names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)]
-    vocab = [
-        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for i, token in enumerate(ranks)
-    ]
+    texts = [base64.b64encode(token).decode() for token in ranks]
+    vocab = [{"rank": i, "token_bytes": text, "token_str": None} for i, text in enumerate(texts)]
     sizes = {"default_num_special_tokens": 10, "default_vocab_size": 10 + len(ranks), "num_vocab_tokens": len(ranks)}
     config = {"pattern": TEKKEN, **sizes, "version": "v11"}
     path.write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": special}))

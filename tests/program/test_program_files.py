@@ -60,11 +60,8 @@ def test_other_versions_sizes_beyond_a_limit_and_names_that_a_terminal_would_obe
     for name in ("<img src=x onerror=alert(1)>", "@@DATA@@", "a b", "", "a\n", "é", "x" * 256, "$x$", "a/../b", '"'):
         renamed = Forward((replace(prologue[0], name=name), *prologue[1:]), *others)
         refuses(replace(program, forward=renamed).to_bytes(), "must be 1 to 255 letters")
-    sizes = {
-        "layers": (1 << 20, "layers are more than"),
-        "max_context": (1 << 28, "be at most"),
-        "heads": (0, "least 1"),
-    }
+    sizes = {"layers": (1 << 20, "layers are more than"), "max_context": (1 << 28, "be at most")}
+    sizes |= {"heads": (0, "least 1")}
     for field, (value, message) in sizes.items():
         refuses(replace(program, dims=program.dims.changed(**{field: value})).to_bytes(), message)
 

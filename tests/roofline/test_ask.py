@@ -110,9 +110,8 @@ def test_inputs_change_answers(cli: Cli, tmp_path: Path) -> None:
     assert gather["least_s"] == pytest.approx(1e9 * 7 / 8 / 400e9) and gather["bound"] == "the leaf level"
     assert figures("all-reduce", "--bytes", "1e9", "--gpus", "8")["least_s"] == pytest.approx(2e9 * 7 / 8 / 450e9)
     hop = hardware("h100").costs
-    assert hop and figures("latency", "--bytes", "450", "--hops", "3")["in_a_node_s"] == pytest.approx(
-        3 * hop.node_hop_s + 1e-9
-    )
+    found = figures("latency", "--bytes", "450", "--hops", "3")["in_a_node_s"]
+    assert hop and found == pytest.approx(3 * hop.node_hop_s + 1e-9)
     dense, sparse = (figures("data-parallel", *w)["critical_tokens_per_gpu"] for w in ((), EXPERTS))
     assert (dense, sparse) == (2475, 79200)
     assert figures("intensity", "--weight-bytes", "1")["critical_rows"] == pytest.approx(295.5 / 2, rel=1e-3)

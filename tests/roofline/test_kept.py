@@ -169,9 +169,8 @@ CORE = Core(9e9, (1.0, 96.0), (2e10, 3e10), (4.0, 128.0), (1e10, 2e10), 3e9)
 
 
 def test_a_calibration_is_a_machine_file(tmp_path: Path) -> None:
-    found = calibration.Calibration(
-        Ceilings(1.2e10, 8e10, 2, "made up", cache_bytes_per_s=5e10), CORE, 2e-5, 3e-8, 4e-7, QUIET
-    )
+    most = Ceilings(1.2e10, 8e10, 2, "made up", cache_bytes_per_s=5e10)
+    found = calibration.Calibration(most, CORE, 2e-5, 3e-8, 4e-7, QUIET)
     path = tmp_path / "mine.toml"
     calibration.write_machine(path, found)
     two, one = machine.load(str(path)), machine.load(str(path), 1)

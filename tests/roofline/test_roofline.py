@@ -119,6 +119,5 @@ def test_cache_size_is_the_largest_that_linux_reports(tmp_path: Path) -> None:
 def test_only_a_fraction_above_one_is_impossible() -> None:
     ceilings = Ceilings(read_bytes_per_s=100.0, flops=1000.0, threads=2, how="made up")
     assert fraction_error(1.0, ceilings) is None
-    assert fraction_error(1.01, ceilings) == (
-        "1.01 of the roofline is impossible: the ceilings (made up) or the time are wrong"
-    )
+    said = "1.01 of the roofline is impossible: the ceilings (made up) or the time are wrong"
+    assert fraction_error(1.01, ceilings) == said

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from cpu_support import DIMS, FORWARD, WIDTHS, Item, RandomCheckpoint, make_table, set_items
 from handmade import record
-from twins import (
-    CpuTwins,
-    check_attention_splits,
-    check_hostile_logits,
-    check_norm_on_the_way_in,
-    compare_samples,
-)
+from twins import CpuTwins, check_attention_splits, check_hostile_logits, check_norm_on_the_way_in, compare_samples
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dims, Dtype, Operation, StepTable, to_f32
@@ -161,13 +155,8 @@ def check_attention(twins: CpuTwins) -> None:
     # The step has a prefill that crosses the border between two KV blocks, a decode row with a long context, a
     # sequence's first token, and padding.
     table = make_table(twins.dims, {0: (110, 32), 1: (389, 1), 2: (0, 1)})
-    items = [
-        Item(0, 0, 32, 0, 2),
-        Item(1, 32, 1, 0, 1),
-        Item(1, 32, 1, 1, 1),
-        Item(1, 33, 1, 0, 2),
-        Item(3, 34, 6, 0, 2),
-    ]
+    items = [Item(0, 0, 32, 0, 2), Item(1, 32, 1, 0, 1), Item(1, 32, 1, 1, 1), Item(1, 33, 1, 0, 2)]
+    items.append(Item(3, 34, 6, 0, 2))
     set_items(table, items)
     twins.fill_unused(table, 1, np.nan)
     for slot in range(4):

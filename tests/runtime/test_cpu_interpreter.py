@@ -1,6 +1,7 @@
 """Tests the CPU backend's counters, launches, aborts and traces with small hand-made programs."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -124,12 +125,9 @@ def test_trace_has_one_compute_for_each_instruction(make: Callable[..., CpuBacke
     compute = t[t["kind"] == IntervalKind.COMPUTE]
     layers = [PROLOGUE, *range(DIMS.model.layers), EPILOGUE]
     segments = [p.prologue, *[p.body] * DIMS.model.layers, p.epilogue]
-    expected = {
-        (w, layer, i)
-        for layer, s in zip(layers, segments, strict=True)
-        for w in range(p.workers)
-        for i in range(s.offsets[w], s.offsets[w + 1])
-    }
+    expected = set()
+    for (layer, s), w in itertools.product(zip(layers, segments, strict=True), range(p.workers)):
+        expected |= {(w, layer, i) for i in range(s.offsets[w], s.offsets[w + 1])}
     assert {(int(c["worker"]), int(c["layer"]), int(c["instruction"])) for c in compute} == expected
     for w in range(p.workers):
         mine = compute[compute["worker"] == w]

@@ -254,11 +254,8 @@ def test_costs_count_the_experts_that_a_step_needs_at_most() -> None:
     np.testing.assert_allclose(works[1].flops / works[0].flops, 3)
     for tokens, experts in ((1, 8), (3, 24), (100, 128)):
         program = compiled(config, host(4), tokens=tokens)
-        read = sum(
-            float(cost(phase, columns, d).memory_bytes.sum())
-            for phase, d, _, columns in program.by_phase(1)
-            if phase.operation is Operation.EXPERTS
-        )
+        phases = [each for each in program.by_phase(1) if each[0].operation is Operation.EXPERTS]
+        read = sum(float(cost(phase, columns, dims).memory_bytes.sum()) for phase, dims, _, columns in phases)
         assert read == experts * one
 
 

@@ -47,9 +47,8 @@ def made_by_gcc(library: Path) -> bool:
 
 def hot_loops(library: Path) -> list[HotLoop]:
     """Return the hot loop of each instantiation of `micro` in the library, if the loop has fused multiply-adds."""
-    text = subprocess.run(
-        ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], check=True, capture_output=True, text=True
-    ).stdout
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     out = []
     for match, code in _functions(text):
         loop = max(_innermost(code), key=_multiply_adds, default=[])

@@ -39,9 +39,8 @@ class Columns(RandomCheckpoint):
         if buffer is not B.W_QKV:
             return super().values(buffer, layer)
         d, rng = self.dims, np.random.default_rng(5)
-        rows = rng.standard_normal((d.model.hidden, d.split.qkv_cols // d.model.head_dim, d.model.head_dim)).astype(
-            np.float32
-        )
+        heads = d.split.qkv_cols // d.model.head_dim
+        rows = rng.standard_normal((d.model.hidden, heads, d.model.head_dim)).astype(np.float32)
         # The float16 scales of these rows range from subnormal to infinite.
         rows *= np.float32(10.0) ** rng.integers(-9, 8, rows.shape[:2])[..., None]
         # The maximum of 127 makes every scale 1, so that values such as 2.5 are halfway between two integers.
@@ -119,9 +118,8 @@ def test_programs_cut_no_head_and_a_proof_says_so() -> None:
     """With a quantised cache, each tile consists of whole heads, and the verifier rejects programs that cut a head. The
     elements of a quantisation block share one scale, so one instruction must compute them all."""
     config, machine = RandomCheckpoint(DIMS).config, replace(host(7), tile_cols=16)
-    plain, program = (
-        compile_program(Spec(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET)) for q in (False, True)
-    )
+    specs = (Spec(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True))
+    plain, program = map(compile_program, specs)
     assert verify(plain).ok and verify(program).ok
     for flag, message in ((1, "its column tile cuts a head"), (2, "out of range")):
         found = verify(replace(plain, dims=plain.dims.changed(quantised_kv=flag))).violations

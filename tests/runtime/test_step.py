@@ -151,9 +151,8 @@ LLAMA = ModelConfig(vocab=100, hidden=2048, ffn=64, layers=2, heads=32, kv_heads
 
 def gpu_table(chunks: list[Chunk], tokens: int, **changes: int) -> StepTable:
     sizes = {"row_block": 128, "max_seqs": 600, "logit_rows": tokens, "items": tokens + 528, "partials": 65536}
-    dims = make_dims(
-        LLAMA, tokens=tokens, attention_slots=132, kv_page=128, ring_pages=13, units=Units.TENSOR, **sizes | changes
-    )
+    sizes |= {"attention_slots": 132, "kv_page": 128, "ring_pages": 13}
+    dims = make_dims(LLAMA, tokens=tokens, units=Units.TENSOR, **sizes | changes)
     table = build_step(dims, chunks)
     check_step(table)
     return table

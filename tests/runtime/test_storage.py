@@ -156,11 +156,8 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
         program = program_of(checkpoint, 1)
         read.append(step_work(program.forward, program.dims.split, [1], [1], 1).weight_bytes)
     d = SHARED
-    layer = [
-        (d.split.qkv_cols + 2 * d.model.ffn, d.model.hidden),
-        (d.model.hidden, d.split.q_cols),
-        (d.model.hidden, d.model.ffn),
-    ]
+    model, split = SHARED.model, SHARED.split
+    layer = [(split.qkv_cols + 2 * model.ffn, model.hidden), (model.hidden, split.q_cols), (model.hidden, model.ffn)]
     matrices = [*layer * d.model.layers, (d.model.vocab + 1, d.model.hidden)]  # the LM head and one embedding row
     saved = sum(rows * (4 * inner - -(-inner // 32) * 34) for rows, inner in matrices)
     assert read[0] - read[1] == pytest.approx(saved, abs=1)  # each buffer's bytes are rounded

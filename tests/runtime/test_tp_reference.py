@@ -100,10 +100,8 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
     checkpoint = make_llama(1, **GROUPED)[1]
     dims = rank_dims(small(checkpoint), tp, lowering)
     expected = on_reference(checkpoint, make_program(checkpoint.config, dims)).run()
-    for seed, program in (
-        (1, make_program(checkpoint.config, dims, 3)),
-        (2, make_queue_program(checkpoint.config, dims, 5)),
-    ):
+    programs = make_program(checkpoint.config, dims, 3), make_queue_program(checkpoint.config, dims, 5)
+    for seed, program in enumerate(programs, 1):
         assert (on_reference(checkpoint, program, seed=seed).run() == expected).all()
 
 
@@ -218,11 +216,8 @@ def test_a_queue_that_is_not_emptied_is_refused() -> None:
     program, table = mixed.steps()[0]
     spare = np.zeros((1, WORDS), np.int32)
     spare[0, 0] = JOIN.number
-    queues = replace(
-        program.queues,
-        records=np.concatenate([program.queues.records, spare]),
-        offsets=program.queues.offsets + np.array([0, 0, 1], np.int32),
-    )
+    records, offsets = np.concatenate([program.queues.records, spare]), program.queues.offsets + np.int32([0, 0, 1])
+    queues = replace(program.queues, records=records, offsets=offsets)
     with pytest.raises(MegakernelError, match=r"rank 1, queue 0, .*: no drain of its rank claims it"):
         mixed.backend.launch(replace(program, queues=queues), table)
 

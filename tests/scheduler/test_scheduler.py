@@ -1,7 +1,6 @@
 """Counters alone keep the scheduler's programs correct, in any interleaving of the instructions and for any valid step.
 The tests cover one rank and several, every way to divide the work, and shards of equal, unequal and zero size."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -215,10 +214,7 @@ def test_edges_are_implied_by_kept_ones_or_kept() -> None:
 
 # -- ranks
 
-LOWERINGS = [
-    Options(o=o, residual=residual)
-    for o, residual in itertools.product(("sharded", "replicated"), ("dealt", "replicated"))
-]
+LOWERINGS = [Options(o=o, residual=r) for o in ("sharded", "replicated") for r in ("dealt", "replicated")]
 # With 6 query heads, 3 KV heads, 70 FFN columns and a vocabulary of 101 tokens, the shards of 4 ranks have unequal
 # sizes, and some shards of 8 ranks are empty.
 UNEVEN = replace(SMALL, ffn=70, vocab=101, layers=2)
@@ -274,9 +270,8 @@ def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options
     layers = program.dims.model.layers * np.sum(figures["link_bytes_per_layer"])
     assert tp * step_work(program.forward, program.dims.split, [32], [32], 0).link_bytes == layers
     tokens = 8 * (8 - program.dims.own_logit_rows)  # bytes of sampled ids and logprobs, not part of the bound
-    assert (
-        tp * step_work(program.forward, program.dims.split, [32], [32], 8).link_bytes == figures["link_bytes"] - tokens
-    )
+    work = step_work(program.forward, program.dims.split, [32], [32], 8)
+    assert tp * work.link_bytes == figures["link_bytes"] - tokens
 
 
 def test_with_many_rows_a_layer_ends_with_the_next_ones_norm_beside_its_last_matmul() -> None:
@@ -412,10 +407,8 @@ def test_norms_over_all_heads(norm: str, tp: int) -> None:
     named = program.forward.by_name
     raw, heads = named["qkv"], named["qk_norm_rope"]
     assert (raw.rows, raw.result, heads.result) == (Rows.EVERY, Result.STORED, Result.HEADS)
-    assert {p.weights for p in program.forward.body if p.operation is Operation.NORM and p.result is Result.NONE} == {
-        None
-    }
+    rounding = [p for p in program.forward.body if p.operation is Operation.NORM and p.result is Result.NONE]
+    assert {p.weights for p in rounding} == {None}
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
-    assert [raw.width(d.split) for d in program.dims.ranks] == [
-        width if d.split.rank_heads else 0 for d in program.dims.ranks
-    ]
+    splits = [d.split for d in program.dims.ranks]
+    assert [raw.width(split) for split in splits] == [width if split.rank_heads else 0 for split in splits]

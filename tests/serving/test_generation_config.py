@@ -51,10 +51,7 @@ def test_llm_takes_them_from_elsewhere_or_not_at_all(model: str, tmp_path: Path)
     path.write_text('{"min_p": 0.25}')
     with LLM(model, generation_config=str(tmp_path), backend="null", **LIMITS) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(min_p=0.25)
-    for content, message in (
-        ('{"top_p": 3}', "top_p=3.0 must be .*; use --generation-config vllm"),
-        ("[", "not valid JSON"),
-    ):
+    for content, message in ('{"top_p": 3}', "top_p=3.0 .*; use --generation-config vllm"), ("[", "not valid JSON"):
         path.write_text(content)
         with pytest.raises(MegakernelError, match=rf"generation_config\.json.*{message}"):
             LLM(model, generation_config=str(tmp_path), backend="null", **LIMITS)

@@ -45,9 +45,8 @@ def test_sglang_bench_serving(tmp_path: Path, model: str) -> None:
     conversations, result = tmp_path / "sharegpt.json", tmp_path / "result.jsonl"
     rng = random.Random(0)
     turns = [["x" * rng.randint(5, 200), "y" * rng.randint(4, 40)] for _ in range(24)]
-    conversations.write_text(
-        json.dumps([{"conversations": [{"from": "human", "value": t} for t in two]} for two in turns])
-    )
+    talks = [{"conversations": [{"from": "human", "value": t} for t in two]} for two in turns]
+    conversations.write_text(json.dumps(talks))
     with LLM(model, backend="null", threads=1, max_num_seqs=8) as llm, serving(llm) as server:
         environment = os.environ | {"PYTHONPATH": str(bench_serving.parents[1]), "HF_HUB_OFFLINE": "1"}
         workload = ["--dataset-name", "sharegpt", "--dataset-path", str(conversations), "--num-prompts", "24"]

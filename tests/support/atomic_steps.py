@@ -81,11 +81,8 @@ def make_table(dims: Dims, seed: int) -> Table:
         for first, b, start in runs:
             a = first
             while a < b and kv_heads:
-                end = min(
-                    b,
-                    (a // dims.bucket.row_block + 1) * dims.bucket.row_block,
-                    a + int(rng.integers(1, dims.bucket.row_block + 1)),
-                )
+                block = dims.bucket.row_block
+                end = min(b, (a // block + 1) * block, a + int(rng.integers(1, block + 1)))
                 heads = sorted({0, kv_heads, *rng.integers(0, kv_heads + 1, size=1).tolist()})
                 for h, h_end in itertools.pairwise(heads):
                     parts = int(rng.integers(1, 3)) if start >= 0 else 1
@@ -198,9 +195,8 @@ class Model:
                 raise Wild("logit rows")
             # A padding row (-1) has the same owners as token row 0.
             picked = [i for i in range(row, row + rows) if rank in dims.owners(max(self.table.logit_rows[i], 0))]
-            members = [
-                self.table.logit_rows[i] // dims.bucket.row_block for i in picked if self.table.logit_rows[i] >= 0
-            ]
+            live = [row for row in (self.table.logit_rows[i] for i in picked) if row >= 0]
+            members = [row // dims.bucket.row_block for row in live]
             grid = [self._counter(w, rank, block, m) for w in waits if w & rec.INDEXED for m in members]
             step.waits += tuple(grid)
             step.tag += tuple(picked)

@@ -1,12 +1,12 @@
 """Provides model shapes and a machine with tiny tiles, and compiles programs for them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megakernel import machine
-from megakernel.isa import Buffer, Dtype
+from megakernel.isa import Dtype
 from megakernel.isa.record import Records, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program
@@ -44,25 +44,11 @@ def compiled(
     logit_rows: int = 1,
     tp: int = 1,
     options: Options = Options(),  # noqa: B008
-    *,
-    dtype: Dtype = Dtype.BF16,
-    max_seqs: int = 4,
-    max_context: int = 64,
-    weight_bits: Mapping[Buffer, float] | None = None,
-    q8_activations: bool = False,
+    **more: Any,
 ) -> Program:
-    sizes = {"tokens": tokens, "logit_rows": logit_rows, "max_seqs": max_seqs, "max_context": max_context, "tp": tp}
-    return compile_program(
-        Spec(
-            config,
-            target,
-            dtype=dtype,
-            options=options,
-            weight_bits=weight_bits,
-            q8_activations=q8_activations,
-            **sizes,
-        )
-    )
+    """Compile a program, in bfloat16 and for short contexts unless `more`, further fields of Spec, say otherwise."""
+    more = {"dtype": Dtype.BF16, "max_seqs": 4, "max_context": 64} | more
+    return compile_program(Spec(config, target, tokens=tokens, logit_rows=logit_rows, tp=tp, options=options, **more))
 
 
 def of(program: Program, phase: str) -> Records:

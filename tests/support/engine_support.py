@@ -28,9 +28,8 @@ from megakernel.serving.text.codec import Transcript, single_tokens
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
-TINY = RandomCheckpoint(
-    "tiny", ModelConfig(vocab=97, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, max_context=256), 0
-)
+_SIZES = {"vocab": 97, "hidden": 32, "ffn": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+TINY = RandomCheckpoint("tiny", ModelConfig(**_SIZES, max_context=256), 0)
 
 
 def digest(tokens: Sequence[int], before: int = 0) -> int:
@@ -102,11 +101,8 @@ class FakeBackend:
             token = int(table.token_ids[row])
             token = self.history[slot][position] if token < 0 else token
             pages = table.block_tables[slot]
-            before = (
-                self.kv[int(pages[(position - 1) // d.bucket.kv_page]), (position - 1) % d.bucket.kv_page]
-                if position
-                else 0
-            )
+            block, offset = divmod(position - 1, d.bucket.kv_page)
+            before = self.kv[int(pages[block]), offset] if position else 0
             self.kv[int(pages[position // d.bucket.kv_page]), position % d.bucket.kv_page] = digest([token], before)
         logits = np.zeros((d.bucket.logit_rows, d.model.vocab), np.float32)
         tokens = np.zeros(d.bucket.logit_rows, np.int32)

@@ -50,9 +50,8 @@ def run(function: Callable[[], None], **env: object) -> str:
     """Call a function of a test module in a new process that uses the fake driver, and return what it printed. The
     environment variable HOST of that process is the path of the library for HostKernel."""
     extras.needs("cuda")
-    driver = linked(
-        "libcuda.so.1", ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp", *FLAGS, "-shared", "-fPIC", "-pthread"
-    )
+    source = ROOT / "tests" / "support" / "fake_cuda" / "libcuda.cpp"
+    driver = linked("libcuda.so.1", source, *FLAGS, "-shared", "-fPIC", "-pthread")
     forks = _forks(Path(function.__code__.co_filename), driver.parent)
     assert forks.stdin is not None and forks.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -157,9 +156,8 @@ class Arguments:
         totals = [view(address, (tp, params.counters), np.int32) for address in params.totals]
         self.phases = view(params.phases, (tp, MAX_PHASES + 1, len(PHASE_FIELDS)), np.int32)
         forward = self._forward(*segments)
-        self.program = Program(
-            d, forward, "pretended", tp, params.workers, params.counters, *segments[:3], *totals, segments[3]
-        )
+        sizes = tp, params.workers, params.counters
+        self.program = Program(d, forward, "pretended", *sizes, *segments[:3], *totals, segments[3])
         self.table = StepTable(d, view(params.step_words, StepTable(d).words.shape, np.int32))
         addresses = view(params.counter_values, (tp,), np.uint64).tolist()
         self.counters = [view(address, (d.model.layers + 1, params.counters), np.int32) for address in addresses]

@@ -23,11 +23,8 @@ slow += 1.0 if flags["-t"] == "1" else 0.0
 if Path(sys.argv[0]).name == "llama-bench":
     seconds = 1.0 + slow
     tokens = int(flags["-p"]) or int(flags["-n"])
-    print(
-        json.dumps(
-            [{"build_commit": "abc", "build_number": 1, "model_type": "llama", "samples_ts": [tokens / seconds]}]
-        )
-    )
+    figures = {"build_commit": "abc", "build_number": 1, "model_type": "llama", "samples_ts": [tokens / seconds]}
+    print(json.dumps([figures]))
 else:
     print("| a table |")
     for share in (10, 1):  # the first result is of a warm-up run

@@ -56,9 +56,8 @@ class Explorer:
         self.program = program
         self.lengths = [len(s) for s in self.model.streams]
         self.queue_keys = list(self.model.queues)
-        self.start = State(
-            (0,) * len(self.lengths), ((-1, 0),) * len(self.lengths), (0,) * (LAUNCHES * len(self.queue_keys))
-        )
+        streams, queues = len(self.lengths), LAUNCHES * len(self.queue_keys)
+        self.start = State((0,) * streams, ((-1, 0),) * streams, (0,) * queues)
         self._conflicts: dict[tuple[int, int], bool] = {}
 
     def places(self, state: State) -> Iterator[tuple[int, int, int]]:
@@ -338,9 +337,8 @@ def _outputs(explorer: Explorer, rng, **how) -> list[bytes] | None:
 
 
 def _within(state: State, goal: State) -> bool:
-    return all(a <= b for a, b in zip(state.at, goal.at, strict=True)) and all(
-        a <= b for a, b in zip(state.heads, goal.heads, strict=True)
-    )
+    pairs = zip((*state.at, *state.heads), (*goal.at, *goal.heads), strict=True)
+    return all(a <= b for a, b in pairs)
 
 
 def adversarial(program: Program, table: Table, right: Right, seed: int, runs: int) -> Verdict:
@@ -385,6 +383,5 @@ def check(program: Program, seed: int, rounds: int = 4) -> None:
         wrong = next((key for key, seen in want.items() if data.seen.get(key) != seen), None)
         if wrong is not None:
             name = program.forward.by_number[wrong[1][0]].name
-            raise Failure(
-                f"{name} read other values than in sequential execution: (launch, step's tag, split part) = {wrong}"
-            )
+            where = f"(launch, step's tag, split part) = {wrong}"
+            raise Failure(f"{name} read other values than in sequential execution: {where}")

@@ -94,10 +94,8 @@ class _Builder:
     def __init__(self, dims: Dims, forward: Forward, workers: int, tile: int, queue: str) -> None:
         self.dims, self.forward, self.workers, self.tile, self.queue = dims, forward, workers, tile, queue
         self.ranks = [dims.ranks[rank] for rank in range(dims.split.tp)]
-        self.blocks = [
-            (row, min(dims.bucket.row_block, dims.bucket.tokens - row))
-            for row in range(0, dims.bucket.tokens, dims.bucket.row_block)
-        ]
+        most, block = dims.bucket.tokens, dims.bucket.row_block
+        self.blocks = [(row, min(block, most - row)) for row in range(0, most, block)]
         self.streams: list[list[list[Records]]] = [[[] for _ in range(dims.split.tp * workers)] for _ in SEGMENTS]
         self.queues: list[list[Records]] = [[] for _ in range(dims.split.tp)]
         # Keys: (part of the program, 1 for a counter of the next layer and otherwise 0, rank, counter).
@@ -197,20 +195,15 @@ class _Builder:
     def _tiles(self, phase: Phase, d: Dims) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the row block and the operands of each instruction that a rank has in a phase. All rows that get logits
         count as one row block."""
-        own, logit_rows = (
-            d.split.rank * d.own_logit_rows,
-            d.bucket.logit_rows if phase.is_matmul else ceil_div(d.bucket.logit_rows, 2),
-        )
+        own, count = d.split.rank * d.own_logit_rows, d.bucket.logit_rows
         runs = [(i, row, rows) for i, (row, rows) in enumerate(self.blocks)]
         if phase.rows is Rows.OWN:
             runs = [run for run in runs if d.split.rank in d.owners(run[1])]
         elif phase.rows is Rows.LOGIT:
-            runs = [
-                (0, row, min(logit_rows, d.bucket.logit_rows - row))
-                for row in range(0, d.bucket.logit_rows, logit_rows)
-            ]
+            step = count if phase.is_matmul else ceil_div(count, 2)
+            runs = [(0, row, min(step, count - row)) for row in range(0, count, step)]
         elif phase.rows is Rows.SAMPLED:
-            runs = [(0, own, min(d.own_logit_rows, d.bucket.logit_rows - own))] if own < d.bucket.logit_rows else []
+            runs = [(0, own, min(d.own_logit_rows, count - own))] if own < count else []
         if "col" not in phase.operands:
             yield from ((block, (row, rows)) for block, row, rows in runs)
             return

@@ -42,9 +42,8 @@ def byte_model(folder: Path, gain: float = 1.0, **changes: Any) -> None:
         model.lm_head.weight.mul_(gain)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\s"), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    spaces = pre_tokenizers.Split(Regex(r"\s"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([spaces, ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

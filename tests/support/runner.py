@@ -55,9 +55,8 @@ class Runner:
         dims = self.program(1, 1).dims
         pages = max_seqs * dims.bucket.pages_per_seq
         order = np.random.default_rng(0).permutation(pages).tolist()
-        self.pages = [
-            order[s * dims.bucket.pages_per_seq : (s + 1) * dims.bucket.pages_per_seq] for s in range(max_seqs)
-        ]
+        count = dims.bucket.pages_per_seq
+        self.pages = [order[s * count : (s + 1) * count] for s in range(max_seqs)]
         self.backend = create(backend, checkpoint, dims, pages, threads=2)
 
     def program(self, tokens: int, logit_rows: int, *, workers: int | None = None) -> Program:

@@ -27,9 +27,8 @@ def build(folder: Path, sanitizers: str) -> dict[str, str]:
     preloaded = [_runtime(RUNTIMES[name]) for name in sanitizers.split(",")]
     options = OPTIONS.format(log=folder / "report")
     names = ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS")
-    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "LD_PRELOAD": " ".join(preloaded)} | dict.fromkeys(
-        names, options
-    )
+    found = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "LD_PRELOAD": " ".join(preloaded)}
+    return found | dict.fromkeys(names, options)
 
 
 def reports(folder: Path) -> str:
@@ -48,9 +47,8 @@ def main() -> int:
         folder = Path(name)
         environment = os.environ | build(folder, sanitizers)
         where = "import megakernel.library; print(megakernel.library.load()._name)"
-        used = subprocess.run(
-            [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-c", where]
+        used = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert used.stdout.strip() == str(folder / "megakernel" / "_native.so"), used.stdout
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode

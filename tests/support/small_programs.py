@@ -67,9 +67,8 @@ def _small() -> Iterator[Callable[[], tuple[str, Program]]]:
 
 def _large() -> Iterator[Callable[[], tuple[str, Program]]]:
     for (o, residual), (tp, heads, kv_heads) in itertools.product(LOWERINGS, ((2, 3, 1), (4, 4, 2), (8, 6, 3))):
-        yield _later(
-            tp=tp, workers=2, tokens=9, heads=heads, kv_heads=kv_heads, o=o, residual=residual, layers=2, logit_rows=3
-        )
+        shape = {"tp": tp, "heads": heads, "kv_heads": kv_heads, "o": o, "residual": residual}
+        yield _later(workers=2, tokens=9, layers=2, logit_rows=3, **shape)
     for queue in QUEUES:
         yield _later(workers=5, tokens=17, rows=4, layers=3, heads=4, kv_heads=2, logit_rows=3, queue=queue)
         yield _later(tp=2, workers=3, tokens=17, rows=4, layers=2, heads=4, kv_heads=2, logit_rows=3, queue=queue)

@@ -49,9 +49,8 @@ def program(
     totals of the program's counters are zero, because the timeline does not read totals."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)
     segments = [handmade.segment(*streams) for streams in (prologue, body, epilogue)]
-    return Program(
-        d.changed(tp=ranks), handmade.llama(d), "host", ranks, len(body) // ranks, counters, *segments, *[zeros] * 3
-    )
+    sizes = ranks, len(body) // ranks, counters
+    return Program(d.changed(tp=ranks), handmade.llama(d), "host", *sizes, *segments, *[zeros] * 3)
 
 
 def llama(layers: int = 2, workers: int = 4, row_blocks: int = 2, tiles: int = 4) -> Program:

@@ -121,12 +121,8 @@ def _hf_config(kind: type[PretrainedConfig], shape: dict[str, Any], own: dict[st
     if hasattr(kind, "moe_intermediate_size"):
         names["ffn"] = "moe_intermediate_size"
     fields = {name: shape[key] for key, name in names.items()} | no_tokens | own
-    return kind(
-        **fields,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        **_rope_arguments(shape["rope"], shape["head_dim"], kind),
-    )
+    fields |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return kind(**fields, **_rope_arguments(shape["rope"], shape["head_dim"], kind))
 
 
 def _rope_arguments(rope: Rope, head_dim: int, kind: type[PretrainedConfig]) -> dict[str, Any]:

@@ -22,14 +22,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa.record import ALL_RANKS
 from megakernel.isa.record import counter_word as word
 from megakernel.program import Program
-from megakernel.timeline import (
-    compare,
-    page,
-    render,
-    resolve,
-    summarise,
-    write_perfetto,
-)
+from megakernel.timeline import compare, page, render, resolve, summarise, write_perfetto
 from megakernel.timeline.compare import Comparison
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import Resolved
@@ -151,9 +144,8 @@ def test_a_remote_wait_under_compute_is_not_exposed() -> None:
 def test_memory_bound_work_beside_compute_bound_work() -> None:
     p = chain()
     balanced = replace(machine.load("h100"), matrix_flops=1.0, memory_bytes_per_s=1.0)
-    assert compute_bound(step(p=p, target=balanced)) == {
-        p.forward.by_name[name].number for name in ("qkv_rope", "o_proj")
-    }
+    bound = [p.forward.by_name[name].number for name in ("qkv_rope", "o_proj")]
+    assert compute_bound(step(p=p, target=balanced)) == {*bound}
     starved = replace(balanced, matrix_flops=1e9)
     assert compute_bound(step(p=p, target=starved)) == set()
     apart = rows((COMPUTE, 0, 0, 0, 0, 40), (COMPUTE, 1, 2, 0, 30, 80))
@@ -170,10 +162,8 @@ def test_critical_path_of_a_known_chain() -> None:
     path = summary().critical_path
     layer = ["attn_norm", "qkv_rope", "join", "o_proj"]
     assert [link.instruction for link in path.links] == ["embed", *layer, *layer, "final_norm"]
-    assert [link.after for link in path.links] == [
-        *("start", "order", "wait", "order", "wait"),
-        *("order", "wait", "order", "wait", "wait"),
-    ]
+    after = "start order wait order wait order wait order wait wait"
+    assert " ".join(link.after for link in path.links) == after
     assert path.seconds == 100
     spent = {"qkv_rope": 44, "attn_norm": 20, "o_proj": 16, "embed": 10, "final_norm": 1, "join": 0}
     assert path.by_instruction == spent
@@ -410,10 +400,8 @@ def test_perfetto_holds_the_trace(tmp_path: Path) -> None:
         else:
             begin, started = open_at.pop(event.track_uuid)
             track = tracks[event.track_uuid]
-            worker, kind = (
-                int(tracks[track.parent_uuid].name.removeprefix("rank 0 worker ")),
-                track.name.removesuffix(" 2"),
-            )
+            worker = int(tracks[track.parent_uuid].name.removeprefix("rank 0 worker "))
+            kind = track.name.removesuffix(" 2")
             notes = tuple((a.name, a.int_value) for a in started.debug_annotations if a.HasField("int_value"))
             family = started.categories[0]
             slices.append((worker, begin, packet.timestamp, kind, started.name, family, notes))

@@ -175,9 +175,8 @@ def test_search_finds_by_name_operand_and_layer(page: Browser) -> None:
     first = _describe(page)
     assert first["name"] == "lm_head"
     page.keys("n")  # the key now controls the timeline and is not typed into the field
-    assert (
-        _describe(page)["begin_s"] >= first["begin_s"] and page.run("return timeline.selected()") != first["interval"]
-    )
+    second = page.run("return timeline.selected()")
+    assert _describe(page)["begin_s"] >= first["begin_s"] and second != first["interval"]
     page.keys("N")
     assert _describe(page) == first
     page.keys(ESCAPE)
@@ -457,9 +456,8 @@ def test_rows_open_from_ranks_to_workers_to_roles(node: Browser) -> None:
     node.click(30, 53 + second["y"] + second["height"] / 2)
     assert [r["type"] for r in node.run("return timeline.rows()")] == ["rank", *["worker"] * 3, "rank"]
     node.run("timeline.toggle('worker 1')")
-    assert [r["text"] for r in node.run("return timeline.rows()")][2:7] == [
-        *("worker 1", "loader", "consumer", "storer", "input loader")
-    ]
+    texts = [r["text"] for r in node.run("return timeline.rows()")]
+    assert texts[2:7] == ["worker 1", "loader", "consumer", "storer", "input loader"]
     node.run("timeline.select(arguments[0])", node.run("return timeline.intervalCount") - 1)
     assert node.run("return timeline.rows()").pop()["type"] == "worker"  # selecting an interval opens its rank
     node.keys("E")
@@ -541,9 +539,8 @@ def test_names_in_a_file_are_only_text(driver: Browser, tmp_path: Path, stalled:
     shown = _text(driver, "legend") + _text(driver, "summary") + _text(driver, "headline")
     used = [name for name in _HOSTILE if name in shown]
     assert _HOSTILE[0] in _text(driver, "headline") and len(used) >= 3 and "@@DATA@@" in shown
-    driver.run(
-        "for (const row of document.querySelectorAll('button, [title]')) row.dispatchEvent(new Event('mouseover'))"
-    )
+    every = "document.querySelectorAll('button, [title]')"
+    driver.run(f"for (const row of {every}) row.dispatchEvent(new Event('mouseover'))")
     assert driver.run("return document.querySelectorAll('img').length") == 0 and driver.run("return window.hit") is None
     assert _complaints(driver) == []
     driver.run("const s = document.createElement('script'); s.textContent = 'window.hit = 1'; document.body.append(s)")

@@ -50,9 +50,8 @@ def statements(ptx: str) -> Iterator[Statement]:
         elif label:
             yield Statement("label", label)
         elif statement.startswith(".loc"):
-            own, caller = re.findall(
-                r"(?:\.loc|inlined_at)\s+(\d+ \d+ \d+)", re.sub(r"\s+", " ", statement) + " inlined_at 0 0 0"
-            )[:2]
+            told = re.sub(r"\s+", " ", statement) + " inlined_at 0 0 0"
+            own, caller = re.findall(r"(?:\.loc|inlined_at)\s+(\d+ \d+ \d+)", told)[:2]
             file, line, _ = own.split()
             lines = (f"{files[file]}:{line}", *callers.get(caller, ()))
             callers[own] = lines

@@ -71,9 +71,8 @@ def ptx_of(build: Build) -> str:
             return answer[1] if len(answer) > 1 else None
 
         home = cuda.source_folder() / "cuda"
-        program = check(
-            nvrtc.nvrtcCreateProgram((home / "megakernel.cu").read_bytes(), b"megakernel.cu", 0, None, None)
-        )
+        source = (home / "megakernel.cu").read_bytes()
+        program = check(nvrtc.nvrtcCreateProgram(source, b"megakernel.cu", 0, None, None))
         options = ["--gpu-architecture=compute_90a", "-std=c++20", "-lineinfo", *build.defines, f"-I{home}"]
         check(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
         code = b" " * check(nvrtc.nvrtcGetPTXSize(program))

@@ -120,9 +120,8 @@ def test_a_token_may_hold_the_end_of_a_mark_and_more(tmp_path: Path) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([2]))
     for piece, constrained in (("call>\n{", True), ("call>\n{]", False)):
         constraint = calls(grammars, tokenizer, "hermes", {"time": {}})
-        forced = constraint.follow(
-            np.array([*map(backend.token_to_id, "<tool_"), backend.token_to_id(piece)], np.int32)
-        )
+        ids = [*map(backend.token_to_id, "<tool_"), backend.token_to_id(piece)]
+        forced = constraint.follow(np.array(ids, np.int32))
         assert constraint.idle != constrained
         assert b"".join(map(tokenizer.token_bytes, forced)).startswith(b'"name": "time"') == constrained
 

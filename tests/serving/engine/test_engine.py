@@ -222,10 +222,7 @@ def test_kv_capacity() -> None:
         *((4 * 100 * per_token, None, (100, 100)), (4 * 100 * per_token, 200, (200, 200))),
     ):
         assert kv_capacity(256, per_token, free, free / 4, context, 4) == found
-    for free, context, message in (
-        (1e9, 257, "model's limit of 256"),
-        (100 * per_token, 200, "choose a shorter context"),
-    ):
+    for free, context, message in ((1e9, 257, "limit of 256"), (100 * per_token, 200, "choose a shorter context")):
         with pytest.raises(MegakernelError, match=message):
             kv_capacity(256, per_token, free, free / 4, context, 4)
     with pytest.raises(MegakernelError, match=r"no room for a KV cache in 80\.0 GB of memory: use more ranks"):
@@ -240,10 +237,8 @@ def test_weight_bytes_counts_every_weight_once() -> None:
     biased = replace(CONFIG, qkv_bias=True, o_bias=True, mlp_bias=True)
     biases = 4 * (32 + 16 + 2 * 24 + 16)
     for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
-        assert (
-            weight_bytes(passes.apply(forward(config), engine.dims.split), engine.dims.split, tied=tied)
-            == expected + more
-        )
+        split = engine.dims.split
+        assert weight_bytes(passes.apply(forward(config), split), split, tied=tied) == expected + more
 
 
 # -- text generation with random weights

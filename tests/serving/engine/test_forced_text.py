@@ -36,10 +36,9 @@ TEXTS = ["plain", " plain", "a  b", "\nplain", "e\u0301 \u2126", "<s>x</s>", "<u
 def test_forced_text_is_written_as_it_stands(tmp_path: Path, kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind](tmp_path)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset(tokenizer.eos_ids or [2]))
-    for wanted, expected in (
-        (StructuredOutputsParams(choice=[text]), text),
-        (StructuredOutputsParams(json={"const": text}), json.dumps(text, ensure_ascii=False)),
-    ):
+    as_json = json.dumps(text, ensure_ascii=False)
+    for given, expected in (({"choice": [text]}, text), ({"json": {"const": text}}, as_json)):
+        wanted = StructuredOutputsParams(**given)
         constraint = grammars.get(SamplingParams(structured_outputs=wanted))
         assert constraint is not None
         # JSON may also write a character as an escape, so only the text before such a choice is forced.

@@ -208,8 +208,7 @@ def test_classes_of_regular_expressions_are_ascii(escape: str) -> None:
 
 
 def test_an_error_names_the_rule_and_not_the_grammar() -> None:
-    rules = [
-        f"f{i}: %json {json.dumps({'title': f'the tool {i}', 'type': 'x' if i == 2 else 'object'})}" for i in range(4)
-    ]
+    tools = [{"title": f"the tool {i}", "type": "x" if i == 2 else "object"} for i in range(4)]
+    rules = [f"f{i}: %json {json.dumps(tool)}" for i, tool in enumerate(tools)]
     grammar = "\n".join(["start: f0 | f1 | f2 | f3", *rules])
     assert _compile(TOKENIZER, "grammar", grammar) == {"failed": "the tool 2: Invalid type: x"}

@@ -29,9 +29,8 @@ def test_the_least_and_the_most_are_taken(name: str) -> None:
     least, most = WHOLE[name] if whole else REAL[name]
     for value in (least, most):
         assert getattr(SamplingParams(**{name: value}), name) == value
-    below, above = (
-        (least - 1, most + 1) if whole else (math.nextafter(least, -math.inf), math.nextafter(most, math.inf))
-    )
+    below, above = math.nextafter(least, -math.inf), math.nextafter(most, math.inf)
+    below, above = (least - 1, most + 1) if whole else (below, above)
     for value in (below, above, True, "1"):
         refused(f"sampling parameter {name}=", **{name: value})
     if whole:

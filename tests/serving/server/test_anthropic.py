@@ -113,10 +113,7 @@ def test_blocks_become_the_messages_that_templates_read(live: Live) -> None:
     texts = [{"type": "text", "text": "a", **cache}, {"type": "text", "text": "b", "citations": []}]
     call = {"type": "tool_use", "id": "t1", "name": "time", "input": {"zone": "UTC"}, **cache}
     results = [{"type": "tool_result", "tool_use_id": "t1", "is_error": False, "content": texts}]
-    results += [
-        {"type": "tool_result", "tool_use_id": "t2", "content": "none"},
-        {"type": "tool_result", "tool_use_id": "t3"},
-    ]
+    results += [RESULT | {"tool_use_id": "t2", "content": "none"}, RESULT | {"tool_use_id": "t3"}]
     thoughts = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
     body: dict[str, Any] = {
         "system": [{"type": "text", "text": "x-anthropic-billing-header: 7"}, *texts],
@@ -150,9 +147,8 @@ def test_blocks_become_the_messages_that_templates_read(live: Live) -> None:
     more = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "context_management": {"edits": []}, **cache}
     more |= {"output_config": {"effort": "low"}, "metadata": {"user_id": "u"}, "container": None, "mcp_servers": []}
     count = live.post(COUNT, {"messages": [ASK], "tools": [{**TIME, "type": "custom", **cache}], **more})
-    assert (
-        count["input_tokens"] > live.post(COUNT, {"messages": [ASK]})["input_tokens"] == len("<user>hello<assistant>")
-    )
+    plain = live.post(COUNT, {"messages": [ASK]})["input_tokens"]
+    assert count["input_tokens"] > plain == len("<user>hello<assistant>")
 
 
 def test_an_answer_goes_on_where_the_assistant_stopped(live: Live) -> None:
@@ -171,10 +167,8 @@ def test_tools(live: Live, choice: dict[str, Any]) -> None:
     assert block["input"] in ({"zone": "UTC"}, {"zone": "CET"})
     cut = live.post(MESSAGES, {**ANY, "messages": [ASK], "max_tokens": 45})
     assert (cut["stop_reason"], [block["input"] for block in cut["content"]]) == ("max_tokens", [{}])
-    plain = both(
-        live,
-        {"messages": [ASK], "max_tokens": 2, "tools": [TIME], "tool_choice": {"type": "none"}, **alternating("xy")},
-    )
+    none = {"messages": [ASK], "max_tokens": 2, "tools": [TIME], "tool_choice": {"type": "none"}}
+    plain = both(live, none | alternating("xy"))
     assert plain["content"] == [{"type": "text", "text": "xy"}]
 
 

@@ -115,9 +115,8 @@ def test_prompts_are_scored_as_lm_eval_asks(live: Live, llm: LLM) -> None:
         assert llm.tokenizer is not None
         assert choice["text"].startswith(llm.tokenizer.decode(prompt))
     scored = live.post(COMPLETIONS, {**body, "max_tokens": 0})
-    assert [c["logprobs"]["token_logprobs"] for c in scored["choices"]] == [
-        c["logprobs"]["token_logprobs"][:-1] for c in answer["choices"]
-    ]
+    given, made = ([c["logprobs"]["token_logprobs"] for c in one["choices"]] for one in (scored, answer))
+    assert given == [each[:-1] for each in made]
     assert scored["usage"]["completion_tokens"] == 0
 
 
@@ -300,9 +299,8 @@ def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     ):
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
         flags = ["--max-examples", "1", "--phases", "coverage", "--no-color", "--generation-deterministic"]
-        done = subprocess.run(
-            [*command, *flags, f"{live.url}/openapi.json"], capture_output=True, text=True, timeout=600, cwd=tmp_path
-        )
+        arguments = [*command, *flags, f"{live.url}/openapi.json"]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=600, cwd=tmp_path)
         assert done.returncode == 0, done.stdout
         found = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
         assert found and found[1] == found[2] and int(found[1]) > 100, done.stdout

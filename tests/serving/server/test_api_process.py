@@ -113,10 +113,10 @@ def test_ways_to_listen_and_the_names_of_vllm(model: str, tmp_path: Path) -> Non
             curl = ["curl", "-s", "--unix-socket", str(path), "-H", "Content-Type: application/json"]
             bodies = [("tokenize", {"messages": [{"role": "user", "content": "x"}]})]
             bodies += [("v1/completions", {"prompt": "x", "max_tokens": 4, "ignore_eos": True})] * 2
-            said = [
-                json.loads(subprocess.check_output([*curl, f"http://localhost/{where}", "-d", json.dumps(body)]))
-                for where, body in bodies
-            ]
+            said = []
+            for where, body in bodies:
+                answer = subprocess.check_output([*curl, f"http://localhost/{where}", "-d", json.dumps(body)])
+                said.append(json.loads(answer))
             assert said[0]["count"] == len("[x]")
             texts.append([one["choices"][0]["text"] for one in said[1:]])
             running.terminate()

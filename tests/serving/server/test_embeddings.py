@@ -20,15 +20,8 @@ from megakernel import LLM, SamplingParams
 from megakernel.model import load_pooling
 
 EMBEDDINGS = "/v1/embeddings"
-SHAPE: dict[str, Any] = {
-    "family": "qwen3",
-    "heads": 6,
-    "kv_heads": 2,
-    "head_dim": 40,
-    "hidden": 56,
-    "ffn": 84,
-    "tied": True,
-}
+SHAPE: dict[str, Any] = {"family": "qwen3", "heads": 6, "kv_heads": 2, "head_dim": 40, "hidden": 56, "ffn": 84}
+SHAPE |= {"tied": True}
 PROMPTS = [np.random.default_rng(3).integers(0, 97, length).tolist() for length in (1, 7, 90)]
 
 
@@ -98,9 +91,8 @@ def test_every_form_of_a_request(live: Live, quiet_model: str, pooling: str, mon
     assert cut["usage"]["prompt_tokens"] == 2
     np.testing.assert_allclose(cut["data"][0]["embedding"], unit(expected(hf, ids[0][-2:], pooling)), atol=1e-5)
     sdk = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-    np.testing.assert_allclose(
-        sdk.embeddings.create(model="bytes", input=texts).data[2].embedding, wanted[2], atol=1e-5
-    )
+    embeddings = sdk.embeddings.create(model="bytes", input=texts).data
+    np.testing.assert_allclose(embeddings[2].embedding, wanted[2], atol=1e-5)
 
 
 @pytest.mark.parametrize(

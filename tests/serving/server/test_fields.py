@@ -165,11 +165,8 @@ def test_what_clients_send_is_taken(live: Live, path: str, plain: dict[str, Any]
 
 def test_tools_that_only_other_servers_run_are_left_out(live: Live) -> None:
     hosted = [{"type": kind} for kind in ("web_search_2025_08_26", "local_shell", "namespace", "mcp")]
-    custom = {
-        "type": "custom",
-        "name": "apply_patch",
-        "format": {"type": "grammar", "syntax": "lark", "definition": ""},
-    }
+    form = {"type": "grammar", "syntax": "lark", "definition": ""}
+    custom = {"type": "custom", "name": "apply_patch", "format": form}
     body = {"input": "x", "truncate_prompt_tokens": 9, "max_output_tokens": 1, "tools": [*hosted, _FUNCTION, custom]}
     assert [tool["name"] for tool in live.post(RESPONSES, body)["tools"]] == ["f"]
     error = live.post(RESPONSES, {**body, "tools": hosted, "tool_choice": "required"}, 400)["error"]
@@ -315,11 +312,8 @@ def test_a_response_by_sdk(client: openai.OpenAI, live: Live) -> None:
     assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert got.metadata == {"k": "v"} and got.usage.total_tokens == chat.usage.total_tokens
     parts = [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]
-    for asked in (
-        "hello",
-        [{"role": "user", "content": parts}],
-        [{"type": "message", "role": "user", "content": "hello"}],
-    ):
+    message = {"role": "user", "content": "hello"}
+    for asked in ("hello", [{"role": "user", "content": parts}], [{"type": "message", **message}]):
         answer = client.responses.create(model="bytes", input=asked, max_output_tokens=1)  # type: ignore[call-overload]
         assert answer.usage.input_tokens == len("<user>hello</><assistant>")
     ended = client.responses.create(model="bytes", input="a", max_output_tokens=9, extra_body={**extra, "stop": "yx"})

@@ -485,9 +485,8 @@ def test_refusals_name_what_is_wrong(client: OpenAI, what: str) -> None:
     more, why = REFUSED[what]
     body = {"messages": MESSAGES} | more
     with pytest.raises(openai.BadRequestError, match=why):
-        client.chat.completions.create(
-            model="m", messages=body.pop("messages"), max_tokens=5, stream=what == "broken", extra_body=body
-        )
+        more = {"stream": what == "broken", "extra_body": body}
+        client.chat.completions.create(model="m", messages=body.pop("messages"), max_tokens=5, **more)
 
 
 FORMS: list[tuple[dict[str, Any], str]] = [

@@ -49,12 +49,10 @@ def test_a_chat_request_passes_the_files_that_the_architecture_lists(model: str)
     finally:
         threading.settrace(None)  # type: ignore[arg-type]
     assert status == 200 and data.endswith(b"data: [DONE]\n\n")
-    begun, read, written = (
-        [name.endswith(end) for _, name in frontend] for end in ("._only_known_fields", "unpack", "._events")
-    )
-    submitted, launched, ended = (
-        [name == wanted for _, name in engine] for wanted in ("EngineLoop._submit", "CpuBackend.start", "_own")
-    )
+    ends = ("._only_known_fields", "unpack", "._events")
+    begun, read, written = ([name.endswith(end) for _, name in frontend] for end in ends)
+    names = ("EngineLoop._submit", "CpuBackend.start", "_own")
+    submitted, launched, ended = ([name == wanted for _, name in engine] for wanted in names)
     there = files(frontend[begun.index(True) : read.index(True)], engine[submitted.index(True) : launched.index(True)])
     # While the launch runs, the engine plans the next step, which is no part of the way back.
     back = files(engine[ended.index(True) :], frontend[read.index(True) : len(written) - written[::-1].index(True)])

@@ -81,10 +81,8 @@ def test_a_continuation_keeps_its_space(live: Live, prompt: Any, shown: str, fir
     for text, at in zip(texts, offsets, strict=True):
         begins = echoed["text"].startswith((text, text.removeprefix(" ")), at)
         assert begins or (text == "<s>" and at == 0), (text, at)
-    assert live.post("/v1/completions", {**body, "echo": False})["choices"][0]["logprobs"]["text_offset"] == [
-        0,
-        len(first),
-    ]
+    [alone] = live.post("/v1/completions", {**body, "echo": False})["choices"]
+    assert alone["logprobs"]["text_offset"] == [0, len(first)]
 
 
 def test_offsets_count_characters_and_no_hidden_tokens(live: Live) -> None:

@@ -91,9 +91,8 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
     assert (out.logprobs, out.top_logprobs) == (first.token_logprobs, first.top_logprobs)
     assert out.prompt_logprobs is not None and out.prompt_token_logprobs is not None
     assert out.prompt_logprobs[0] is out.prompt_token_logprobs[0] is None
-    for scored, token, value in zip(
-        out.prompt_logprobs[1:], out.prompt_token_ids[1:], out.prompt_token_logprobs[1:], strict=True
-    ):
+    each = zip(out.prompt_logprobs, out.prompt_token_ids, out.prompt_token_logprobs, strict=True)
+    for scored, token, value in list(each)[1:]:
         assert scored is not None and scored[token].logprob == value
     with pytest.raises(AttributeError, match="no choices: use outputs"):
         _ = out.choices
@@ -118,10 +117,8 @@ def test_conversations(llm: LLM) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tokenizer = llm.get_tokenizer()
     both = llm.chat([said, said[:1]], params)
-    assert [tokenizer.decode(one.prompt_token_ids) for one in both] == [
-        "<user>a<assistant>b<assistant>",
-        "<user>a<assistant>",
-    ]
+    prompts = [tokenizer.decode(one.prompt_token_ids) for one in both]
+    assert prompts == ["<user>a<assistant>b<assistant>", "<user>a<assistant>"]
     [continued] = llm.chat(said, params, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.decode(continued.prompt_token_ids) == "<user>a<assistant>b"
     assert tokenizer.decode(tokenizer.encode("é")) == "é"
