@@ -85,9 +85,7 @@ def test_generate_prints_the_text(cli: Cli, monkeypatch: pytest.MonkeyPatch, mod
         ("compile", ["--max-model-len", "300"], "context 300 exceeds the model's limit of 256"),
     ],
 )
-def test_bad_flags_are_one_line(
-    cli: Cli, model: str, tiny_shape: str, verb: str, flags: list[str], message: str
-) -> None:
+def test_flags_are_refused(cli: Cli, model: str, tiny_shape: str, verb: str, flags: list[str], message: str) -> None:
     of = tiny_shape if verb == "compile" else model
     assert message in cli.fails(*verb.split(), "--model", of, *flags)
 

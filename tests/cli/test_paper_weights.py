@@ -68,9 +68,7 @@ def test_auto_is_the_type_of_the_file(cli: Cli, tmp_path: Path, model: str) -> N
 
 
 @pytest.mark.parametrize(("given", "rounded"), [([], 1), (["--activations", "float"], 0)])
-def test_a_compiled_program_is_of_the_class_that_a_run_has(
-    cli: Cli, tmp_path: Path, given: list[str], rounded: int
-) -> None:
+def test_a_compiled_program_has_the_class_of_a_run(cli: Cli, tmp_path: Path, given: list[str], rounded: int) -> None:
     flags = ["--model", "random:smollm2-135m", "--weights", "q8_0", "--machine", CPU, "--kv-cache-dtype", "q8_0"]
     cli.json("compile", *flags, *given, "-o", str(tmp_path / "a"))
     model = load_program(tmp_path / "a").dims.model

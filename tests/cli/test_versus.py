@@ -228,9 +228,7 @@ def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["program"] == "fake" and peer.about["process"] != first["process"], "another after one has died"
 
 
-def test_latency_against_a_peer_that_is_no_program_of_llama_cpp(
-    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latency_against_a_peer_that_is_no_llama_cpp(cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [peers.InstalledPeer("scripted", lambda task: Scripted(), gguf=False)]
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
     versus = cli.json(*LATENCY, "--model", model, "--vs", "torch")["vs"]["scripted"]

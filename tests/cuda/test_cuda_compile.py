@@ -65,9 +65,7 @@ def test_compiles_once_per_content(counting: Counting, tmp_path: Path) -> None:
     assert {p.suffix for p in (tmp_path / "cache" / "cubin").iterdir()} == {".cubin"}  # no leftovers
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    counting: Counting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_cache_that_cannot_be_written(counting: Counting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(tmp_path / "file"))
     assert compile.cubin(Build(False, TENSOR)) == b"code of one 02"

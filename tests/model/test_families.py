@@ -201,9 +201,7 @@ def run(checkpoint: Checkpoint, tp: int, dtype: Dtype = Dtype.F32, backend: str 
 
 
 @pytest.mark.parametrize(("family", "more", "backend", "tp"), CASES)
-def test_tokens_and_logprobs_are_those_of_transformers(
-    family: str, more: dict[str, Any], backend: str, tp: int
-) -> None:
+def test_tokens_and_logprobs_as_in_transformers(family: str, more: dict[str, Any], backend: str, tp: int) -> None:
     model, checkpoint = make_llama(3, family, **SHAPES[family] | more)
     tokens, logprobs, logits = run(checkpoint, tp, backend=backend)
     want = hf_logits(model, TOKENS)

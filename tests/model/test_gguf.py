@@ -123,9 +123,7 @@ def test_shape_from_metadata(path: Path) -> None:
         ({"factor": 8.0, "yarn_attn_factor": 1.0}, {"factor": 8.0}, 1024),
     ],
 )
-def test_yarn_is_that_of_config_json(
-    path: Path, metadata: dict[str, Any], config: dict[str, Any], context: int
-) -> None:
+def test_yarn_as_in_config_json(path: Path, metadata: dict[str, Any], config: dict[str, Any], context: int) -> None:
     tiny_gguf(path, llama__rope__scaling__type="yarn", **{f"llama__rope__scaling__{k}": v for k, v in metadata.items()})
     raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
     raw |= {"max_position_embeddings": 128, "vocab_size": 70, "intermediate_size": 512}

@@ -96,9 +96,7 @@ SHOW = " ".join(f"{{{{ {name}_token }}}}" for name in SEEN)
         ({"bos_token": "<p>", "added_tokens_decoder": {"257": {"content": "<s>"}}}, {"bos_token": "<s>"}),
     ],
 )
-def test_templates_see_what_they_see_in_transformers(
-    tmp_path: Path, config: dict[str, Any], mapped: dict[str, Any]
-) -> None:
+def test_templates_see_what_transformers_shows(tmp_path: Path, config: dict[str, Any], mapped: dict[str, Any]) -> None:
     hf_folder(tmp_path, byte_backend(("<s>", "</s>", "<u>", "<p>")), **config, chat_template=SHOW)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
     theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
@@ -129,9 +127,7 @@ def test_a_damaged_template_fails_when_it_is_used(tmp_path: Path, file: str) -> 
         ("GPT2TokenizerFast", {"add_prefix_space": False}, False),
     ],
 )
-def test_a_byte_level_vocabulary_as_in_transformers(
-    tmp_path: Path, name: str, more: dict[str, Any], alone: bool
-) -> None:
+def test_byte_level_tokens_as_in_transformers(tmp_path: Path, name: str, more: dict[str, Any], alone: bool) -> None:
     backend = byte_backend(())
     hf_folder(tmp_path, None if alone else backend, tokenizer_class=name, **more)
     if alone:
@@ -188,9 +184,7 @@ NEW = {"content": "<new>", "lstrip": False, "rstrip": True, "normalized": False,
         ({"additional_special_tokens": ["<x>"]}, {"added_tokens": {"<x>": 261, "<new>": 260, "<s>": 257}}),
     ],
 )
-def test_tokens_that_other_files_add_as_in_transformers(
-    tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
-) -> None:
+def test_added_tokens_as_in_transformers(tmp_path: Path, config: dict[str, Any], files: dict[str, Any]) -> None:
     backend = byte_backend()
     backend.add_tokens(["<shown>"])
     hf_folder(tmp_path, backend, **config)

@@ -95,9 +95,7 @@ def test_a_step_has_room_for_the_items_that_it_may_need(program: Program) -> Non
         (["forward", "body", 1, "rows"], "all", "Expected `int`"),
     ],
 )
-def test_a_wrong_field_of_the_header_is_named(
-    program: Program, place: list[str | int], value: object, message: str
-) -> None:
+def test_a_wrong_header_field_is_named(program: Program, place: list[str | int], value: object, message: str) -> None:
     header, arrays = split(program.to_bytes())
     field: Any = header
     for key in place[:-1]:

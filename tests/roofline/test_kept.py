@@ -133,9 +133,7 @@ def test_what_others_take(tmp_path: Path) -> None:
     assert busy.others(begin, busy.Moment(10.0, 8.0, 4.0)) == 0.0 and busy.others(begin, begin) is None
 
 
-def test_all_verbs_name_the_same_ceilings(
-    probes: list[Measured], cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_verbs_share_ceilings(probes: list[Measured], cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, 3 * flops, QUIET, "2026-01-01"))

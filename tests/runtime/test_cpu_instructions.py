@@ -185,9 +185,7 @@ def test_attention_in_a_window(simd: str, dtype: Dtype, window: int) -> None:
 
 @pytest.mark.parametrize("quantised_kv", [0, 1])
 @pytest.mark.parametrize(("dtype", "window"), [*WINDOWS, (Dtype.F32, 0)])
-def test_sinks_of_attention(
-    monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int, quantised_kv: int
-) -> None:
+def test_sinks(monkeypatch: pytest.MonkeyPatch, simd: str, dtype: Dtype, window: int, quantised_kv: int) -> None:
     """A sink counts once, however many items divide the KV blocks of a row."""
     monkeypatch.setitem(families.FAMILIES, "llama", replace(families.FAMILIES["llama"], sinks=True))
     twins = make(DIMS.changed(dtype=int(dtype), window=window, quantised_kv=quantised_kv))

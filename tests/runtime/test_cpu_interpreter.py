@@ -184,9 +184,7 @@ def test_an_engine_has_no_more_workers_than_cores(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("asked", "checked"), [(None, Dtype.F32), (Dtype.BF16, Dtype.BF16)])
-def test_a_backend_is_asked_for_the_type_that_it_will_compute_in(
-    monkeypatch: pytest.MonkeyPatch, asked: Dtype | None, checked: Dtype
-) -> None:
+def test_a_backend_is_asked_for_its_type(monkeypatch: pytest.MonkeyPatch, asked: Dtype | None, checked: Dtype) -> None:
     seen: list[Dtype] = []
     noted = replace(registry.REGISTRY["cpu"], lack=lambda config, dtype: seen.append(dtype))
     monkeypatch.setitem(registry.REGISTRY, "cpu", noted)

@@ -82,9 +82,7 @@ def hand_table(dims: Dims) -> StepTable:
         ),
     ],
 )
-def test_every_instruction_does_what_the_reference_does(
-    config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype
-) -> None:
+def test_instructions_as_in_the_reference(config: ModelConfig, tp: int, o: str, residual: str, dtype: Dtype) -> None:
     """Each instruction changes the same buffers on the same ranks as on the reference backend, and no others. The test
     runs the attention instructions and, on each rank, the first two instructions of every other phase."""
     program = make_program(config, hand_dims(config, tp, o, residual, dtype=int(dtype)))

@@ -228,9 +228,7 @@ def uneven(tokens: int, tp: int, options: Options, workers: int = 2) -> Program:
 
 @EACH_LOWERING
 @pytest.mark.parametrize(("tp", "tokens", "norm"), [(4, 11, "next"), (8, 1, "own")])
-def test_any_interleaving_of_the_ranks_gives_the_results_of_program_order(
-    options: Options, tp: int, tokens: int, norm: str
-) -> None:
+def test_any_interleaving_of_ranks_gives_equal_results(options: Options, tp: int, tokens: int, norm: str) -> None:
     check(uneven(tokens, tp, replace(options, norm=norm)), seed=tp * 100 + tokens, rounds=2)
 
 
@@ -382,9 +380,7 @@ def test_flags_of_compile_reach_the_program(cli: Cli) -> None:
         ([5.0, 0.0], 7, [1, 1, 1, 1, 1, 0, 1]),
     ],
 )
-def test_of_workers_that_are_free_at_the_same_time_the_one_with_fewest_tasks_is_first(
-    load: list[float], tasks: int, expected: list[int]
-) -> None:
+def test_of_free_workers_that_with_fewest_tasks_is_first(load: list[float], tasks: int, expected: list[int]) -> None:
     """The order of workers with equal loads is fixed, so that compilation gives the same program on every machine."""
     assert _first_free(tasks, 1.0, np.array(load)).tolist() == expected
 

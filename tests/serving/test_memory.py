@@ -41,9 +41,7 @@ def saved(folder: Path, model: PreTrainedModel, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "backend", "tp"), CASES)
-def test_answers_are_those_of_the_saved_folder_also_after_replacements(
-    tmp_path: Path, family: str, backend: str, tp: int
-) -> None:
+def test_answers_as_saved_also_after_replacements(tmp_path: Path, family: str, backend: str, tp: int) -> None:
     dtype = torch.bfloat16 if family == "gemma" else torch.float32
     models = [make_llama(seed, family, **SHAPES[family] | {"max_context": 256})[0].to(dtype) for seed in range(4)]
     options: dict[str, Any] = {"backend": backend, "tp": tp, "max_num_seqs": 4}

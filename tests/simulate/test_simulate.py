@@ -70,9 +70,7 @@ EXCHANGE = [[Task(stores={1: 100})], [Task(stores={0: 100})]]
         "the switch bounds all links together",
     ],
 )
-def test_the_slowest_rate_bounds(
-    streams: list[list[Task]], ranks: int, costs: dict[str, float], seconds: float
-) -> None:
+def test_slowest_rates_bound(streams: list[list[Task]], ranks: int, costs: dict[str, float], seconds: float) -> None:
     assert hand_run(hand_work(streams, ranks=ranks), **costs)[0].step_s == pytest.approx(seconds)
 
 
@@ -215,9 +213,7 @@ def test_the_next_weights_wait_for_pages() -> None:
     ("weights", "ahead", "known", "ends"),
     [([100], 0, 10, 18), ([100], 30, 10, 15), ([100], 900, 10, 14), ([100], 30, 3, 10), ([60, 40], 900, 10, 14)],
 )
-def test_the_cache_gets_weights_that_the_ring_has_no_room_for(
-    weights: list[float], ahead: float, known: float, ends: float
-) -> None:
+def test_the_cache_gets_what_the_ring_cannot(weights: list[float], ahead: float, known: float, ends: float) -> None:
     """While a task waits for a counter, weights for which the ring (on-chip memory) has no room are prefetched into the
     cache, at most `ahead` bytes, 10 at a time. The ring takes the first 20 of 100 bytes in 2 s. At time `known`, the
     wait ends. Memory must then deliver only the bytes that were not prefetched, and the one page on its way.

@@ -373,9 +373,7 @@ def test_a_shorter_drain_leaves_the_rest_to_its_stream() -> None:
         ("sample", "sample.* reads what .*lm_head.* wrote in LOGITS,"),
     ],
 )
-def test_names_what_a_missing_wait_leaves_unordered(
-    phase: str, violation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_what_missing_waits_leave_unordered(phase: str, violation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a phase's waits, messages name the pairs of accesses that are unordered: read after write, write after
     read, and write after write."""
     monkeypatch.setattr(importlib.import_module("megakernel.scheduler.verify.proof"), "_MOST", 10_000)

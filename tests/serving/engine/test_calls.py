@@ -104,9 +104,7 @@ def follow(constraint: Calls, tokenizer: Tokenizer, text: str) -> str:
         ("openai", "<|start|>assistant to=functions.«time<|channel|>commentary json<|message|>{}»"),
     ],
 )  # fmt: skip
-def test_a_call_is_constrained_once_it_has_begun(
-    grammars: Grammars, tokenizer: Tokenizer, kind: str, shown: str
-) -> None:
+def test_a_call_is_constrained_once_begun(grammars: Grammars, tokenizer: Tokenizer, kind: str, shown: str) -> None:
     shown = shown.replace("%s", FORMATS[kind].arguments)
     text = shown.replace("«", "").replace("»", "").replace("!", "")
     told = follow(calls(grammars, tokenizer, kind).copy(), tokenizer, text)

@@ -190,9 +190,7 @@ def pieces(parts: tuple[str, ...]) -> list[Piece]:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.where)
 @pytest.mark.parametrize("parts", DIVIDED)
-def test_text_and_calls_are_items_in_order_in_a_stream_and_in_a_whole_answer(
-    parts: list[tuple[str, ...]], body: type[Any]
-) -> None:
+def test_text_and_calls_are_items_in_order_streamed_or_whole(parts: list[tuple[str, ...]], body: type[Any]) -> None:
     asked = body.model_validate(BODIES[body])
 
     def writer() -> Any:
@@ -286,9 +284,7 @@ def test_what_is_wrong_is_told_in_anthropics_shape(live: Live, body: dict[str, A
         ("POST", MESSAGES, b"[" * (1 << 24), 413, "request_too_large"),
     ],
 )
-def test_other_errors_have_that_shape_too(
-    live: Live, method: str, path: str, body: Any, status: int, kind: str
-) -> None:
+def test_other_errors_have_that_shape(live: Live, method: str, path: str, body: Any, status: int, kind: str) -> None:
     got, _, data = live.request(method, path, body)
     assert (got, json.loads(data)["error"]["type"]) == (status, kind)
 

@@ -267,9 +267,7 @@ def test_a_body_without_its_content_type_is_told(live: Live) -> None:
     assert status == 400 and "with the header Content-Type: application/json" in error_of(data)["message"]
 
 
-def test_a_failure_inside_is_a_500_without_its_cause(
-    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_inside_is_500(live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(live.service.tokenizer, "encode", Mock(side_effect=ValueError("secret")))
     status, _, data = live.request("POST", COMPLETIONS, {"prompt": "x"})
     assert status == 500 and error_of(data)["type"] == "InternalServerError" and b"secret" not in data

@@ -263,9 +263,7 @@ def test_the_longest_that_fits_is_tokenised(live: Live) -> None:
         (CHAT, {"messages": [{"role": "user", "content": ""}], "max_tokens": 1}, "apply_chat_template"),
     ],
 )
-def test_the_event_loop_never_tokenises(
-    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, name: str
-) -> None:
+def test_the_loop_never_encodes(live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, name: str) -> None:
     on_loop: list[bool] = []
     work = getattr(live.service.tokenizer, name)
 

@@ -63,9 +63,7 @@ def made_of(cli: Cli, *flags: str) -> tuple[LLM, Start]:
     return host.call_args.args[0], frontends.call_args.kwargs["start"]
 
 
-def test_flags_win_over_a_file_over_the_environment(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_flags_before_file_before_env(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(f"model: {model}\nmax-model-len: 256\nserved-model-name: [a, b]\napi_key: file\n")
     monkeypatch.setenv("MEGAKERNEL_API_KEY", "environment")

@@ -36,9 +36,7 @@ def expected(hf: Any, prompt: list[int], pooling: str) -> NDArray[np.float64]:
     ("backend", "tp", "dtype", "tolerance"),
     [("reference", 1, "f32", 1e-4), ("cpu", 1, "f32", 1e-4), ("cpu", 2, "f32", 1e-4), ("cpu", 1, "bf16", 0.05)],
 )
-def test_hidden_states_are_those_of_transformers(
-    backend: str, tp: int, dtype: str, tolerance: float, pooling: str
-) -> None:
+def test_hidden_states_as_in_transformers(backend: str, tp: int, dtype: str, tolerance: float, pooling: str) -> None:
     hf, checkpoint = make_llama(seed=1, vocab=97, **SHAPE)
     params = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
     how: dict[str, Any] = {"max_context": 128, "max_num_batched_tokens": 16, "max_num_seqs": 4, "threads": 1}

@@ -85,9 +85,7 @@ def test_a_refused_field_is_named_and_its_neutral_values_are_taken(live: Live, b
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_an_ignored_field_is_taken_with_any_value_and_an_unknown_one_is_named(
-    live: Live, body: type[requests.Strict]
-) -> None:
+def test_ignored_fields_take_any_value_and_unknown_ones_are_named(live: Live, body: type[requests.Strict]) -> None:
     path, plain = BODIES[body]
     ignored = body.ignored.keys() - body.model_fields.keys()
     nulls = dict.fromkeys([*body.model_fields, "temprature"])

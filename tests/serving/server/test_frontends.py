@@ -105,9 +105,7 @@ def test_a_frontend_that_sleeps_holds_nobody_up(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_death_of_the_engine_is_told_to_everybody(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_engine_is_told_to_everybody(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with process("--model", model, *TWO, first=SLOW) as (server, _, live):
         first, second = children(server.pid)

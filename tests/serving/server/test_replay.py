@@ -175,9 +175,7 @@ def test_prompts_without_a_seed_get_different_ones(replicas: tuple[Live, Live]) 
 
 
 @pytest.mark.parametrize("key", [None, "", "other"])
-def test_only_the_front_is_obeyed(
-    key: str | None, replicas: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_fronts_are_obeyed(key: str | None, replicas: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch) -> None:
     if not key:
         monkeypatch.delenv(KEY) if key is None else monkeypatch.setenv(KEY, "")
     headers = {HEADER: Replay(1, 1, {0: 2}).header(key or "")}

@@ -40,9 +40,7 @@ MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 @pytest.mark.parametrize(
     ("path", "filler"), [(CHAT, WAITING), (RESPONSES, WAITING), (MESSAGES, b'event: ping\ndata: {"type":"ping"}\n\n')]
 )
-def test_a_stream_begins_before_its_first_token(
-    null: Live, monkeypatch: pytest.MonkeyPatch, path: str, filler: bytes
-) -> None:
+def test_a_stream_begins_before_tokens(null: Live, monkeypatch: pytest.MonkeyPatch, path: str, filler: bytes) -> None:
     """The status comes when the engine has accepted the request. While there is no event, comments keep proxies from
     closing the connection."""
     monkeypatch.setattr(writer, "SILENCE", 0.05)

@@ -279,9 +279,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": RESPONDS["tools
         (RESPONDS, ALLOWED, ["time"], 16),
     ],
 )
-def test_required_calls_are_valid(
-    live: Live, body: dict[str, Any], choice: Any, names: Sequence[str], most: int
-) -> None:
+def test_required_calls_fit(live: Live, body: dict[str, Any], choice: Any, names: Sequence[str], most: int) -> None:
     for seed in range(2):
         content, calls, reason = answered(live, {**body, "tool_choice": choice, "seed": seed})
         assert (content, reason) == ("", "tool_calls") and {name for name, _ in calls} <= {*names}
@@ -388,9 +386,7 @@ CALL_OR_JSON += [
 
 
 @pytest.mark.parametrize(("kind", "body"), CALL_OR_JSON, ids=[*FORMATS, "openai-agents", "langgraph"])
-def test_an_answer_is_a_call_or_json(
-    kind: str, body: dict[str, Any], live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_a_call_or_json(kind: str, body: dict[str, Any], live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a request has tools and a schema, the answer is a call or JSON of the schema. Here, a logit bias for a
     character with which only calls begin decides between the two. If a call is required, the answer is a call."""
     monkeypatch.setitem(vars(live.service.codec), "tools", FORMATS[kind])

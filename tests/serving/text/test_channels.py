@@ -86,9 +86,7 @@ def read_each_way(kind: str, text: str, reason: str = "stop", most: int | None =
         ("", "", [], ""),
     ],
 )
-def test_messages_belong_to_content_calls_or_reasoning(
-    text: str, content: str, calls: list[tuple[str, Any]], reasoning: str
-) -> None:
+def test_messages_go_to_their_channel(text: str, content: str, calls: list[tuple[str, Any]], reasoning: str) -> None:
     told, made, thought = read_each_way("openai", text)
     assert (told, [(name, json.loads(given)) for name, given in made], thought) == (content, calls, reasoning)
 
@@ -118,9 +116,7 @@ def test_a_call_that_is_cut_off_stays_open() -> None:
         ("", "", [("weather", {})]),
     ],
 )
-def test_calls_in_tags_have_the_types_of_the_schema(
-    text: str, content: str, calls: list[tuple[str, Any]] | None
-) -> None:
+def test_calls_in_tags_have_types_of_schemas(text: str, content: str, calls: list[tuple[str, Any]] | None) -> None:
     for kind, begin, end in (
         ("hermes", "<tool_call>\n", "\n</tool_call>"),
         ("hermes", "", ""),
