@@ -102,9 +102,7 @@ def run_items(twins: HostTwins, table: StepTable, items: Sequence[Item], final: 
         np.testing.assert_array_equal(twins.image.counters(0)[LAYER], arrivals)
 
 
-@pytest.mark.parametrize(
-    ("heads", "window"), [*((heads, 0) for heads in HEADS), (HEADS[0], 20), (HEADS[2], 150)], ids=str
-)
+@pytest.mark.parametrize(("heads", "window"), [*((h, 0) for h in HEADS), (HEADS[0], 20), (HEADS[2], 150)], ids=str)
 @pytest.mark.parametrize("sinks", SINKS, ids=["", "sinks"])
 def test_attention(heads: tuple[int, int, int], window: int, sinks: dict[str, int]) -> None:
     head_dim, query, kv = heads

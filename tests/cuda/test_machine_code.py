@@ -69,9 +69,8 @@ def test_what_a_program_asks_of_its_roles() -> None:
     """In a step with one row of Llama 3.2 1B, the weight loaders fill each page of weights once, and the consumers
     multiply each pair of these pages once."""
     machine = machines.load("h200")
-    program = machine_code.compiled(
-        machine_code.load_config("random:llama-3.2-1b"), machine, 1, context=128, options=machine_code.Options()
-    )
+    config, options = machine_code.load_config("random:llama-3.2-1b"), machine_code.Options()
+    program = machine_code.compiled(config, machine, 1, context=128, options=options)
     assert machine.paths is not None
     nothing, one = dict.fromkeys(machine.paths, Path(0.0, 0.0)), Path(1.0, 1.0)
     pages = machine_code.load(program, machine, nothing | {ONE_ROW + "weight_page": one})

@@ -155,11 +155,8 @@ def operand(program: Program, name: str, which: str, value: int) -> Program:
 def test_an_instruction_that_holds_more_than_the_ring_is_named() -> None:
     tensor, few = compiled(300), compiled(2, norm="own")
     assert (tensor.dims.worker.units, few.dims.worker.units) == (Units.TENSOR, Units.DOTS)
-    for program, name, holds, has in (
-        (tensor, "gate_up_silu(", 6, 5),
-        (tensor, "attention", 2, 1),
-        (few, "qkv_rope(", 3, 2),
-    ):
+    cases = ((tensor, "gate_up_silu(", 6, 5), (tensor, "attention", 2, 1), (few, "qkv_rope(", 3, 2))
+    for program, name, holds, has in cases:
         small = replace(program, dims=program.dims.changed(ring_pages=has))
         names(small, name, f"holds {holds} pages at once, but the ring has {has}")
 

@@ -19,10 +19,7 @@ ADAPTER = json.dumps({"base_model_name_or_path": "org/base", "peft_type": "LORA"
     ("files", "message"),
     [
         ({"adapter_config.json": ADAPTER, "adapter_model.safetensors": ""}, r"LoRA adapter.* org/base: merge"),
-        (
-            {"params.json": "{}", "consolidated.00.pth": "", "tokenizer.model": ""},
-            r"Meta's or Mistral's .*params\.json",
-        ),
+        ({"params.json": "{}", "consolidated.00.pth": "", "tokenizer.model": ""}, r"or Mistral's .*params\.json"),
         ({"consolidated.safetensors": "", "tekken.json": "{}"}, r"Meta's or Mistral's own format: fetch"),
         ({"config.json": "{}", "pytorch_model.bin": ""}, r"pickled weights.*save them as safetensors.*model\.bin"),
         ({"config.json": "{}", "model-00001-of-00002.safetensors": ""}, r"no model\.safetensors or .*index\.json"),

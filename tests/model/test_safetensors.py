@@ -268,10 +268,7 @@ NAME = "model__layers__1__mlp__experts__"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"gate_up_proj_scales": torch.zeros(3, 192, 1, dtype=torch.uint8)},
-            "does not have the type and shape of experts",
-        ),
+        ({"gate_up_proj_scales": torch.zeros(3, 192, 1, dtype=torch.uint8)}, "not have the type and shape of experts"),
         ({"gate_up_proj_scales": torch.zeros(3, 192, 2)}, "does not have the type and shape of experts"),
         ({"gate_up_proj_scales": None}, "does not have the type and shape of experts"),
         ({"down_proj_blocks": torch.zeros(3, 64, 96)}, "does not have the type and shape of experts"),

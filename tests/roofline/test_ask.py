@@ -23,11 +23,7 @@ SAID: dict[int, list[tuple[Any, ...]]] = {
     5: [("shared_memory_bytes", 33e6, 0.05), ("registers_bytes", 33e6, 0.05)],
     6: [("clock_that_fp32_implies_hz", 2.1e9, 0.01)],
     7: [("least_s", 0.235e-6), ("bound", "memory")],
-    8: [
-        ("switches_of_a_node_bytes_per_s", 6.4e12),
-        ("node_bytes_per_s", 3.6e12),
-        ("node_gather_bytes_per_s", 450e9 * 8 / 7),
-    ],
+    8: [("switches_of_a_node_bytes_per_s", 6.4e12), ("node_bytes_per_s", 3.6e12), ("node_gather_bytes_per_s", 514e9)],
     9: [("bisection_of_a_node_both_ways_bytes_per_s", 3.6e12)],
     10: [("least_s", 1.04e-3)],
     11: [("least_s", 65.2e-6)],
@@ -202,22 +198,12 @@ def ask(name: str, machine: Hardware | None = H100, **inputs: Any) -> dict[str, 
             ("all-gather", H100, {"bytes": ARRAY, "gpus": 256, "inner": y}, {"least_s": near(ARRAY * 31 / 32 / rate)})
             for y, rate in ((1, 400e9), (8, 400e9), (64, 3200e9))
         ),
-        (
-            "all-to-all",
-            H100,
-            {"bytes": 64 * ROWS, "gpus": 64, "copies": 4},
-            {"node_s": near(ROWS * 4 * 63 / 64**2 / W)},
-        ),
+        ("all-to-all", H100, {"bytes": 64 * ROWS, "gpus": 64, "copies": 4}, {"node_s": near(ROWS * 63 / 1024 / W)}),
         ("latency", H100, {"bytes": 8192 * 7 / 4}, {"in_a_node_s": near(3e-6, 0.2)}),
         ("latency", H100, {"bytes": 0, "hops": 3}, {"between_nodes_s": near(30e-6)}),
         *(
-            (
-                "tensor-parallel",
-                H100,
-                {"ffn": 28672, "ways": ways},
-                {"arithmetic_over_network": near(28672 / ways / alpha)},
-            )
-            for ways, alpha in ((8, 2200), (11, 2475))
+            ("tensor-parallel", H100, {"ffn": 28672, "ways": n}, {"arithmetic_over_network": near(28672 / n / alpha)})
+            for n, alpha in ((8, 2200), (11, 2475))
         ),
         ("data-parallel", H100, {"gpus": 16}, {"exact_critical_tokens_per_gpu": 2475 / 2}),
         # Two groups of 4 GPUs fill a node, so 16 groups exchange among 8 nodes.

@@ -132,11 +132,9 @@ def test_each_rank_runs_its_own_kv_heads(tp: int) -> None:
 def test_slots_get_equal_work(slots: int, shape: str) -> None:
     sizes = {"tokens": 512, "row_block": 96, "max_seqs": 64, "logit_rows": 64, "items": 1100, "partials": 16000}
     dims = make_dims(CONFIG, attention_slots=slots, **sizes)
-    chunks = {
-        "decode": decode([1500 + 7 * i for i in range(64)]),
-        "prefill": [Chunk(0, 0, [1] * 512, range(32))],
-        "one long": decode([4096]),
-    }[shape]
+    prompt = [Chunk(0, 0, [1] * 512, range(32))]
+    decoded = decode([1500 + 7 * i for i in range(64)])
+    chunks = {"decode": decoded, "prefill": prompt, "one long": decode([4096])}[shape]
     table = build_step(dims, chunks)
     check_step(table)
     work = slot_work(table)[0, :, 0] / (4 * dims.model.head_dim * dims.model.group_size)  # (token, row, KV head)

@@ -374,15 +374,11 @@ def test_flags_of_compile_reach_the_program(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("load", "tasks", "expected"),
-    [
-        ([0.0, 0.0, 0.0], 7, [0, 1, 2, 0, 1, 2, 0]),
-        ([2.0, 0.0, 1.0], 6, [1, 2, 1, 0, 2, 1]),
-        ([5.0, 0.0], 7, [1, 1, 1, 1, 1, 0, 1]),
-    ],
+    [([0, 0, 0], 7, [0, 1, 2, 0, 1, 2, 0]), ([2, 0, 1], 6, [1, 2, 1, 0, 2, 1]), ([5, 0], 7, [1, 1, 1, 1, 1, 0, 1])],
 )
 def test_of_free_workers_that_with_fewest_tasks_is_first(load: list[float], tasks: int, expected: list[int]) -> None:
     """The order of workers with equal loads is fixed, so that compilation gives the same program on every machine."""
-    assert _first_free(tasks, 1.0, np.array(load)).tolist() == expected
+    assert _first_free(tasks, 1.0, np.array(load, float)).tolist() == expected
 
 
 def test_memory_that_is_hardly_there_makes_one_panel() -> None:

@@ -141,8 +141,8 @@ def ordered(program: Program, table: StepTable) -> list[Ordered]:
                 # Attention to a context may be split into parts, which signal only once in total: count the first part.
                 adds = [(c, 0 if item.part else n) for c, n in step.adds]
                 single = item.rows == 1 and item.parts == 1 and item.start >= 0
-                block = item.row // program.dims.bucket.row_block
-                same = (block, item.head, item.heads, item.start) if single else None
+                rows = item.row // program.dims.bucket.row_block
+                same = (rows, item.head, item.heads, item.start) if single else None
                 if same and same == alike:
                     out[-1].adds = [(c, n + m) for (c, n), (_, m) in zip(out[-1].adds, adds, strict=True)]
                 else:

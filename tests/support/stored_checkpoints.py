@@ -30,9 +30,7 @@ class Dequantised:
         self.name, self.dtype = quantised.name, quantised.dtype
         self.config = replace(quantised.config, tied=False)
         self.storage = {
-            buffer: Storage(
-                tuple((StoredRows(Dtype.F32, sum(part.rows for part in layer)),) for layer in storage.layers)
-            )
+            buffer: Storage(tuple((StoredRows(Dtype.F32, sum(p.rows for p in layer)),) for layer in storage.layers))
             for buffer, storage in quantised.storage.items()
         }
         self._quantised = quantised
@@ -91,9 +89,8 @@ def quantised(
 def program_of(checkpoint: Checkpoint, rows: int, tp: int = 1, *, q8: bool = False, **options: Any) -> Program:
     bits = bits_of(checkpoint.config, checkpoint.storage)
     given: dict[str, Any] = {"dtype": checkpoint.dtype, "weight_bits": bits, "q8_activations": q8}
-    return compiled(
-        checkpoint.config, host(2), rows, rows, tp, Options(**options), max_seqs=3, max_context=400, **given
-    )
+    given |= {"max_seqs": 3, "max_context": 400}
+    return compiled(checkpoint.config, host(2), rows, rows, tp, Options(**options), **given)
 
 
 def logits(backend: str, checkpoint: Checkpoint, rows: int, tp: int = 1, **options: Any) -> Array:

@@ -42,11 +42,9 @@ def chain() -> Program:
     """Return a program for two workers and two layers. Worker 0 has embed, then attn_norm (record 0 of the body) and
     o_proj (1) in each layer. Worker 1 has qkv_rope (2) and join (3) in each layer, then final_norm."""
     tile = (0, 32, 0, 32)
+    norm = record("attn_norm", (0, 32), [word(0)], [word(1)])
     body = [
-        [
-            record("attn_norm", (0, 32), [word(0)], [word(1)]),
-            record("o_proj", tile, [word(3)], [word(0, next_layer=True)]),
-        ],
+        [norm, record("o_proj", tile, [word(3)], [word(0, next_layer=True)])],
         [record("qkv_rope", tile, [word(1)], [word(2)]), record("join", (), [word(2)], [word(3)])],
     ]
     epilogue = [[], [record("final_norm", (0, 4), [word(0, indexed=True)], [])]]
@@ -129,10 +127,8 @@ def test_a_remote_wait_under_compute_is_not_exposed() -> None:
     """The input loader of rank 1 waits for rank 0 from tick 20 to tick 60, and its worker computes until tick 35. So 25
     of the 2 x 100 ticks of the two ranks are exposed communication, in one launch and in two equal ones."""
     tile = (0, 32, 0, 32)
-    body = [
-        [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])],
-        [record("qkv_rope", tile), record("mlp_norm", (0, 32), [word(0)], [])],
-    ]
+    o_proj = [record("o_proj", tile, [], [word(0, rank=ALL_RANKS)])]
+    body = [o_proj, [record("qkv_rope", tile), record("mlp_norm", (0, 32), [word(0)], [])]]
     intervals = rows((COMPUTE, 0, 0, 0, 0, 60), role=Role.CONSUMER)
     intervals += rows((COMPUTE, 0, 1, 0, 0, 35), (COMPUTE, 0, 2, 0, 60, 100), rank=1, role=Role.CONSUMER)
     intervals += rows((WAIT, 0, 2, 0, 20, 60), rank=1, role=Role.INPUT_LOADER)

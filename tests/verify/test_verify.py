@@ -140,12 +140,7 @@ def test_a_norm_on_the_way_in_needs_the_rows_at_hand() -> None:
         (1, "embed", {"name": "sample"}, "two phases have the same name"),
         (1, "embed", {"number": 9}, "phases are not numbered in order"),
         (2, "o_reduce", {"weights": Buffer.W_DOWN}, "are not partial products of its weights"),
-        (
-            2,
-            "o_partial",
-            {"result": Result.RESIDUAL, "output": Buffer.X},
-            r"its inner length is 12, of which the ranks have \[8, 4\]",
-        ),
+        (2, "o_partial", {"result": Result.RESIDUAL, "output": Buffer.X}, r"inner length is 12, of which .* \[8, 4\]"),
     ],
 )
 def test_phases_make_sense(tp: int, name: str, change: dict[str, Any], violation: str) -> None:

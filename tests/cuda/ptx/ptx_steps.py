@@ -39,11 +39,8 @@ _SHAPES: Sequence[dict[str, Any]] = (
     {"hidden": 1032, "ffn": 72},
 )
 # Each of these is added to the shapes of a third of the seeds.
-_MORE: Sequence[dict[str, Any]] = (
-    {},
-    {"window": 20, "full_layers": (0,)},
-    {"window": 150, "family": "glm4", "post_norms": True},
-)
+_MORE: list[dict[str, Any]] = [{}, {"window": 20, "full_layers": (0,)}]
+_MORE += [{"window": 150, "family": "glm4", "post_norms": True}]
 # In programs with experts, each of these is added to the shapes of a quarter of the seeds.
 _MIXTRAL = {"family": "mixtral", "ffn": 72, "experts": 8, "experts_per_token": 2, "normalised_routes": True}
 _EXPERTS: Sequence[dict[str, Any]] = (
@@ -110,10 +107,8 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     chosen = dict(rng.choice(np.array(_OPTIONS[units])))
     ranks = int(rng.choice([1, 1, 2, 4])) if tp is None else tp
     if ranks > 1:
-        chosen |= {
-            "o": str(rng.choice(["sharded", "replicated"])),
-            "residual": str(rng.choice(["dealt", "replicated"])),
-        }
+        chosen["o"] = str(rng.choice(["sharded", "replicated"]))
+        chosen["residual"] = str(rng.choice(["dealt", "replicated"]))
     if ranks > 1 and kind.startswith("experts"):
         chosen["expert_parallel"] = seed % 4 < 2
     tokens = int(rng.integers(1, 9 if units == "dots" else 150))
@@ -238,13 +233,8 @@ def varied(kind: str, **changes: Any) -> list[str]:
 
 
 # Seeds of the steps in which faults are planted. Together, they execute the code of all faults of a kind of build.
-_FAULT_STEPS = {
-    "dots": (5, 6, 2, 8, 10),
-    "tensor": (5, 6, 10),
-    "experts dots": (20, 22),
-    "experts tensor": (22, 21),
-    "row dots": (0, 1),
-}
+_FAULT_STEPS = {"dots": (5, 6, 2, 8, 10), "tensor": (5, 6, 10), "experts dots": (20, 22)}
+_FAULT_STEPS |= {"experts tensor": (22, 21), "row dots": (0, 1)}
 
 
 def found(kind: str, chosen: Collection[str] = ()) -> dict[str, str]:

@@ -151,15 +151,11 @@ def tag(value: Any) -> str:
 
 
 COMBINED: list[Any] = [set[str], frozenset[Colour], dict[Colour, int], dict[uuid.UUID, Cat], Json[int], Cat | None]
-COMBINED += [
-    dict[Annotated[str, Field(pattern="^a")], int],
-    Annotated[dict[str, int], Field(min_length=1)],
-    tuple[int, str],
-]
+COMBINED += [dict[Annotated[str, Field(pattern="^a")], int], Annotated[dict[str, int], Field(min_length=1)]]
 COMBINED += [Annotated[Cat | Dog, Field(discriminator="kind")], Cat | Dog, dict[datetime.date, list[SecretStr]]]
 COMBINED += [Annotated[Annotated[Cat, Tag("cat")] | Annotated[Dog, Tag("dog")], Discriminator(tag)]]
 COMBINED += [Annotated[decimal.Decimal, Field(max_digits=5, decimal_places=2)], decimal.Decimal, complex, bytes]
-COMBINED += [Annotated[dict[Colour, int], Field(min_length=1)]]
+COMBINED += [Annotated[dict[Colour, int], Field(min_length=1)], tuple[int, str]]
 COMBINED += [pathlib.Path, datetime.timedelta, ipaddress.IPv4Interface, ipaddress.IPv6Network, Literal[1, "a", None]]
 
 

@@ -78,11 +78,8 @@ def said(found: Sequence[RequestOutput]) -> list[Any]:
     return [(result.prompt_logprobs, result.outputs) for result in found]
 
 
-WRONG: dict[str, Callable[[int], bool]] = {
-    "right": lambda place: False,
-    "wrong": lambda place: True,
-    "half right": lambda place: place % 3 == 0,
-}
+WRONG: dict[str, Callable[[int], bool]] = {"right": lambda place: False, "wrong": lambda place: True}
+WRONG["half right"] = lambda place: place % 3 == 0
 CPU, RANKS = {"backend": "cpu"}, {"backend": "cpu", "tp": 2}
 Q8, REFERENCE = {"backend": "cpu", "kv_cache_dtype": "q8_0"}, {"backend": "reference"}
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16}

@@ -134,11 +134,8 @@ def test_https_under_a_path(model: str, tmp_path: Path) -> None:
     more = ("--max-body-bytes", "100", "--log-level", "info", "--disable-log-requests")
     with process("--model", model, *files, *more) as (running, facts, live):
         assert facts["url"] == f"https://127.0.0.1:{live.port}"
-        for request, length, status in (
-            ("GET /version", 0, 200),
-            ("GET /llm/version", 0, 200),
-            ("POST /llm/tokenize", 999, 413),
-        ):
+        asked = (("GET /version", 0, 200), ("GET /llm/version", 0, 200), ("POST /llm/tokenize", 999, 413))
+        for request, length, status in asked:
             with context.wrap_socket(socket.create_connection(("127.0.0.1", live.port))) as secure:
                 head = f"{request} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
                 secure.sendall(head.encode())

@@ -146,9 +146,7 @@ def test_the_folder_says_how_to_pool(tmp_path: Path, declared: dict[str, Any] | 
     assert load_pooling(str(tmp_path)) == "a dense layer"
 
 
-@pytest.mark.parametrize(
-    ("number", "pooling"), [(None, "last"), (1, "mean"), (3, "last"), (2, "GGUF's pooling type 2")]
-)
+@pytest.mark.parametrize("number, pooling", [(None, "last"), (1, "mean"), (3, "last"), (2, "GGUF's pooling type 2")])
 def test_a_gguf_file_says_how_to_pool(tmp_path: Path, number: int | None, pooling: str) -> None:
     path = tmp_path / "model.gguf"
     tiny_gguf(path, **({} if number is None else {"llama__pooling_type": number}))

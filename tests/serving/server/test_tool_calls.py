@@ -459,14 +459,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"tools": TOOLS, "response_format": {"type": "json_object", "schema": {"type": "x"}}},
         "structured outputs: the format of the answer: Invalid type: x$",
     ),
-    "unwrapped": (
-        {"response_format": {"type": "json_schema", "json_schema": WEATHER}},
-        "json_schema.schema is required",
-    ),
-    "half unwrapped": (
-        {"response_format": {"type": "json_schema", "name": "n", "schema": WEATHER}},
-        "schema is required",
-    ),
+    "unwrapped": ({"response_format": {"type": "json_schema", "json_schema": WEATHER}}, "schema is required"),
+    "half": ({"response_format": {"type": "json_schema", "name": "n", "schema": WEATHER}}, "schema is required"),
     "both": ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "cannot be combined"),
     "a name": ({"tools": [function("a b")]}, r"must match \^\[a-zA-Z0-9_.-\]"),
     "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
@@ -503,9 +497,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 
 # Both routes read these fields in one class, so one route for each form is enough.
-@pytest.mark.parametrize(
-    ("given", "path"), list(zip(FORMS, itertools.cycle(["/v1/completions", "/v1/chat/completions"]), strict=False))
-)
+@pytest.mark.parametrize(("given", "path"), list(zip(FORMS, itertools.cycle(["/v1/completions", CHAT]), strict=False)))
 def test_every_name_of_a_form_is_followed(live: Live, given: tuple[dict[str, Any], str], path: str) -> None:
     more, form = given
     body = {"max_tokens": 300, "seed": 1, **more, **({"messages": MESSAGES} if "chat" in path else {"prompt": "x"})}
