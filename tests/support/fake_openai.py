@@ -1,15 +1,18 @@
 """A fake server that runs on a thread, for tests of the serving benchmark. It implements only the part of the OpenAI
 API that the benchmark calls, and fails in the ways that a test selects."""
 
-import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from loopback import Answer, loopback
 
 
 @dataclass
@@ -27,69 +30,60 @@ class FakeServer:
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
-    connections: int = 0
-    running: int = 0
-    most_running: int = 0
+    responses: Counter[Any] = field(default_factory=Counter)  # the number of responses on each connection
+    streams: list[dict[str, Any]] = field(default_factory=list)  # the requests whose streams are running
+    at_once: list[int] = field(default_factory=list)  # how many ran, whenever one began
 
-    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            for _ in range(self.close_after):
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                self.headers.append(head)
-                path = head.split()[1]
-                size = next((int(h.split(":")[1]) for h in head.splitlines() if h.lower().startswith("content-len")), 0)
-                body = await reader.readexactly(size)
-                if path.endswith("/v1/models"):
-                    self._whole(writer, 200, {"data": [{"id": self.model}]})
-                elif path.endswith("/v1/completions"):
-                    self.running += 1
-                    self.most_running = max(self.most_running, self.running)
-                    try:
-                        await self._completion(writer, json.loads(body))
-                    finally:
-                        self.running -= 1
-                elif path in self.pages:
-                    self._whole(writer, 200, self.pages[path])
-                else:
-                    self._whole(writer, 404, {"detail": "Not Found"})
-                await writer.drain()
-        except (EOFError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+    def answer(self, asked: BaseHTTPRequestHandler) -> Answer | None:
+        self.headers.append(f"{asked.requestline}\n{asked.headers}")
+        self.responses[asked.client_address] += 1
+        asked.close_connection = self.responses[asked.client_address] >= self.close_after
+        body = asked.rfile.read(int(asked.headers["Content-Length"] or 0))
+        if asked.path.endswith("/v1/models"):
+            return _told({"data": [{"id": self.model}]})
+        if asked.path.endswith("/v1/completions"):
+            return self.completion(json.loads(body))
+        return _told(self.pages[asked.path]) if asked.path in self.pages else _told({"detail": "Not Found"}, 404)
 
-    def _whole(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
-        body = (value if isinstance(value, str) else json.dumps(value)).encode()
-        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-
-    async def _completion(self, writer: asyncio.StreamWriter, request: dict[str, Any]) -> None:
+    def completion(self, request: dict[str, Any]) -> Answer | None:
         self.requests.append(request)
         prompt, tokens = len(request["prompt"]), request["max_tokens"]
         fault = self.faults.get(prompt)
-        await asyncio.sleep(self.delay_s)
+        time.sleep(self.delay_s)
         if isinstance(fault, int):
-            self._whole(writer, fault, {"error": {"message": "no", "type": "x", "param": None, "code": fault}})
-            return
+            return _told({"error": {"message": "no", "type": "x", "param": None, "code": fault}}, fault)
         if fault == "silent":
-            raise ConnectionError
+            return None
         usage = {"prompt_tokens": prompt, "completion_tokens": tokens - (fault == "short")}
         if not request["stream"]:
-            self._whole(writer, 200, {"choices": [{"text": "x"}], "usage": usage})
-            return
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            return _told({"choices": [{"text": "x"}], "usage": usage})
         events = [{"choices": [{"text": "é"}]}] * tokens + [{"choices": [], "usage": usage}]
         if fault == "error":
             events = [{"error": {"message": "gone", "type": "x", "param": None, "code": 500}}]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * (fault != "cut")
-        for line in lines:
-            data = line.encode()
-            # Each event spans two HTTP chunks, because a client may not rely on one chunk per event.
+        return Answer(body=self._stream(request, lines))
+
+    def _stream(self, request: dict[str, Any], lines: list[str]) -> Iterator[bytes]:
+        """Yield each event in two HTTP chunks, because a client may not rely on one chunk per event."""
+        self.streams.append(request)
+        self.at_once.append(len(self.streams))
+        for data in map(str.encode, lines):
             for piece in (data[:9], data[9:]):
-                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
-                await writer.drain()
-                await asyncio.sleep(self.delay_s)
-        writer.write(b"0\r\n\r\n")
+                yield f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
+                time.sleep(self.delay_s)
+        self.streams.remove(request)
+        yield b"0\r\n\r\n"
+
+
+def _told(value: Any, status: int = 200) -> Answer:
+    return Answer(status, (value if isinstance(value, str) else json.dumps(value)).encode())
+
+
+@contextmanager
+def running(server: FakeServer) -> Iterator[FakeServer]:
+    """Run the server on a free local port until the `with` block ends."""
+    with loopback(server.answer) as server.url:
+        yield server
 
 
 @contextmanager
@@ -145,28 +139,3 @@ HOSTILE: dict[str, tuple[bytes, bytes]] = {
     "no status": (b"HTTP/1.1\r\n\r\n", b""),
     "nothing": (b"", b""),
 }
-
-
-@contextmanager
-def running(server: FakeServer) -> Iterator[FakeServer]:
-    """Run the server on a free local port until the `with` block ends."""
-    begun = threading.Event()
-    end: list[Callable[[], object]] = []
-
-    async def serve() -> None:
-        ended = asyncio.Event()
-        end.append(partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set))
-        made = await asyncio.start_server(server.connection, "127.0.0.1", 0)
-        server.url = "http://{}:{}".format(*made.sockets[0].getsockname())
-        begun.set()
-        await ended.wait()
-        made.close()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    begun.wait()
-    try:
-        yield server
-    finally:
-        end[0]()
-        thread.join()
