@@ -10,18 +10,8 @@ from gpu_programs import make
 from launch_image import LaunchImage
 from numpy.typing import NDArray
 
-from megakernel.isa import Operation, StepTable
-from megakernel.isa.record import (
-    INDEXED,
-    OPERAND_WORD,
-    SIGNAL_WORD,
-    SIGNALS,
-    WAIT_WORD,
-    WORDS,
-    phase_number,
-    signals,
-    word_counter,
-)
+from megakernel.isa import Operation, StepTable, record
+from megakernel.isa.record import phase_number, signals, word_counter
 from megakernel.runtime.cuda import stall
 from megakernel.runtime.cuda.stall import COUNTER, Wait, explain
 from megakernel.scheduler import Options
@@ -33,7 +23,7 @@ def test_a_wait_names_only_the_phases_that_signal_its_counter(waits: str, signal
     program = small_programs.make(workers=2)
     records, _ = program.numbered(2)
     wanted = records[phase_number(records) == program.forward.by_name[waits].number][0]
-    counter = int(word_counter(wanted[WAIT_WORD]))
+    counter = int(word_counter(wanted[record.WAIT_WORD]))
     wait = Wait(0, 0, 0, segment=2, layer=EPILOGUE, number=0, kind=COUNTER, index=counter, value=0, expected=1)
     assert stall._signallers(program, wait) == signals
 
@@ -57,17 +47,17 @@ def test_names_the_signal_that_is_missing(queue: str) -> None:
     signal = [_slots_that_signal(table.rank(rank)) for rank in range(2)]
     numbers = phase_number(whole)
     attention = np.isin(numbers, program.forward.numbers(Operation.ATTENTION))
-    loses[attention] &= np.isin(whole[attention, OPERAND_WORD], np.intersect1d(*signal))
+    loses[attention] &= np.isin(whole[attention, record.OPERAND_WORD], np.intersect1d(*signal))
     for number in np.unique(numbers[loses]):
         row = int(rng.choice(np.flatnonzero((numbers == number) & loses)))
         image = LaunchImage(backend, program, table)
         streams = len(program.body.records)
         base, at = (image.params.records[1], row) if row < streams else (image.params.records[3], row - streams)
-        ctypes.memset(base + 4 * (at * WORDS + SIGNAL_WORD), 0, 4 * SIGNALS)
+        ctypes.memset(base + 4 * (at * record.WORDS + record.SIGNAL_WORD), 0, 4 * record.SIGNALS)
         assert image.run() == "deadlock"
         why = explain(program, table, image.waits)
         counters = set(word_counter(signals(whole)[row]).tolist()) - {-1}
-        grid = bool((signals(whole)[row] & INDEXED).any())
+        grid = bool((signals(whole)[row] & record.INDEXED).any())
         got = re.fullmatch(
             r"the input loader of rank \d worker \d waits in \w+ record \d+ \(.*\) for counter (\d+): in block [0-2] "
             r"it has value \d+, expected \d+: a signal of ([a-z_ ]+) is missing",

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from model_helpers import tiny_gguf
+from model_helpers import finish, tiny_gguf
 from numpy.typing import NDArray
 from weights import loaded
 
@@ -168,10 +168,7 @@ def split(path: Path, parts: int = 3, **changes: Any) -> list[Path]:
             (writer.add_int32 if key == "tensors.count" else writer.add_uint16)(f"split.{key}", value)
         for name in own:
             writer.add_tensor(name, whole[name])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return files
 
 

@@ -16,22 +16,8 @@ from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel import trace
 from megakernel.errors import MegakernelError
-from megakernel.isa import (
-    BUFFERS,
-    JOIN,
-    OWN,
-    Access,
-    Buffer,
-    Dims,
-    Forward,
-    Index,
-    Kind,
-    Operation,
-    Space,
-    StepTable,
-    accesses,
-)
-from megakernel.isa.access import EVERY
+from megakernel.isa import BUFFERS, JOIN, Buffer, Dims, Forward, Operation, Space, StepTable, accesses
+from megakernel.isa.access import EVERY, OWN, Access, Index, Kind
 from megakernel.isa.record import WAIT_WORD, WAITS, WORDS, phase_number
 from megakernel.model.checkpoint import Checkpoint
 from megakernel.model.config import ModelConfig

@@ -12,21 +12,8 @@ from mutate import edit, rows_of
 
 from megakernel import machine
 from megakernel.errors import MegakernelError
-from megakernel.isa import (
-    DRAIN,
-    OPERATIONS,
-    Access,
-    Buffer,
-    Columns,
-    Dims,
-    Dtype,
-    Forward,
-    Kind,
-    Operation,
-    Phase,
-    Result,
-    Rows,
-)
+from megakernel.isa import DRAIN, OPERATIONS, Buffer, Dims, Dtype, Forward, Operation, Phase, Result, Rows
+from megakernel.isa.access import Access, Columns, Kind
 from megakernel.isa.record import WAIT_WORD, WAITS, phase_number
 from megakernel.model.config import ModelConfig
 from megakernel.program import Program

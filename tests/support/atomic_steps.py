@@ -12,24 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megakernel.isa import (
-    BUFFERS,
-    CONTROL,
-    DRAIN,
-    EVERY,
-    OWN,
-    Access,
-    Buffer,
-    Dims,
-    Forward,
-    Index,
-    Kind,
-    Operation,
-    Rows,
-    accesses,
-    item_columns,
-)
+from megakernel.isa import BUFFERS, CONTROL, DRAIN, Buffer, Dims, Forward, Operation, Rows, accesses
 from megakernel.isa import record as rec
+from megakernel.isa.access import EVERY, OWN, Access, Index, Kind, item_columns
 from megakernel.isa.record import Records
 from megakernel.program import Program
 

@@ -24,20 +24,9 @@ from built_once import linked
 from launch_image import FLAGS, host_library
 from numpy.typing import NDArray
 
-from megakernel.isa import (
-    BUFFERS,
-    DIM_FIELDS,
-    MAX_PHASES,
-    PHASE_FIELDS,
-    Buffer,
-    Dims,
-    Forward,
-    Operation,
-    Phase,
-    Result,
-    Rows,
-    StepTable,
-)
+from megakernel.isa import BUFFERS, Buffer, Dims, Forward, Operation, Phase, Result, Rows, StepTable
+from megakernel.isa.dims import DIM_FIELDS
+from megakernel.isa.phases import MAX_PHASES, PHASE_FIELDS
 from megakernel.isa.record import WORDS, phase_number
 from megakernel.program import Program, Segment
 from megakernel.runtime.cuda.loaded import Params

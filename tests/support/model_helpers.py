@@ -135,7 +135,7 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, permute
             name, value = name.replace("correction_bias", "correction.bias"), value.squeeze()
             written = names.get_name(name, (".weight", ".bias"))
             writer.add_tensor(written + ".weight" * name.endswith("sinks"), value)
-    _finish(writer)
+    finish(writer)
 
 
 def _split_experts(writer: gguf.GGUFWriter, state: dict[str, torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ def _gguf_writer(path: Path, architecture: str, *sizes: float) -> gguf.GGUFWrite
     return writer
 
 
-def _finish(writer: gguf.GGUFWriter) -> None:
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -200,7 +200,7 @@ def tiny_gguf(
             writer.add_tensor(name, gguf.quants.quantize(value, quantise), raw_dtype=quantise)
         else:
             writer.add_tensor(name, value)
-    _finish(writer)
+    finish(writer)
     return values
 
 

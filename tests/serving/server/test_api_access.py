@@ -14,15 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from megakernel import LLM
 from megakernel.serving.server import http, limits
-from megakernel.serving.server.limits import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_VALUES,
-    AccessRules,
-    has_more_values,
-    local_names,
-    max_values,
-)
+from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_VALUES, AccessRules, local_names
 
 CONTEXT = 256
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
@@ -202,11 +194,11 @@ def test_others_have_their_turn_between_large_bodies() -> None:
 
 def test_values_are_counted_without_parsing() -> None:
     flat = json.dumps({"a": [1, 2, 3], "b": {}}).encode()  # { 1, [ 1, commas 3, { 1
-    assert has_more_values(flat, 6) and not has_more_values(flat, 7)
+    assert limits.has_more_values(flat, 6) and not limits.has_more_values(flat, 7)
     text = json.dumps({"x": "\\", "prompt": ',,[[{{\\",,\\\\,,' * 99}).encode()
-    assert has_more_values(text, 2) and not has_more_values(text, 3)
-    assert has_more_values(b'"' * 100 + b"," * 9, 9)
-    assert max_values(100) == MAX_VALUES and max_values(1 << 20) > 1 << 20
+    assert limits.has_more_values(text, 2) and not limits.has_more_values(text, 3)
+    assert limits.has_more_values(b'"' * 100 + b"," * 9, 9)
+    assert limits.max_values(100) == MAX_VALUES and limits.max_values(1 << 20) > 1 << 20
 
 
 # -- requests that are refused before tokenisation
@@ -240,7 +232,7 @@ def test_too_much_is_refused_before_it_is_tokenised(
 
 def test_prompts_together_are_limited(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_VALUES", 600)
-    most = max_values(CONTEXT)
+    most = limits.max_values(CONTEXT)
     monkeypatch.setattr(live.service, "_most", most)
     answer = live.request("POST", COMPLETIONS, {"prompt": ["a" * 250] * (most // 250 + 1), "max_tokens": 1})
     assert answer[0] == 400 and f"may have {most} tokens together" in message(answer)

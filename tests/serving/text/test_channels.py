@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_support import Live, serving
+from api_support import Live
 from commands import Cli
 from model_helpers import byte_model
 from read_answers import Calls, read_answer
 
-from megakernel import LLM
 from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.text.channels import ChannelReader
@@ -150,24 +148,16 @@ def test_only_one_call_is_told_where_only_one_is_wanted() -> None:
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}:{{ m.thinking }}:{{ m.content }}
 {% endfor %}{{ tools | tojson }}<|start|>assistant{# <|channel|> #}"""
+LIMITS = {"max_context": 1024, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 ANSWER = f"{THOUGHT}<|channel|>final<|message|>Rome."
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def quiet_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("gpt-oss")
     byte_model(folder, gain=0.01)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def live(model: str) -> Iterator[Live]:
-    with (
-        LLM(model, backend="cpu", max_context=1024, max_num_seqs=2, max_num_batched_tokens=64, threads=1) as llm,
-        serving(llm, names=["m"]) as found,
-    ):
-        yield found
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -235,7 +225,7 @@ def test_templates_see_reasoning_by_their_name_for_it(tmp_path: Path) -> None:
     ],
 )
 def test_verbs_show_the_answer_without_reasoning(
-    model: str, flags: tuple[str, ...], times: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    quiet_model: str, flags: tuple[str, ...], times: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's own text is random, so each token here has a piece of an answer as its text."""
     text = f"{ANSWER} <|" + "END" * ("--stop" in flags)
@@ -249,5 +239,5 @@ def test_verbs_show_the_answer_without_reasoning(
     monkeypatch.setattr(TextStream, "add", add)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n")))
     limits = ["--max-model-len", "1024", "--threads", "1", "--max-tokens", "40"]
-    status, said, _ = cli.run(*flags, "--model", model, *limits)
+    status, said, _ = cli.run(*flags, "--model", quiet_model, *limits)
     assert status == 0 and said.count("Rome. <|\n") == times and "Hm" not in said and said.count("<|") == times
