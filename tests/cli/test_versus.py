@@ -45,9 +45,6 @@ def commands(native: Path) -> list[dict[str, str]]:
     return [flags | {"program": name} for name, flags in lines]
 
 
-# -- the search for settings, and the figures of a comparison
-
-
 class Scripted:
     """A fake peer whose times follow from its settings. `asked` has the phase and the settings of each measurement."""
 
@@ -125,9 +122,6 @@ def test_a_peer_whose_first_settings_fail_is_an_error() -> None:
     peer.settings = lambda phase: ({"a": 1, "b": 0}, [])  # type: ignore[method-assign]
     with pytest.raises(MegakernelError, match="value 0 is not in this build"):
         Contest(peer, Trial(1, 1, 1), ("decode",)).search(lambda *_: None)
-
-
-# -- llama.cpp's own benchmarks
 
 
 def test_latency_against_llama_bench(cli: Cli, model: str, native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +203,6 @@ def test_a_program_that_fails_is_one_line(
     assert message in cli.fails("bench", verb, "--model", model, "--vs", "llama.cpp", "--llama-bench", str(native))
 
 
-# -- peers in processes
-
-
 def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SUPPORT)
     peer = Process("fake", "fake_peer", Task("m", None, "f32", "f32", 2, False, Trial(1, 8, 4)))
@@ -233,9 +224,6 @@ def test_latency_against_a_peer_that_is_no_llama_cpp(cli: Cli, model: str, monke
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
     versus = cli.json(*LATENCY, "--model", model, "--vs", "torch")["vs"]["scripted"]
     assert versus["tokens_per_s"] == 4 / (8 / 6) and len(versus["runs"]) == 3
-
-
-# -- errors that are found before a model is loaded
 
 
 def test_missing_peers_are_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +260,6 @@ def test_work_that_peers_do_not_do(cli: Cli, model: str, native: Path, flags: st
     assert not (native / "log").exists()
 
 
-# -- what is tried
-
-
 def test_settings_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def task(prompt: int, threads: int = 4, gpu: bool = False) -> Task:
         return Task("m", "m.gguf", "bf16", "bf16", threads, gpu, Trial(1, prompt, 8))
@@ -292,9 +277,6 @@ def test_settings_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_llama.settings(task(8), "decode")[1] == [{"dtype": "f32"}, {"threads": 2}]
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/c++")
     assert torch_llama.settings(task(8, gpu=True), "decode")[1] == [{"compiled": True}]
-
-
-# -- torch
 
 
 @pytest.mark.parametrize("family", torch_llama.SUPPORTED)

@@ -181,9 +181,6 @@ def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() ->
     assert done.returncode == 0 and "test_gpu.py::test_switches_change_no_bit" in done.stdout, done.stdout[-2000:]
 
 
-# -- the probes
-
-
 def test_the_probes_compile(tmp_path: Path) -> None:
     """The CUDA code in probe_gpu.py compiles with nvcc or, if nvcc is missing, with NVRTC, which CuPy calls."""
     source = (SPEED / "probe_gpu.py").read_text().split('SOURCE = r"""')[1].split('"""')[0]

@@ -138,9 +138,6 @@ def test_a_cpu_knows_neither_pages_nor_dots() -> None:
     assert (host.dims.worker.ring_pages, host.dims.worker.units) == (0, Units.CORE) and describe(host)["matmul"] is None
 
 
-# -- violations that the verifier reports
-
-
 def names(program: Program, instruction: str, *complaints: str) -> None:
     """Check that the verifier reports each complaint about an instruction, whose name begins with `instruction`."""
     found = verify(program).violations
@@ -176,9 +173,6 @@ def test_a_tile_whose_boxes_reach_into_the_next_is_named(name: str, which: str, 
     program = compiled(300)
     old = int(program.forward.by_name[name].columns(of(program, name))[which][0])
     names(operand(program, name, which, old + change), f"{name}(", "is not made of boxes of 32 rows")
-
-
-# -- phases
 
 
 @pytest.mark.parametrize("queue", ["none", "attention", "body"])

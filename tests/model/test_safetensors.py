@@ -228,9 +228,6 @@ def test_an_embedding_model_needs_no_lm_head(tmp_path: Path, tied: bool) -> None
         np.testing.assert_array_equal(loaded(inner, buffer), loaded(whole, buffer))
 
 
-# -- experts of gpt-oss
-
-
 def quantised_experts(folder: Path) -> Checkpoint:
     """Write a tiny gpt-oss model with experts in MXFP4, and return a checkpoint with the values that transformers gives
     them."""

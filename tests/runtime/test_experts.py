@@ -176,8 +176,6 @@ def test_an_expert_that_does_not_exist_is_skipped(wrong: int) -> None:
         assert np.isfinite(found).all()
 
 
-# -- whole models
-
 SMALL = replace(
     KNOWN_SHAPES["qwen3-30b-a3b"], vocab=211, hidden=256, ffn=256, layers=2, heads=4, kv_heads=2, head_dim=32,
     max_context=512, experts=9, experts_per_token=2,
@@ -195,9 +193,6 @@ def test_quantised_experts(kind: str) -> None:
     for q8, tp in [(False, 1), *([(True, 1)] if kind != "f16" else []), *([(False, 2)] if kind == "q8_0" else [])]:
         cpu, reference = (logits(b, checkpoint, 20, tp, q8=q8) for b in ("cpu", "reference"))
         assert_close(cpu, reference, Dtype.BF16 if q8 else Dtype.F32)
-
-
-# -- programs
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 64])

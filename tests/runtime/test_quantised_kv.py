@@ -28,9 +28,6 @@ B = Buffer
 QUANTISED = DIMS.changed(quantised_kv=1)
 
 
-# -- stored bytes
-
-
 class Columns(RandomCheckpoint):
     """A checkpoint in which each column of W_QKV is the desired Q, K and V of one token row. If the input rows are
     those of the identity matrix, the product of row i and W_QKV is column i."""
@@ -89,8 +86,6 @@ def test_heads_of_part_of_a_block_and_of_several(simd: str, head_dim: int) -> No
     twins.backend.close()
 
 
-# -- whole models
-
 ROWS = 100
 BUCKET = {"tokens": ROWS, "logit_rows": ROWS, "max_seqs": 3, "max_context": 400}
 
@@ -126,16 +121,10 @@ def test_programs_cut_no_head_and_a_proof_says_so() -> None:
         assert any(message in violation for violation in found)
 
 
-# -- the engine
-
-
 def test_the_engine_says_how_it_stores_them() -> None:
     for name, shown in (("auto", "bf16"), ("q8_0", "q8_0")):
         with LLM(TINY, backend="null", kv_cache_dtype=name, max_context=32, max_num_seqs=1) as llm:
             assert llm.about["kv_cache"] == shown
-
-
-# -- sizes and refusals
 
 
 def test_bytes_of_the_cache() -> None:

@@ -108,9 +108,6 @@ def test_every_scale_of_a_block(simd: str) -> None:
     backend.close()
 
 
-# -- ranks
-
-
 @pytest.mark.parametrize(("tp", "o"), [(2, "replicated"), (8, "sharded")])
 def test_ranks_share_blocks(tp: int, o: str) -> None:
     """Ranks that divide quantised matrices give the same bits as with float32 values. With eight ranks, the first has
@@ -127,9 +124,6 @@ def test_a_rank_takes_no_part_of_a_block() -> None:
     with pytest.raises(MegakernelError, match="cannot divide W_O in q8_0 among ranks: a part would begin inside"):
         logits("cpu", blocks, 2, 2, o="sharded")
     assert np.isfinite(logits("cpu", blocks, 2, 2, o="replicated")).all()
-
-
-# -- memory
 
 
 @pytest.mark.parametrize("kind", [Dtype.F16, *BLOCKS], ids=lambda t: t.name)
@@ -163,9 +157,6 @@ def test_a_step_reads_the_bytes_of_the_blocks() -> None:
     assert read[0] - read[1] == pytest.approx(saved, abs=1)  # each buffer's bytes are rounded
 
 
-# -- refusals
-
-
 @pytest.mark.parametrize(
     ("flag", "message", "known"),
     [("weights", "cannot store weights in 'q4'", "f32, bf16, .*mxfp4"), ("kv_cache_dtype", "K and V in 'q4'", "q8_0")],
@@ -189,9 +180,6 @@ def test_cuda_refuses_them_and_auto_takes_another(kinds: tuple[str, str], messag
         LLM(whole, backend="cuda", weights=weights, kv_cache_dtype=cache, max_context=32, max_num_seqs=1)  # type: ignore[arg-type]
     assert choose_backend("auto", whole.config, None, *kinds) == ("cpu", None)
     assert "K and V are quantised" in str(refusal(DIMS.changed(dtype=int(Dtype.BF16), quantised_kv=1)))
-
-
-# -- whole models
 
 
 _SLOWER = [pytest.param(*how, marks=pytest.mark.slow) for how in (("f32", "auto"), ("q8_0", "auto"), ("auto", "q8_0"))]

@@ -49,9 +49,6 @@ def cpu(config: ModelConfig, dims: Dims, threads: int = 2, **options: Any) -> It
     backend.close()
 
 
-# -- single instructions
-
-
 def hand_dims(config: ModelConfig, tp: int, o: str, residual: str, **changes: Any) -> Dims:
     lowering = {"tp": tp, "replicated_o": int(o == "replicated"), "replicated_residual": int(residual == "replicated")}
     return make_dims(config, **{"row_block": 4, "tokens": 22, "logit_rows": 6, **lowering, **changes})
@@ -103,9 +100,6 @@ def test_instructions_as_in_the_reference(config: ModelConfig, tp: int, o: str, 
     twins.backend.close()
 
 
-# -- whole programs
-
-
 @cache
 def compiled(config: ModelConfig, tokens: int, *, tp: int, **options: Any) -> Program:
     limits = {"max_context": config.max_context}
@@ -137,9 +131,6 @@ def test_ranks_compute_what_one_computes(config: ModelConfig) -> None:
         for logits, tokens in found:
             np.testing.assert_array_equal(logits, found[0][0])
             assert tokens == one[1]
-
-
-# -- queues
 
 
 @pytest.mark.parametrize(("o", "residual"), LOWERINGS)
@@ -191,9 +182,6 @@ def test_partial_drains_share_a_queue() -> None:
         assert (mine["end"][~late] <= done["begin"]).all() and (mine["begin"][late] >= done["end"]).all()
 
 
-# -- errors, and the launches after them
-
-
 @pytest.mark.parametrize("make", [make_program, make_queue_program])
 def test_a_deadlock_names_rank_worker_and_counter(make: Any) -> None:
     dims = hand_dims(CUT, 4, "sharded", "dealt")
@@ -231,9 +219,6 @@ def test_a_launch_that_is_stopped_leaves_a_working_backend() -> None:
             backend.launch(program, table)
 
 
-# -- traces
-
-
 def test_copies_to_other_ranks_show_as_stores() -> None:
     """In a trace, a copy to other ranks is a STORE interval, which begins when the computation of its rows ends. Inside
     the layers, only norms copy their rows, and only if the residual's rows are divided among the ranks ("dealt"). With
@@ -255,9 +240,6 @@ def test_copies_to_other_ranks_show_as_stores() -> None:
             same = (t["instruction"] == s["instruction"]) & (t["layer"] == s["layer"])
             compute = t[same & (t["kind"] == IntervalKind.COMPUTE)]
             assert compute["end"] == s["begin"]
-
-
-# -- size
 
 
 def test_weights_that_ranks_have_in_common_are_held_once() -> None:

@@ -91,8 +91,6 @@ def test_order_workers_and_queues_change_nothing(tp: int, lowering: tuple[int, i
         assert (on_reference(checkpoint, program, seed=seed).run() == expected).all()
 
 
-# -- instructions write exactly the cells that they declare
-
 MARK = -77.5  # no instruction computes this value
 SHARED = [b for b, s in BUFFERS.items() if s.space is not Space.WEIGHT and b not in (Buffer.PARTIALS, Buffer.SPLITS)]
 
@@ -178,9 +176,6 @@ def test_instructions_store_what_they_declare(tp: int, lowering: tuple[int, int]
                 row, rows = (int(column[0]) for column in phase.columns(words[None]).values())
                 sent += 4 * (tp - 1) * (table.sample_slot[row : row + rows] >= 0).sum()
             assert stored[rank] == sent
-
-
-# -- streams and counters
 
 
 def test_a_deadlock_names_rank_and_worker_and_the_next_launch_works() -> None:

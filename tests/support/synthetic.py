@@ -21,6 +21,8 @@ from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
 from megakernel.scheduler.simulate.native import Work
 from megakernel.trace import DTYPE, IntervalKind, Role, Trace, TraceHeader
 
+Streams = Sequence[Sequence[Records]]
+
 
 def dims(layers: int = 2, tokens: int = 64, row_block: int = 32, slots: int = 4, **changes: float) -> Dims:
     sizes = {"vocab": 1024, "hidden": 128, "ffn": 512, "head_dim": 32, "logit_rows": 4, "max_seqs": 4}
@@ -36,15 +38,7 @@ def record(
     return handmade.record(phase, *operands, waits=waits, signals=signals)
 
 
-def program(
-    d: Dims,
-    prologue: Sequence[Sequence[Records]],
-    body: Sequence[Sequence[Records]],
-    epilogue: Sequence[Sequence[Records]],
-    *,
-    counters: int,
-    ranks: int = 1,
-) -> Program:
+def program(d: Dims, prologue: Streams, body: Streams, epilogue: Streams, *, counters: int, ranks: int = 1) -> Program:
     """Return a program with these instruction streams. Each segment lists its streams by rank, then by worker. The
     totals of the program's counters are zero, because the timeline does not read totals."""
     zeros = np.zeros((ranks, counters), dtype=np.int32)

@@ -114,26 +114,17 @@ class Twins(ABC):
         for key in self.copies():
             self.other(*key)[:] = self.buffer(*key)
 
-    def compare(
-        self,
-        instruction: Records,
-        layer: int,
-        table: StepTable,
-        rank: int = 0,
-        *,
-        rtol: float = 2e-5,
-        atol: float = 2e-5,
-    ) -> None:
+    def compare(self, instruction: Records, layer: int, table: StepTable, rank: int = 0, **tolerances: float) -> None:
         """Run an instruction on both interpreters from equal buffers. Check that all ranks' buffers stay equal."""
         self.start_equal()
         self.execute_both(instruction, layer, table, rank)
-        self.assert_equal(rtol, atol)
+        self.assert_equal(**tolerances)
 
     def execute_both(self, instruction: Records, layer: int, table: StepTable, rank: int) -> None:
         self.execute(instruction, layer, table, rank)
         self.reference.execute(instruction, layer, table, self.forward, rank)
 
-    def assert_equal(self, rtol: float, atol: float) -> None:
+    def assert_equal(self, rtol: float = 2e-5, atol: float = 2e-5) -> None:
         """Check that the buffers of the two interpreters are equal. Integers must match exactly. Floats may differ by
         the tolerances, and bfloat16 and Q8_0 values also by one rounding step of the type."""
         for key in self.copies():

@@ -78,6 +78,7 @@ def said(found: Sequence[RequestOutput]) -> list[Any]:
     return [(result.prompt_logprobs, result.outputs) for result in found]
 
 
+Answers = Callable[..., list[RequestOutput]]
 WRONG: dict[str, Callable[[int], bool]] = {"right": lambda place: False, "wrong": lambda place: True}
 WRONG["half right"] = lambda place: place % 3 == 0
 CPU, RANKS = {"backend": "cpu"}, {"backend": "cpu", "tp": 2}
@@ -103,12 +104,7 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[3] in WRONG)) for case in CASES],
 )
 def test_answers_depend_on_nothing_else(
-    one_by_one: Callable[..., list[RequestOutput]],
-    windowed: str,
-    how: dict[str, Any],
-    condition: str,
-    limits: dict[str, Any],
-    guesses: str,
+    one_by_one: Answers, windowed: str, how: dict[str, Any], condition: str, limits: dict[str, Any], guesses: str
 ) -> None:
     results = one_by_one(**how)
     more = 24 * (condition == "crowded")

@@ -45,9 +45,6 @@ def test_readers_see_the_same_text_and_the_server_counts_what_it_verified(model:
     assert found.text == ended.text == "".join(text for _, text in seen)
 
 
-# -- KV pages and the step budget
-
-
 def test_pages_of_rejected_tokens_are_given_back() -> None:
     guesses = Guesses(lambda place: True)
     engine, _ = fake_engine(lambda place: place % 60, speculate=(4, guesses))
@@ -66,9 +63,6 @@ def test_pages_of_rejected_tokens_are_given_back() -> None:
         if computed > 16:
             times.seconds = (0, 1.0, *[9.0] * 20)  # makes verification too slow
     assert any(after < before for before, after in pairwise(held))
-
-
-# -- proposals
 
 
 def longest(tokens: list[int], count: int) -> tuple[int, list[list[int]]]:
@@ -107,9 +101,6 @@ def test_lookup_of_short_texts_and_of_nothing() -> None:
 
     assert [propose(tokens, 3) for tokens in ([1], [1, 1], [1, 2, 3], [1, 2, 1, 2])] == [[], [], [], [1, 2, 1]]
     assert propose([1, 1, 1], 4) == [1, 1, 1, 1] and propose([1, 1, 1], 0) == []
-
-
-# -- verification only where it saves time
 
 
 class Table(EvenTimes):

@@ -44,8 +44,6 @@ from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
 from megakernel.serving.replicas.server_process import Head
 from megakernel.serving.server.writer import Replay
 
-# -- routing
-
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", **fields}).encode()
@@ -90,9 +88,6 @@ def test_only_the_last_beginnings_are_kept() -> None:
     assert [name in seen for name in (b"a", b"b", b"c")] == [True, False, True]
 
 
-# -- placement
-
-
 @pytest.mark.parametrize(
     ("nodes", "replicas", "tp", "threads", "on_gpus", "share"),
     [
@@ -117,9 +112,6 @@ def test_replicas_are_placed_on_whole_nodes(
     else:
         with pytest.raises(MegakernelError, match=share):
             place(cluster, replicas, tp, threads, on_gpus=on_gpus)
-
-
-# -- the command line
 
 
 def test_ray_may_be_missing(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
@@ -196,8 +188,6 @@ def test_a_server_that_cannot_answer_is_a_lost_replica(healthy: bool) -> None:
     with contextlib.nullcontext() if healthy else pytest.raises(RuntimeError, match="/health"):
         assert [part.status for part in asyncio.run(answer())] == [503]
 
-
-# -- two replicas
 
 LIMITS = ("--threads", "1", *SMALL)
 
@@ -436,8 +426,6 @@ def test_the_life_of_two_replicas(tmp_path: Path) -> None:
         replicas_are_replaced_without_a_failed_request(fleet)
         the_end_leaves_nothing_behind(fleet)
 
-
-# -- the example configurations in docs/replicas
 
 CONFIGURATIONS = Path(__file__).parents[3] / "docs" / "replicas"
 

@@ -161,9 +161,6 @@ def test_a_bar_shows_on_a_terminal_only(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert shown(True, use_tqdm=False) == shown(False) == shown(True, on_step=lambda step: None) == ""
 
 
-# -- AsyncLLM
-
-
 def test_requests_of_an_event_loop(quiet_model: str, llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=9, n=n, logprobs=1, prompt_logprobs=0) for n in (1, 2)]
     expected = [llm.generate("hello", p)[0] for p in params]
