@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from api_support import Live, serving
@@ -20,7 +21,6 @@ from fake_openai import DEEP, HOSTILE, answering, whole
 
 from megakernel import LLM
 from megakernel.cli import chat as chat_verb
-from megakernel.cli.chat_models import Messages, PartialAnswer
 from megakernel.errors import MegakernelError
 from megakernel.serving.server.limits import AccessRules
 
@@ -207,23 +207,11 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted:
-        name = "m"
-
-        def count(self, messages: Messages) -> None:
-            return None
-
-        def reply(
-            self, messages: Messages, answer: PartialAnswer, show: Callable[[str], None], room: int | None
-        ) -> None:
-            raise KeyboardInterrupt  # a model raises this when its signal handler has seen Ctrl-C
-
-    def no_line(prompt: str) -> str:
-        raise EOFError
-
-    talk = chat_verb._Talk(Interrupted(), None, False)
+    # A model raises this when its signal handler has seen Ctrl-C.
+    model = Mock(count=Mock(return_value=None), reply=Mock(side_effect=KeyboardInterrupt))
+    talk = chat_verb._Talk(model, None, False)
     monkeypatch.setattr(talk, "_typed", True)
-    monkeypatch.setattr("builtins.input", no_line)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
     for part in (lambda: talk._turn("one"), lambda: list(talk._lines())):
         part()
         try:

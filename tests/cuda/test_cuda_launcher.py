@@ -87,9 +87,6 @@ def _bits(out: Any) -> tuple[bytes, bytes, bytes]:
     return out.tokens.tobytes(), out.logprobs.tobytes(), out.logits[:].tobytes()
 
 
-# -- a step
-
-
 def in_process_steps() -> None:
     """Launch prefill and decode steps of two programs. The larger one makes the buffers move to new memory. A launch
     that runs one phase after the other and one without pipelining give the same bits."""
@@ -218,9 +215,6 @@ def test_blocks_acquire_the_maps_that_they_use(tp: int, options: Options, own: s
     program = compiled(CONFIG, _machine(), 40, 1, tp, options, max_seqs=2, max_context=256)
     names = [{b.name for b in Buffer if bits >> b & 1} for bits in map_bits(program.forward, program.dims)]
     assert names == [set(own.split()), set(everywhere.split())]
-
-
-# -- launches that fail
 
 
 @pretended()
@@ -369,9 +363,6 @@ def test_refuses_what_it_cannot_run() -> None:
             _backend(program.dims.changed(**changes))
 
 
-# -- traces
-
-
 @pretended()
 def test_traces_are_nanoseconds_of_one_clock() -> None:
     from megakernel.trace import DTYPE, IntervalKind, Role
@@ -411,9 +402,6 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
     later = trace.intervals[trace.intervals["worker"] > 0]
     np.testing.assert_array_equal(later["begin"].reshape(-1, 2) - later["begin"].min(), [[0, 50]] * (WORKERS - 1))
     np.testing.assert_array_equal(later["end"] - later["begin"], 10)
-
-
-# -- generation through LLM
 
 
 class _LateKernel(HostKernel):
@@ -460,9 +448,6 @@ def test_launches_one_ahead_on_two_gpus_generate_what_single_ones_do() -> None:
             found.append([request.choices[0].tokens for request in requests])
             kernel.check()
     assert found[0] == found[1]
-
-
-# -- the interpreter's own code, run on the host
 
 
 def in_process_refusal() -> None:

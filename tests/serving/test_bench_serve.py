@@ -41,9 +41,6 @@ def send(fake: FakeServer, pairs: list[tuple[int, int]], **how: Any) -> list[Out
     return asyncio.run(drove())
 
 
-# -- workloads
-
-
 def test_sharegpt_lengths_are_the_published_ones() -> None:
     load = sharegpt_lengths(15_277, 1000, seed=1)
     prompts = [j.prompt_tokens for j in load.jobs]
@@ -103,9 +100,6 @@ def test_length_pairs_of_a_file(tmp_path: Path) -> None:
             length_pairs(file, 4, 10, 0)
     with pytest.raises(MegakernelError, match="cannot read workload"):
         length_pairs(tmp_path / "none.csv", 4, 10, 0)
-
-
-# -- client
 
 
 def test_a_stream_is_measured() -> None:
@@ -195,9 +189,6 @@ def test_no_server_is_one_sentence(url: str) -> None:
         asyncio.run(ServerClient(url).discover())
 
 
-# -- arrivals
-
-
 def test_requests_in_flight_are_limited() -> None:
     with running(FakeServer(delay_s=0.002)) as fake:
         outcomes = send(fake, [(2, 4)] * 20, max_concurrency=3)
@@ -211,9 +202,6 @@ def test_arrivals_are_poisson() -> None:
     starts = np.array([o.start for o in outcomes]) - before
     assert np.all(starts > np.cumsum(np.random.default_rng(5).exponential(1 / 400, 200)) - 1e-3)  # none is sent early
     assert [r["prompt"] for r in fake.requests] == [[0, 1]] * 200
-
-
-# -- figures
 
 
 def outcome(start: float, moments: list[float], asked: int = 3) -> Outcome:
@@ -241,9 +229,6 @@ def test_least_work_is_the_sum_of_its_steps() -> None:
     assert one.weight_bytes == 6 * steps[-1].weight_bytes
     two = least_work(*model, load, 2, tied=True)  # with 2 requests at once, the longest answer takes 4 steps
     assert two.weight_bytes == 4 * steps[-1].weight_bytes
-
-
-# -- the command `bench serve`
 
 
 SIZES = ["--random-input-len", "8", "--random-output-len", "4"]
@@ -332,9 +317,6 @@ def test_bench_serve_failures(cli: Cli, tmp_path: Path, tiny_shape: str) -> None
         assert status == 1 and "6 failed" in out
     for flags in (["--goodput", "x:1"], ["--goodput", "ttft:0"], ["--request-rate", "0"], ["--request-rate", "x"]):
         assert cli.run(*FLAGS, *flags)[0] == 2
-
-
-# -- CPU time
 
 
 @pytest.mark.usefixtures("tiny_shape")

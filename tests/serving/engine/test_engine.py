@@ -27,9 +27,6 @@ def finish(engine: Engine) -> dict[int, list[Token]]:
     return found
 
 
-# -- scheduling
-
-
 def test_a_long_prompt_is_cut_to_the_step_budget() -> None:
     engine, backend = fake_engine(step_tokens=8)
     request = engine.add(list(range(20)), SamplingParams(max_tokens=3))
@@ -86,9 +83,6 @@ def test_after_warming_up_no_step_compiles() -> None:
     finish(engine)
     assert compiling.call_count == number
     assert {table.dims.bucket.tokens for table in backend.tables} > {20, 5 + 1}
-
-
-# -- how a choice ends
 
 
 def ends(params: SamplingParams, reply: list[int], prompt: int = 1, **kwargs: Any) -> tuple[list[int], str | None, str]:
@@ -150,9 +144,6 @@ def test_the_context_ends_a_choice() -> None:
         assert (len(ids), reason) == (made, "length")
 
 
-# -- scores
-
-
 @pytest.mark.parametrize("vocab", [5, 20, 64, 65, 500, 5000])
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 def test_top_logprobs_are_the_largest_of_a_log_softmax_with_ties_by_id(vocab: int, count: int) -> None:
@@ -182,9 +173,6 @@ def pooled(how: str) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, pooling=how)
 
 
-# -- refusals
-
-
 @pytest.mark.parametrize(
     "prompt, params, message",
     [
@@ -201,9 +189,6 @@ def test_prompts_that_cannot_run(prompt: list[int], params: dict[str, Any], mess
     with pytest.raises(MegakernelError, match=message):
         engine.add(prompt, SamplingParams(**params))
     assert engine.idle
-
-
-# -- memory
 
 
 def test_the_kv_pool_gets_what_weights_leave_of_a_gpu() -> None:
@@ -239,9 +224,6 @@ def test_weight_bytes_counts_every_weight_once() -> None:
     for config, tied, more in ((CONFIG, True, 0), (CONFIG, False, 4 * embed), (biased, True, biases)):
         split = engine.dims.split
         assert weight_bytes(passes.apply(forward(config), split), split, tied=tied) == expected + more
-
-
-# -- text generation with random weights
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])

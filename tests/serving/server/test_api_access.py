@@ -46,9 +46,6 @@ def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
     return live.connect(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
 
 
-# -- keys
-
-
 def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
     with serving(llm, access=AccessRules(keys=("sésame", "second")), names=["a", "b"]) as guarded:
         paths = [*json.loads(guarded.request("GET", "/openapi.json", headers=bearer("second"))[2])["paths"]]
@@ -79,9 +76,6 @@ def test_metrics_can_be_opened(llm: LLM) -> None:
         assert not guards.pop("/health") and not guards.pop("/metrics") and all(guards.values())
 
 
-# -- host names of the server, and requests from pages of other sites (CORS)
-
-
 def test_only_a_server_that_others_cannot_reach_checks_its_name() -> None:
     assert local_names("box", "127.0.1.1") == {"localhost", "127.0.0.1", "::1", "127.0.1.1", "box"}
     assert local_names("::1", "::1") == {"localhost", "127.0.0.1", "::1"}
@@ -101,9 +95,6 @@ def test_pages_of_named_sites_may_ask(llm: LLM, live: Live) -> None:
         assert "access-control-allow-origin" not in server.request("OPTIONS", COMPLETIONS, headers=other)[1]
     status, headers, _ = live.request("OPTIONS", COMPLETIONS, headers=ask)
     assert status == 405 and "access-control-allow-origin" not in headers
-
-
-# -- bodies
 
 
 def test_no_body_is_read_before_its_sender_was_let_in(llm: LLM) -> None:
@@ -199,9 +190,6 @@ def test_values_are_counted_without_parsing() -> None:
     assert limits.has_more_values(text, 2) and not limits.has_more_values(text, 3)
     assert limits.has_more_values(b'"' * 100 + b"," * 9, 9)
     assert limits.max_values(100) == MAX_VALUES and limits.max_values(1 << 20) > 1 << 20
-
-
-# -- requests that are refused before tokenisation
 
 
 TOO_LONG = f"maximum context length is {CONTEXT} tokens"
