@@ -95,11 +95,12 @@ class Answers:
         self.cached = self.completion_tokens = 0
         # `open` counts the choices that the engine has not ended, `_left` those whose end `take` has not returned.
         self.open = self._left = len(transcripts)
-        self._client, self._metrics, self._prompts = client, metrics, prompts
+        self._client, self._metrics, self.prompts = client, metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
         work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
         self._most = max(1, MOST_WORK // work)  # maximum number of tokens of one `take`
         self._tokens: dict[int, list[Token]] = {}
+        self._begun = False  # whether tokens have arrived
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -169,9 +170,9 @@ class Answers:
         if sum(map(len, taken.values())) > self._most:
             taken = self._some(taken)
             await asyncio.sleep(0)
-        if self._metrics and self._prompts:  # tokens arrived, so the engine accepted the prompts
-            self._metrics.prompts(self._prompts)
-        self._prompts = ()
+        if self._metrics and not self._begun:
+            self._metrics.prompts(self.prompts)
+        self._begun = True
         return taken
 
     async def _woken(self) -> None:

@@ -251,6 +251,11 @@ class DetokenizeRequest(Body):
 class Truncated(Body):
     truncate_prompt_tokens: Kept | None = None
 
+    @property
+    def wanted(self) -> int | None:
+        """The maximum number of new tokens that the request asks for, or None if it does not say."""
+        return 0
+
 
 class Sampled(Truncated):
     """The fields that every generating endpoint accepts."""
@@ -274,30 +279,32 @@ class Sampled(Truncated):
     )
     stream: Flag | None = None
 
+    @property
+    def shown(self) -> int | None:
+        """How many top log-probabilities the answer shows for each token. None: it shows no log-probabilities."""
+        return None
+
     def form(self) -> StructuredOutputsParams | None:
         """Return the format that the answer must match, or None."""
         return None
 
     def sampling(
-        self,
-        defaults: Mapping[str, float],
-        max_tokens: int,
-        structured: StructuredOutputsParams | None = None,
-        **more: Any,
+        self, defaults: Mapping[str, float], max_tokens: int, structured: StructuredOutputsParams | None = None
     ) -> SamplingParams:
         """Return the engine's sampling parameters. The model's `defaults` replace those of SamplingParams and limit
         `max_tokens`. `structured` is the format that the answer must match. Raises MegakernelError if fields
         contradict each other."""
         names = (
             "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty stop stop_token_ids"
-            " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words"
+            " ignore_eos min_tokens include_stop_str_in_output skip_special_tokens allowed_token_ids bad_words n"
         )
         given = {name: value for name in names.split() if (value := getattr(self, name, None)) is not None}
         bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         seed = None if self.seed is None else self.seed % 2**64
-        more |= {"structured_outputs": structured, "logit_bias": bias, "seed": seed}
-        more["max_tokens"] = min(max_tokens, defaults.get("max_tokens", max_tokens))
-        return SamplingParams(**{**defaults, **given, **more})
+        given |= {"structured_outputs": structured, "logit_bias": bias, "seed": seed}
+        given |= {"logprobs": self.shown, "prompt_logprobs": getattr(self, "scored", None)}
+        given["max_tokens"] = min(max_tokens, defaults.get("max_tokens", max_tokens))
+        return SamplingParams(**{**defaults, **given})
 
 
 class StreamOptions(Strict):
@@ -328,6 +335,11 @@ class Choices(Sampled):
     regex: Text | None = None
     ebnf: Text | None = None
     response_format: ResponseFormat | None = None
+
+    @property
+    def scored(self) -> int | None:
+        """How many top log-probabilities are needed for each token of a prompt, or None if none are."""
+        return self.prompt_logprobs
 
     @model_validator(mode="after")
     def _choices_agree(self) -> Self:

@@ -28,9 +28,8 @@ from megakernel.serving.server.limits import MAX_LOGPROBS, MAX_WATCHED, THREADS,
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.requests import Choices, Sampled, Truncated
-from megakernel.serving.server.writer import REPLAYED, Asked, EventStream, WholeAnswer, Writer, created
+from megakernel.serving.server.writer import REPLAYED, EventStream, MakeReader, WholeAnswer, Writer, created
 from megakernel.serving.text.codec import Codec, Conversation
-from megakernel.serving.text.tool_calls import Reader
 
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
@@ -91,7 +90,7 @@ class Tools:
         except MegakernelError as e:
             raise APIError(400, str(e)) from e
 
-    def reader(self, codec: Codec) -> Callable[[], Reader | None]:
+    def reader(self, codec: Codec) -> MakeReader:
         """Return a function that makes a parser, which finds the tool calls in the text of one choice. The function
         returns None if all text is content."""
         return partial(codec.reader, self._functions if self.used else None, None if self._several else 1)
@@ -204,15 +203,15 @@ class Service:
                 asked = ": shorten the prompt" if wanted == 0 else " and the answer needs one more: shorten the prompt"
             raise self._too_long(f"; the prompt has {longest} tokens{asked}")
 
-    def limit(self, body: Truncated, wanted: int | None) -> Limit | None:
+    def limit(self, body: Truncated) -> Limit | None:
         """Return how many tokens at a prompt's end are kept: `truncate_prompt_tokens`, or all (None) without this
-        field. If it is -1, as many are kept as leave room for `wanted` new tokens (None: for one) in the context."""
+        field. If it is -1, as many are kept as leave room for the wanted tokens, or for one, in the context."""
         most = body.truncate_prompt_tokens
         if most == 0:
             told = "truncate_prompt_tokens must be -1 or at least 1, not 0"
             raise APIError(400, told, param="truncate_prompt_tokens")
         if most == -1:
-            most = max(1, self.max_context - (1 if wanted is None else wanted))
+            most = max(1, self.max_context - (1 if body.wanted is None else body.wanted))
         return None if most is None or most > self.max_context else Limit(most, last=True)
 
     async def converse(
@@ -220,42 +219,24 @@ class Service:
         body: Sampled,
         asked: Conversation,
         tools: Tools,
-        write: Callable[[Asked], Writer],
+        write: Callable[..., Writer],
         *,
-        wanted: int | None,
         cut: bool = False,
-        **more: Any,
     ) -> Response:
-        """Answer a conversation with at most `wanted` tokens. If they exceed the context, raise a 400 or, with `cut`,
-        generate fewer. `more` are further fields of SamplingParams."""
-        model = self.model(body.model)
+        """Answer a conversation. If the wanted tokens exceed the context, raise a 400 or, with `cut`, generate
+        fewer. `write` makes the `Writer`."""
+        model, wanted = self.model(body.model), body.wanted
         form = tools.form(body.form(), self.codec)
-        prompt = await self.encode_chat(asked, self.limit(body, wanted))
+        prompt = await self.encode_chat(asked, self.limit(body))
         self.room([prompt], None if cut else wanted)
         left = self.max_context - len(prompt)
-        if wanted is None and (shown := more.get("logprobs")) is not None:
-            left = min(left, max(1, MAX_LOGPROBS // (more.get("n", 1) * (1 + shown))))
-        params = body.sampling(self.description.sampling, min(left, wanted or left), form, **more)
+        if wanted is None and body.shown is not None:
+            choices = (body.n or 1) if isinstance(body, Choices) else 1
+            left = min(left, max(1, MAX_LOGPROBS // (choices * (1 + body.shown))))
+        params = body.sampling(self.description.sampling, min(left, wanted or left), form)
         reader = tools.reader(self.codec)
         answers = self.answers([prompt], params, special=reader() is not None)
-        return await self.respond(body, write(self.asked(body, model, [prompt], answers, reader)))
-
-    def asked(
-        self,
-        body: Sampled,
-        model: str,
-        prompts: list[TokenIds],
-        answers: Answers,
-        reader: Callable[[], Reader | None] = lambda: None,
-    ) -> Asked:
-        """Return what the `Writer` of the answer must know."""
-        usage, shows_ids, tokenizer = False, self.tokenizer is None, self.tokenizer
-        if isinstance(body, Choices):
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            shows_ids = shows_ids or bool(body.return_token_ids)
-            tokenizer = None if body.return_tokens_as_token_ids else tokenizer
-        room = self.max_context - len(prompts[0])
-        return Asked(model, prompts, answers, tokenizer, reader, shows_ids=shows_ids, usage=usage, room=room)
+        return await self.respond(write(model, body, answers, reader, self.tokenizer))
 
     def answers(self, prompts: list[TokenIds], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
@@ -273,11 +254,11 @@ class Service:
         ANSWERS.get([]).append(answers)
         return answers
 
-    async def respond(self, body: Sampled, writer: Writer) -> Response:
+    async def respond(self, writer: Writer) -> Response:
         """Return the whole answer, or a stream that begins when the engine has accepted the request. On any failure,
         generation is aborted."""
         answers = writer.answers
-        if body.stream:
+        if writer.body.stream:
             await self.finished(answers, answers.accepted())
             response: Response = EventStream(writer, partial(self.finished, answers))
         else:

@@ -22,7 +22,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +33,9 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
+from megakernel.serving.server.requests import Choices
 from megakernel.serving.server.scores import Pieces, append, prompt_logprobs
 from megakernel.serving.text.tool_calls import Piece, Reader
 
@@ -48,8 +48,7 @@ PROBE_SECONDS = 0.5  # between two writes that show whether a client that has st
 SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
 WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`, and for lists
-_LIST = re.compile(rf'"{_MARK}(\d+)"'.encode())
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
 _LARGE = 1 << 18  # bytes of an answer that are sent before other clients have their turn
 
 
@@ -58,7 +57,7 @@ def encode_json(value: object) -> bytes:
     try:
         return _encode(value)
     except OverflowError:
-        return json.dumps(value).encode()
+        return json.dumps(value, default=lambda raw: json.loads(bytes(raw))).encode()
 
 
 def json_response(value: object) -> Response:
@@ -185,19 +184,7 @@ class Said:
         return "tool_calls" if self.calls and self.last.finish_reason == "stop" else self.last.finish_reason
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What an answer depends on: the model's name, the prompts, and how tokens are shown. `reader` makes a parser for
-    the text of one choice; its result is None if all text is content."""
-
-    model: str
-    prompts: list[TokenIds]
-    answers: Answers
-    tokenizer: Tokenizer | None  # shows tokens as text; without it, they are shown as `token_id:N`
-    reader: Callable[[], Reader | None] = lambda: None
-    shows_ids: bool = False
-    usage: bool = False  # whether a stream ends with the usage
-    room: int = 0  # tokens that fit the context behind the first prompt
+MakeReader = Callable[[], Reader | None]
 
 
 class Writer(ABC):
@@ -211,18 +198,26 @@ class Writer(ABC):
     objects = ("", "")  # what an answer of choices and a chunk of it are called
     reasons = True  # whether the answer shows reasoning
 
-    def __init__(self, asked: Asked, *, keeps: bool, scored: int | None = None) -> None:
-        """`keeps` says whether the answer shows single tokens. If `scored` is not None, it shows the prompts'
-        log-probabilities, with so many top tokens at each position."""
-        self.asked, self.answers, self._keeps, self._scored = asked, asked.answers, keeps, scored
+    def __init__(
+        self, model: str, body: Any, answers: Answers, reader: MakeReader, tokenizer: Tokenizer | None
+    ) -> None:
+        """`body` is the request, in which the model is called `model`. `reader` makes a parser for the text of one
+        choice; its result is None if all text is content. Without the model's `tokenizer`, answers have token ids."""
+        asked = body if isinstance(body, Choices) else Choices()
+        self.body, self.answers, self.reader, self.tokenizer = body, answers, reader, tokenizer
+        # Shows tokens as text. Without it, they are shown as `token_id:N`.
+        self._shown_by = None if asked.return_tokens_as_token_ids else tokenizer
+        self._shows_ids = tokenizer is None or bool(asked.return_token_ids)
+        self._keeps = self._shows_ids if body.shown is None else True  # whether the answer shows single tokens
+        self._scored = asked.prompt_logprobs
+        self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._prompts: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities
-        self._lists_left: list[bytearray] = []  # lists that are still to be put into the JSON
-        self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": asked.model}
+        self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": model}
         self._said: dict[int, Said] = {}  # by the number of the choice
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
-    async def whole(self) -> list[bytes | bytearray]:
-        """Return the whole answer in pieces of JSON. It is made of the same text as a stream."""
+    async def whole(self) -> bytes:
+        """Return the whole answer as JSON. It is made of the same text as a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
                 await self._prepare(delta)
@@ -232,7 +227,7 @@ class Writer(ABC):
                         said.put(piece)
                 if lists := self._lists(delta):
                     append(said.scores, lists)
-        return self._filled(self._whole([self._said[index] for index in sorted(self._said)]))
+        return self._whole([self._said[index] for index in sorted(self._said)])
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield the events of the stream, without the last one. If another server could continue the answer, yield one
@@ -243,35 +238,23 @@ class Writer(ABC):
             deltas = await self.answers.take(singly=bool(replay))
             for delta in deltas:
                 await self._prepare(delta)
-            events = self._filled(b"".join(map(make, deltas)))
-            for part in [b"".join(events)] if replay else in_groups(events):
+            events = b"".join(map(make, deltas))
+            for part in [events] if replay else in_groups(events):
                 yield part
-        if self.asked.usage:
+        if self._usage_last:
             yield event(self._json([], self._usage()))
 
     def _choice(self, delta: Delta) -> Said:
         if (said := self._said.get(delta.index)) is None:
-            said = self._said[delta.index] = Said(delta, self.asked.reader())
+            said = self._said[delta.index] = Said(delta, self.reader())
         return said
 
     async def _prepare(self, delta: Delta) -> None:
         """Write the prompt's log-probabilities, once. The engine has sent them with the first token of a choice."""
         index, count = delta.prompt, self._scored
         if count is not None and index not in self._prompts:
-            prompt, (_, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
-            self._prompts[index] = await prompt_logprobs(self.asked.tokenizer, prompt, tops, count)
-
-    def _written(self, pieces: Pieces) -> dict[str, list[str]]:
-        """Return one placeholder, in a list, for each list in `pieces`. `_filled` replaces it by that list."""
-        self._lists_left += pieces.values()
-        return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
-
-    def _filled(self, data: bytes) -> list[bytes | bytearray]:
-        """Replace the placeholders in `data` (JSON or events) by the lists, and return the result in pieces."""
-        pieces: list[bytes | bytearray] = [*_LIST.split(data)] if self._lists_left else [data]
-        pieces[1::2] = [self._lists_left[int(number)] for number in pieces[1::2]]
-        self._lists_left.clear()
-        return pieces
+            prompt, (_, tops) = self.answers.prompts[index].tolist(), self.answers.scores[index]
+            self._prompts[index] = await prompt_logprobs(self._shown_by, prompt, tops, count)
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         """Return the lists of log-probabilities that an answer shows for new tokens."""
@@ -305,7 +288,7 @@ class Writer(ABC):
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
-        prompt, made = sum(map(len, self.asked.prompts)), self._made()
+        prompt, made = self.answers.prompt_tokens, self._made()
         counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
         return {**counts, "prompt_tokens_details": {"cached_tokens": self.answers.cached}}
 
@@ -321,10 +304,9 @@ class ItemWriter(Writer):
     last = b""  # these streams have an event of their own for the end
     reasons = False
 
-    def __init__(self, asked: Asked, *, keeps: bool = False) -> None:
-        super().__init__(asked, keeps=keeps)
-        reader = asked.reader()
-        self.said = self._said[0] = Said(Delta(0, 0), reader)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.said = self._said[0] = Said(Delta(0, 0), self.reader())
         self._begun = False
 
     def _choice(self, delta: Delta) -> Said:
@@ -428,30 +410,20 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 
 
-def in_groups(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    """Join and cut pieces to groups of _LARGE bytes; the last one may have fewer. Without bytes there is no group."""
-    group = bytearray()
-    for piece in pieces:
-        for at in range(0, len(piece), _LARGE):
-            group += memoryview(piece)[at : at + _LARGE]
-            if len(group) >= _LARGE:
-                yield bytes(group[:_LARGE])
-                del group[:_LARGE]
-    if group:
-        yield bytes(group)
+def in_groups(data: bytes) -> Iterator[bytes]:
+    """Cut `data` into groups of _LARGE bytes; the last one may have fewer. Without bytes there is no group."""
+    return (data[at : at + _LARGE] for at in range(0, len(data), _LARGE))
 
 
 class WholeAnswer(Response):
-    """A complete JSON response, sent a few pieces at a time, so that other tasks of the event loop can run."""
+    """A complete JSON response, sent in parts, so that other tasks of the event loop can run."""
 
-    def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
-        super().__init__(media_type="application/json")
-        self.headers["content-length"] = str(sum(map(len, pieces)))
-        self._pieces = pieces
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for group in in_groups(self._pieces):
+        for group in in_groups(bytes(self.body)):
             await send({"type": "http.response.body", "body": group, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

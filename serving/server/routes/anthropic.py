@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import Response
@@ -18,7 +19,7 @@ from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS,
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes.chat import FunctionName, Mode, conversation, plain_call
 from megakernel.serving.server.service import Service, Tools
-from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event, json_response
+from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event, json_response
 from megakernel.serving.text.codec import Conversation
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
@@ -177,6 +178,10 @@ class MessagesRequest(CountRequest, requests.Sampled):
         self.stop = self.stop or self.stop_sequences
         return self
 
+    @property
+    def wanted(self) -> int:
+        return self.max_tokens
+
     def form(self) -> StructuredOutputsParams | None:
         wanted = self.output_config.format if self.output_config else None
         return StructuredOutputsParams(json=wanted.schema_) if wanted else None
@@ -196,11 +201,8 @@ async def answer_messages(service: Service, body: MessagesRequest) -> Response:
     """Answer a request for a message. The response is the whole message, or an event stream that begins with the first
     token. If the prompt and `max_tokens` together exceed the context, `max_tokens` is reduced to what the prompt
     leaves."""
-    tools = body.chosen()
-    asked = body.conversation(tools)
-    return await service.converse(
-        body, asked, tools, lambda asked: _MessageWriter(asked, body.max_tokens), wanted=body.max_tokens, cut=True
-    )
+    tools, write = body.chosen(), partial(_MessageWriter, service.max_context)
+    return await service.converse(body, body.conversation(tools), tools, write, cut=True)
 
 
 def _tell(kind: str, **content: Any) -> bytes:
@@ -211,9 +213,11 @@ class _MessageWriter(ItemWriter):
     kind = "msg"
     filler = _tell("ping")
 
-    def __init__(self, asked: Asked, most: int) -> None:
-        super().__init__(asked)
-        self._most = most
+    body: MessagesRequest
+
+    def __init__(self, context: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._room = context - self.answers.prompt_tokens
 
     def _whole(self, choices: list[Said]) -> bytes:
         content = [_block(item, _object(item.text)) for item in self.said.items]
@@ -271,7 +275,7 @@ class _MessageWriter(ItemWriter):
             return "stop_sequence", end.stop_reason
         if end.finish_reason == "length":
             made = self.answers.completion_tokens
-            full = made == self.asked.room and made < self._most
+            full = made == self._room and made < self.body.max_tokens
             return "model_context_window_exceeded" if full else "max_tokens", None
         return "tool_use" if self.said.calls else "end_turn", None
 

@@ -30,9 +30,9 @@ from megakernel.serving.server.requests import (
     one_message,
     typed,
 )
-from megakernel.serving.server.scores import chat_logprobs
+from megakernel.serving.server.scores import chat_logprobs, raw_lists
 from megakernel.serving.server.service import Service, Tools
-from megakernel.serving.server.writer import Asked, Said, Writer, event
+from megakernel.serving.server.writer import Said, Writer, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
@@ -241,6 +241,10 @@ class ChatRequest(Templated, Choices):
     def wanted(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def shown(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class TokenizeMessages(Templated, Body):
     where = "/tokenize with messages"
@@ -264,41 +268,33 @@ async def chat(service: Service, body: ChatRequest) -> Response:
     asked, choice = body.conversation(), body.tool_choice
     mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
     tools = Tools([dict(tool) for tool in asked.tools], mode, only, body.parallel_tool_calls)
-    return await service.converse(
-        body,
-        asked,
-        tools,
-        lambda asked: _ChatWriter(asked, body),
-        wanted=body.wanted,
-        n=body.n or 1,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-    )
+    return await service.converse(body, asked, tools, _ChatWriter)
 
 
 class _ChatWriter(Writer):
     kind, objects = "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, asked: Asked, body: ChatRequest) -> None:
-        super().__init__(asked, keeps=bool(body.logprobs or asked.shows_ids), scored=body.prompt_logprobs)
-        self._body = body
-        last = body.messages[-1]
-        self._before = last.plain()["content"] if body.echo and last.role == "assistant" else ""
+    body: ChatRequest
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        last = self.body.messages[-1]
+        self._before = last.plain()["content"] if self.body.echo and last.role == "assistant" else ""
 
     def _whole(self, choices: list[Said]) -> bytes:
         shown = [
             {
                 "index": said.index,
                 "message": self._message(said),
-                "logprobs": self._written(said.scores) or None,
+                "logprobs": raw_lists(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
-                "token_ids": self.answers.transcripts[said.index].token_ids if self.asked.shows_ids else None,
+                "token_ids": self.answers.transcripts[said.index].token_ids if self._shows_ids else None,
             }
             for said in choices
         ]
-        ids = self.asked.prompts[0].tolist() if self.asked.shows_ids else None
-        scores = self._written(self._prompts.get(0, {})).get("prompt")
+        ids = self.answers.prompts[0].tolist() if self._shows_ids else None
+        scores = raw_lists(self._prompts.get(0, {})).get("prompt")
         return self._json(shown, self._usage(), whole=True, prompt_token_ids=ids, prompt_logprobs=scores)
 
     def _message(self, said: Said) -> dict[str, Any]:
@@ -327,7 +323,7 @@ class _ChatWriter(Writer):
             "logprobs": self._lists(delta) or None,
             "finish_reason": said.reason,
             "stop_reason": delta.stop_reason,
-            "token_ids": [token.token_id for token in delta.tokens] if self.asked.shows_ids else None,
+            "token_ids": [token.token_id for token in delta.tokens] if self._shows_ids else None,
         }
         events = [self._event(index, one) for one in deltas]
         if last or new["finish_reason"] or self._keeps:
@@ -356,9 +352,9 @@ class _ChatWriter(Writer):
         return _chunk_choice(index, {"content": text})
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
-        if not self._body.logprobs:
+        if self.body.shown is None:
             return {}
-        return {"content": chat_logprobs(self.asked.tokenizer, delta.tokens, self._body.top_logprobs or 0)}
+        return {"content": chat_logprobs(self._shown_by, delta.tokens, self.body.shown)}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from megakernel.serving.server.scores import (
     append,
     in_turns,
     likeliest,
+    raw_lists,
     scores,
     token_text,
 )
 from megakernel.serving.server.service import Service
-from megakernel.serving.server.writer import Asked, Said, Writer, event
+from megakernel.serving.server.writer import Said, Writer, event
 
 _DEFAULT_TOKENS = 16
 
@@ -46,6 +47,19 @@ class CompletionRequest(Choices):
         if self.max_tokens == 0 and not self.echo:
             raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
         return self
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def shown(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scored(self) -> int | None:
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in counts if count is not None), default=None)
 
 
 # -- the answer
@@ -75,23 +89,14 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     """Answer a request with the whole completion, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
     asked = prompt_list(body.prompt)
-    limit = service.limit(body, body.max_tokens)
-    prompts = await service.encode_prompts(asked, body.add_special_tokens is not False, limit)
+    prompts = await service.encode_prompts(asked, body.add_special_tokens is not False, service.limit(body))
     service.room(prompts, body.max_tokens)
-    scored = (body.prompt_logprobs, body.logprobs if body.echo else None)  # top tokens at each prompt position
-    params = body.sampling(
-        service.description.sampling,
-        _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
-        body.form(),
-        n=body.n or 1,
-        logprobs=body.logprobs,
-        prompt_logprobs=max((count for count in scored if count is not None), default=None),
-    )
+    most = _DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    params = body.sampling(service.description.sampling, most, body.form())
     whole = asked if body.truncate_prompt_tokens is None else []
     texts = await _texts(service, whole, prompts) if body.echo else []
     answers = service.answers(prompts, params)
-    asked_for = service.asked(body, model, prompts, answers)
-    return await service.respond(body, _CompletionWriter(asked_for, body, texts, service.tokenizer))
+    return await service.respond(_CompletionWriter(texts, model, body, answers, lambda: None, service.tokenizer))
 
 
 async def _texts(service: Service, whole: Sequence[str | list[int]], prompts: list[TokenIds]) -> list[str]:
@@ -119,10 +124,12 @@ class _Place:
 class _CompletionWriter(Writer):
     kind, objects = "cmpl", ("text_completion", "text_completion")
 
-    def __init__(self, asked: Asked, body: CompletionRequest, texts: list[str], tokenizer: Tokenizer | None) -> None:
-        """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise. `tokenizer` is the model's."""
-        super().__init__(asked, keeps=body.logprobs is not None or asked.shows_ids, scored=body.prompt_logprobs)
-        self._body, self._texts, self._own = body, texts, tokenizer
+    body: CompletionRequest
+
+    def __init__(self, texts: list[str], *given: Any) -> None:
+        """`texts` has the texts of the prompts if `echo` is set, and is empty otherwise."""
+        super().__init__(*given)
+        self._texts = texts
         self._begun: set[int] = set()  # choices that the stream has begun
         self._echoed: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities, with `echo`
         self._places: dict[int, _Place] = {}  # choice -> where its next token begins in the text
@@ -132,7 +139,7 @@ class _CompletionWriter(Writer):
         for said in choices:
             last, ids = replace(said.last, text=said.text("content")), self.answers.transcripts[said.index].token_ids
             choice = self._choice_of(last, ids, said.scores)
-            shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
+            shown.append(choice | {"prompt_logprobs": raw_lists(self._prompts.get(said.prompt, {})).get("prompt")})
         return self._json(shown, self._usage(), whole=True)
 
     async def _prepare(self, delta: Delta) -> None:
@@ -140,24 +147,24 @@ class _CompletionWriter(Writer):
         if delta.index in self._places:
             return
         self._places[delta.index] = place = _Place(self._stream(delta.prompt))
-        if self._body.echo:
+        if self.body.echo:
             place.offset = len(self._texts[delta.prompt])
-            if self._body.logprobs is not None:
+            if self.body.logprobs is not None:
                 if delta.prompt not in self._echoed:
                     self._echoed[delta.prompt] = await self._prompt_lists(delta.prompt)
                 echoed = self._echoed[delta.prompt].items()
                 self._choice(delta).scores = {name: bytearray(text) for name, text in echoed}
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
-        if self._body.logprobs is None:
+        if self.body.logprobs is None:
             return {}
-        made = [] if self._body.max_tokens == 0 else delta.tokens
+        made = [] if self.body.max_tokens == 0 else delta.tokens
         offsets = [self._places[delta.index].next(token.token_id) for token in made]
-        return completion_logprobs(self.asked.tokenizer, scores(made), offsets)
+        return completion_logprobs(self._shown_by, scores(made), offsets)
 
     def _events(self, delta: Delta) -> bytes:
         plain = delta.index in self._begun and delta.finish_reason is None and not self._keeps
-        if plain and self._body.max_tokens != 0:
+        if plain and self.body.max_tokens != 0:
             return self._text_event(delta.index, delta.text)
         said = self._choice(delta)
         append(said.scores, self._lists(delta))
@@ -170,34 +177,34 @@ class _CompletionWriter(Writer):
         return {"index": index, "text": text, **dict.fromkeys(names), **more}
 
     def _made(self) -> int:
-        return 0 if self._body.max_tokens == 0 else super()._made()
+        return 0 if self.body.max_tokens == 0 else super()._made()
 
     def _choice_of(self, delta: Delta, ids: list[int], logprobs: Pieces) -> dict[str, Any]:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
         text, reason, stop = delta.text, delta.finish_reason, delta.stop_reason
-        if self._body.max_tokens == 0:
+        if self.body.max_tokens == 0:
             text, ids, reason, stop = "", [], "length", None
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        if first and self._body.echo:
+        if first and self.body.echo:
             text = self._texts[delta.prompt] + text
         return self._plain(
             delta.index,
             text,
-            logprobs=self._written(logprobs) or None,
+            logprobs=raw_lists(logprobs) or None,
             finish_reason=reason,
             stop_reason=stop,
-            token_ids=ids if self.asked.shows_ids else None,
-            prompt_token_ids=self.asked.prompts[delta.prompt].tolist() if first and self.asked.shows_ids else None,
+            token_ids=ids if self._shows_ids else None,
+            prompt_token_ids=self.answers.prompts[delta.prompt].tolist() if first and self._shows_ids else None,
         )
 
     def _stream(self, prompt: int) -> TextStream | None:
-        tokenizer, skip = self._own, self._body.skip_special_tokens is not False
-        return tokenizer.stream(skip_special=skip, after=self.asked.prompts[prompt]) if tokenizer else None
+        skip, after = self.body.skip_special_tokens is not False, self.answers.prompts[prompt]
+        return self.tokenizer.stream(skip_special=skip, after=after) if self.tokenizer else None
 
     def _prompt_offsets(self, index: int) -> Iterator[int]:
         """Yield where each prompt token begins in the prompt's text, which lacks a BOS that the tokenizer added."""
-        ids, tokenizer = self.asked.prompts[index].tolist(), self._own
+        ids, tokenizer = self.answers.prompts[index].tolist(), self.tokenizer
         if tokenizer is None:
             yield from repeat(0)
             return
@@ -210,10 +217,10 @@ class _CompletionWriter(Writer):
     async def _prompt_lists(self, index: int) -> Pieces:
         """Return the log-probabilities of the prompt's tokens. The first token has none, because no token precedes
         it."""
-        prompt, (logprobs, tops) = self.asked.prompts[index].tolist(), self.answers.scores[index]
-        count, offsets = self._body.logprobs or 0, self._prompt_offsets(index)
+        prompt, (logprobs, tops) = self.answers.prompts[index].tolist(), self.answers.scores[index]
+        count, offsets = self.body.logprobs or 0, self._prompt_offsets(index)
         pieces: Pieces = {}
         async for part in in_turns(zip(prompt, [None, *logprobs], [None, *tops], strict=True), 1 + count):
             shown = [(token, p, top and likeliest(top, count, token)) for token, p, top in part]
-            append(pieces, completion_logprobs(self.asked.tokenizer, shown, islice(offsets, len(shown))))
+            append(pieces, completion_logprobs(self._shown_by, shown, islice(offsets, len(shown))))
         return pieces

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from fastapi.responses import Response
+from msgspec import Raw
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -39,7 +40,7 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     if body.dimensions is not None and body.dimensions > known.hidden:
         raise APIError(400, f"dimensions must be at most {known.hidden}, not {body.dimensions}", param="dimensions")
     asked, special = requests.prompt_list(body.input), body.add_special_tokens is not False
-    prompts = await service.encode_prompts(asked, special, service.limit(body, 0))
+    prompts = await service.encode_prompts(asked, special, service.limit(body))
     service.room(prompts, 0)
     answers = service.answers(prompts, SamplingParams(temperature=0.0, max_tokens=1, pooling=known.pooling))
     await service.finished(answers, answers.complete())
@@ -51,8 +52,8 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
         await asyncio.sleep(0)  # Other clients have their turn between the vectors.
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    head = encode_json({"object": "list", "model": model, "usage": usage})
-    return WholeAnswer([head[:-1] + b',"data":[' + data[0], *(b"," + one for one in data[1:]), b"]}"])
+    told = {"object": "list", "model": model, "usage": usage, "data": Raw(b"[%b]" % b",".join(data))}
+    return WholeAnswer(encode_json(told))
 
 
 def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -28,9 +28,9 @@ from megakernel.serving.server.routes.chat import (
     plain_text,
     reasoning_values,
 )
-from megakernel.serving.server.scores import Pieces, append, chat_logprobs
+from megakernel.serving.server.scores import Pieces, append, chat_logprobs, raw_lists
 from megakernel.serving.server.service import Service, Tools
-from megakernel.serving.server.writer import Asked, Item, ItemWriter, Said, encode_json, event
+from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
@@ -156,8 +156,12 @@ class ResponsesRequest(requests.Sampled):
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
     @property
-    def wants_logprobs(self) -> bool:
-        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+    def wanted(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def shown(self) -> int | None:
+        return self.top_logprobs or (0 if _LOGPROBS in (self.include or ()) else None)
 
     def form(self) -> StructuredOutputsParams | None:
         """Return the format that the answer's text must match, or None. Raises a 400 if the schema is missing."""
@@ -215,27 +219,20 @@ _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_l
 async def respond(service: Service, body: ResponsesRequest) -> Response:
     """Answer a request with the whole response, or with a stream that begins when the first token exists."""
     tools = body.chosen()
-    if tools.reader(service.codec)() is not None and body.wants_logprobs:
+    if tools.reader(service.codec)() is not None and body.shown is not None:
         cause = "tools" if tools.used else "a model that writes its reasoning in channels"
         raise APIError(
             400, f"log-probabilities cannot be combined with {cause}: leave out top_logprobs and {_LOGPROBS}"
         )
-    return await service.converse(
-        body,
-        body.conversation(tools),
-        tools,
-        lambda asked: _ResponseWriter(asked, body),
-        wanted=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-    )
+    return await service.converse(body, body.conversation(tools), tools, _ResponseWriter)
 
 
 class _ResponseWriter(ItemWriter):
     kind = "resp"
+    body: ResponsesRequest
 
-    def __init__(self, asked: Asked, body: ResponsesRequest) -> None:
-        super().__init__(asked, keeps=body.wants_logprobs)
-        self._body = body
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._next = 0  # number of the next event
         self._scores: Pieces = {}
 
@@ -307,13 +304,13 @@ class _ResponseWriter(ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, self._written(self._scores).get("logprobs", []) if self._keeps else None)
+        part = _part(item.text, None if self.body.shown is None else raw_lists(self._scores).get("logprobs", []))
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: FinishReason | None) -> dict[str, Any]:
         """Return the response object so far: the request's parameters and the answer. `reason` is None while the answer
         is generated."""
-        body, usage = self._body, None
+        body, usage = self.body, None
         output: list[dict[str, Any]] = []
         if reason is not None:
             used = self._usage()
@@ -347,9 +344,9 @@ class _ResponseWriter(ItemWriter):
         }
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
-        if not self._keeps:
+        if self.body.shown is None:
             return {}
-        return {"logprobs": chat_logprobs(self.asked.tokenizer, delta.tokens, self._body.top_logprobs or 0)}
+        return {"logprobs": chat_logprobs(self._shown_by, delta.tokens, self.body.shown)}
 
 
 def _part(text: str, logprobs: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import json
 from typing import Any
 from unittest.mock import AsyncMock, Mock, PropertyMock
 
-import numpy as np
 import pytest
 from api_support import Live, alternating, user
 from schemas import closed
@@ -15,7 +14,6 @@ from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.routes.anthropic import CountRequest, MessagesRequest, _MessageWriter
 from megakernel.serving.server.routes.responses import ResponsesRequest, _ResponseWriter
 from megakernel.serving.server.service import Tools
-from megakernel.serving.server.writer import Asked
 from megakernel.serving.text.tool_calls import CallReader, Piece
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -190,17 +188,17 @@ def test_text_and_calls_are_items_in_order_streamed_or_whole(parts: list[tuple[s
 
     def writer() -> Any:
         left = [Delta(0, 0, "...", finish_reason="length" if part is parts[-1] else None) for part in parts]
-        answers = Mock(cached=0, completion_tokens=5, close=Mock())
+        answers = Mock(cached=0, completion_tokens=5, prompt_tokens=1, close=Mock())
         type(answers).finished = PropertyMock(side_effect=lambda: not left)
         answers.take = AsyncMock(side_effect=lambda **how: [left.pop(0)])
         reader = Mock(add=Mock(side_effect=list(map(pieces, parts))))
-        about = Asked("m", [np.array([1], np.int32)], answers, None, lambda: reader)
-        return _MessageWriter(about, 9) if body is MessagesRequest else _ResponseWriter(about, asked)
+        given: Any = ("m", asked, answers, lambda: reader, None)
+        return _MessageWriter(9, *given) if body is MessagesRequest else _ResponseWriter(*given)
 
     async def streamed() -> bytes:
         return b"".join([events async for events in writer().chunks()])
 
-    whole, events = json.loads(b"".join(asyncio.run(writer().whole()))), events_of(asyncio.run(streamed()))
+    whole, events = json.loads(asyncio.run(writer().whole())), events_of(asyncio.run(streamed()))
     if body is MessagesRequest:
         shown = [block.get("text") or block["input"] for block in whole["content"]]
         told = [event["delta"] for event in events if event["type"] == "content_block_delta"]

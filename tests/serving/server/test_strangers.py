@@ -30,7 +30,7 @@ from megakernel.serving.server.client import Answers
 from megakernel.serving.server.frontend import listen, listen_on_path
 from megakernel.serving.server.routes.chat import ChatRequest, _ChatWriter
 from megakernel.serving.server.routes.completions import CompletionRequest, _CompletionWriter
-from megakernel.serving.server.writer import WAITING, Asked, EventStream, Writer, in_groups
+from megakernel.serving.server.writer import WAITING, EventStream, Writer, in_groups
 from megakernel.serving.text.codec import Codec, Token, Transcript
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -64,13 +64,14 @@ async def listed(parts: Any) -> list[bytes]:
 PROMPT = [65] * 3000
 
 
-def chat_writer(asked: Asked, top: int, **more: Any) -> Writer:
-    return _ChatWriter(asked, ChatRequest(**user("x"), logprobs=True, top_logprobs=top, **more))
+def chat_writer(answers: Answers, tokenizer: Any, top: int, **more: Any) -> Writer:
+    body = ChatRequest(**user("x"), logprobs=True, top_logprobs=top, **more)
+    return _ChatWriter("m", body, answers, lambda: None, tokenizer)
 
 
-def completion_writer(asked: Asked, top: int, **more: Any) -> Writer:
+def completion_writer(answers: Answers, tokenizer: Any, top: int, **more: Any) -> Writer:
     body = CompletionRequest(prompt=PROMPT, logprobs=top, echo=True, **more)
-    return _CompletionWriter(asked, body, ["A" * 3000], asked.tokenizer)
+    return _CompletionWriter(["A" * 3000], "m", body, answers, lambda: None, tokenizer)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -99,24 +100,23 @@ def test_long_answers_leave_other_clients_their_turn(
     tokenizer, prompt = load_tokenizer(model), np.array(PROMPT, np.int32)
     params = SamplingParams(n=n, max_tokens=tokens, stop=stop, logprobs=top, prompt_logprobs=top)
 
-    async def run() -> list[bytes]:
+    async def run() -> Any:
         transcripts = Codec("m", tokenizer).transcripts(PROMPT, params)
         answers = Answers(Mock(), 0, [prompt], params, transcripts, None)
         best = {65 + i: -1.0 - i for i in range(top)}
         answers.scores[0] = [-1.0] * 2999, [best] * 2999
         for index in range(n * tokens):
             answers.put(Token(index % n, 65, -1.0, best, "length" if index >= n * (tokens - 1) else None, 1.0))
-        asked = Asked("m", [prompt], answers, tokenizer)
-        one = make(asked, top, n=n, stop=stop, prompt_logprobs=None if stream else top)
+        one = make(answers, tokenizer, top, n=n, stop=stop, prompt_logprobs=None if stream else top)
         writing = asyncio.ensure_future(listed(one.chunks()) if stream else one.whole())
         while not writing.done():
             work["most"] = max(work["most"], work.pop("units", 0))
             await asyncio.sleep(0)
         return writing.result()
 
-    parts = asyncio.run(run())
-    said = b"".join(parts)
-    assert stream or (len(parts) <= 11 * n and max(map(len, in_groups(parts))) <= writer._LARGE)
+    said = asyncio.run(run())
+    said = b"".join(said) if stream else said
+    assert b"".join(in_groups(said)) == said and max(map(len, in_groups(said))) <= writer._LARGE
     work["most"] = max(work["most"], work["units"])
     assert 0 < work["most"] <= 2.5 * client.MOST_WORK
     text = json.dumps(tokenizer.decode([65]), ensure_ascii=False).encode()
