@@ -33,9 +33,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule of GBNF; Lark has ":" for "::="
 _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 # Generated JSON has the white space that Python's json module writes, because models know this form, and because fixed
-# white space need not be sampled. With lenient=False, the library refuses schema keywords that it does not implement.
+# white space need not be sampled. With `lenient`, the library warns of schema keywords that it does not enforce.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_OPTIONS |= {"lenient": False, "coerce_one_of": True}
+_OPTIONS |= {"lenient": True, "coerce_one_of": True}
+_WARNING = re.compile(r"Unimplemented keys: (\[.*\])|Unknown (format)|(oneOf)")
 
 # These are a fifth to a half of the library's own limits. So a mask takes at most about 10 ms, a lexer about 40 MB.
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
@@ -58,9 +59,7 @@ class Vocabulary:
 
 # -- JSON schemas
 
-# The values of the keyword `format` that the grammar library can enforce.
-_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-# Other values of `format`, as patterns: the versions of UUIDs, which pydantic names.
+# Values of `format` that the library does not know, as patterns: the versions of UUIDs, which pydantic names.
 _FORMAT_PATTERNS = {
     f"uuid{version}": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
     for version in range(1, 9)
@@ -74,10 +73,7 @@ _MOST_SIZE = 2**31
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties"])
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
-# Keywords that the library does not implement, and values with which some of them forbid nothing.
-_UNIMPLEMENTED = """uniqueItems not if then else contains minContains maxContains dependencies dependentRequired
-    dependentSchemas contentSchema $dynamicRef $recursiveRef unevaluatedItems unevaluatedProperties"""
-_UNENFORCED = frozenset(_UNIMPLEMENTED.split())
+# Values with which keywords that the library does not implement forbid nothing.
 _ALLOWS_ALL = {"uniqueItems": False, "not": False, "unevaluatedItems": True, "unevaluatedProperties": True}
 _PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
 
@@ -142,14 +138,9 @@ class _Schema:
                     out["type"] = schema.get("type", "integer")
             elif _refused(key, value):
                 self.left.add(key)
-            elif key == "format" and value not in _FORMATS:
-                if "pattern" not in schema and value in _FORMAT_PATTERNS:
-                    out["pattern"] = _FORMAT_PATTERNS[value]
-                else:
-                    self.left.add("format")
-            elif key in _UNENFORCED:
-                self.left |= set() if value is _ALLOWS_ALL.get(key) else {key}
-            elif key != "propertyNames":
+            elif key == "format" and value in _FORMAT_PATTERNS and "pattern" not in schema:
+                out["pattern"] = _FORMAT_PATTERNS[value]
+            elif key != "propertyNames" and not (key in _ALLOWS_ALL and value is _ALLOWS_ALL[key]):
                 out[key] = value
         if "propertyNames" in schema:
             self._limit_names(schema["propertyNames"], out)
@@ -292,7 +283,8 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
             return _compile(tokenizer, notation, loosened(text, wrong), {"tools"})
         return {"failed": matcher.get_error()}
     left = (left or set()).union(*(schema.left for schema, _ in schemas))
-    left |= {"oneOf"} if any("oneOf" in warning for warning in matcher.get_grammar_warnings()) else set()
+    for found in filter(None, map(_WARNING.match, matcher.get_grammar_warnings())):
+        left |= {*filter(None, found.groups()[1:]), *json.loads(found[1] or "[]")}
     return {"text": json.dumps([grammar, sorted(left), max(_resident() - before, len(grammar))])}
 
 

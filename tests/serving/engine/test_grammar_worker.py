@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel, Discriminator, Field, Json, SecretStr, Tag, TypeAdapter, networks, types
 
-from megakernel.serving.engine.grammar_worker import _FORMATS, Vocabulary, _compile
+from megakernel.serving.engine.grammar_worker import Vocabulary, _compile
 
 TOKENS = [bytes([byte]) for byte in range(256)]
 TOKENIZER = LLTokenizer(TokenizerWrapper(Vocabulary([*TOKENS, b""], [256], 256)), eos_token=[256])
@@ -126,11 +126,6 @@ def test_schemas(schema: dict[str, Any], right: list[str], wrong: list[str], lef
     assert found == left
     assert [text for text in right if not matches(grammar, text)] == []
     assert [text for text in wrong if matches(grammar, text)] == []
-
-
-def test_the_librarys_formats_are_enforced() -> None:
-    for name in _FORMATS:
-        assert not matches(compiled("json", json.dumps({"type": "string", "format": name}))[0], '"?"'), name
 
 
 class Colour(enum.Enum):
