@@ -24,8 +24,8 @@ from .this_machine import measured_ceilings
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
-    from megakernel.serving.server.frontend import Start
     from megakernel.serving.server.messages import Description
+    from megakernel.serving.server.service import Start
 
 
 _GROUPS = {
@@ -174,8 +174,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls: tuple[str, str] | None) -> Start:
     """Return what every frontend process is told: the engine that it talks to, and the settings of HTTP."""
-    from megakernel.serving.server.frontend import Start
     from megakernel.serving.server.limits import AccessRules, Limits, local_names
+    from megakernel.serving.server.service import Start
 
     hosts, names = given["allowed_hosts"], None
     if hosts is None and sock.family != socket.AF_UNIX:
@@ -185,8 +185,6 @@ def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls:
     root = (given["root_path"] or "").strip("/")
     return Start(
         description=engine,
-        number=0,
-        identity="",
         names=given["served_model_name"],
         access=AccessRules(
             keys=tuple(given["api_key"] or ()),
@@ -199,7 +197,6 @@ def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls:
         log_level=logging.getLogger().level,
         log_requests=not given["disable_log_requests"],
         listener=sock.fileno(),
-        parent=-1,
         tool_parser=given["tool_call_parser"],
         chat_template=given["chat_template"],
         seed=given["seed"],

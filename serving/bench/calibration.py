@@ -43,15 +43,14 @@ _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates of one core, and the seconds that a launch, an instruction's set-up and a signal between workers take.
-    `others` is the part of the machine's CPU time that other processes took, None if that is unknown."""
+    """The rates of one core, and the seconds that parts of a step take."""
 
     ceilings: Ceilings
     core: Core
     launch_s: float
-    dispatch_s: float
-    signal_s: float
-    others: float | None
+    dispatch_s: float  # an instruction's set-up
+    signal_s: float  # a signal between workers
+    others: float | None  # part of the machine's CPU time that other processes took; None: unknown
 
     @property
     def quiet(self) -> bool:
@@ -130,9 +129,8 @@ def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
     other processes disturbed every measurement of a rate."""
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):
-        raise MegakernelError(
-            "cannot calibrate: other processes disturb every measurement: try again when the machine is idle"
-        )
+        told = "cannot calibrate: other processes disturb every measurement: try again when the machine is idle"
+        raise MegakernelError(told)
     return rates
 
 

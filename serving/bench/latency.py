@@ -22,16 +22,14 @@ _STEADY = 1.1  # if the memory's rates before and after a run differ by a larger
 
 @dataclass(frozen=True)
 class Run:
-    """The work of a run's prefill and of its decode steps, and the times of these steps. The times include the host's
-    work between steps. `counts` counts the tokens of prefill and decode together. `read` has two rates at which memory
-    could be read, in bytes/s: before the run and after it. The higher one counts as the memory's maximum."""
+    """The work of a run's prefill and of its decode steps, and the times of these steps."""
 
-    read: tuple[float, float]
+    read: tuple[float, float]  # bytes/s at which memory could be read before and after the run; the higher one counts
     prefill: Totals
     decode: Totals
-    decode_step_s: list[float]
+    decode_step_s: list[float]  # seconds, the host's work between steps included
     decode_tokens: int
-    counts: Counts
+    counts: Counts  # of the tokens of prefill and decode together
 
     @property
     def steady(self) -> bool:

@@ -40,20 +40,14 @@ OnDone = Callable[[int, int], None]  # called with (answered requests, all reque
 
 @dataclass(frozen=True)
 class Load:
-    """How a benchmark sends its requests.
+    """How a benchmark sends its requests."""
 
-    rate             average requests per second of a Poisson process; if infinite, requests are sent as soon as
-                     `max_concurrency` allows
-    max_concurrency  maximum number of requests in flight; None means no limit
-    goodput          limits for goodput (see `report`)
-    warm_up          requests with short answers before each server's first run"""
-
-    rate: float = math.inf
-    max_concurrency: int | None = None
+    rate: float = math.inf  # average requests per second of a Poisson process; infinite: as `max_concurrency` allows
+    max_concurrency: int | None = None  # maximum number of requests in flight; None means no limit
     stream: bool = True
-    goodput: dict[str, float] | None = None
+    goodput: dict[str, float] | None = None  # limits for goodput (see `report`)
     seed: int = 0
-    warm_up: int = 8
+    warm_up: int = 8  # requests with short answers before each server's first run
 
 
 async def alternate(
@@ -70,13 +64,18 @@ async def alternate(
             await drive(server, Workload("warm-up", short), Load(max_concurrency=load.max_concurrency))
     figures: list[list[dict[str, Any]]] = [[] for _ in servers]
     total = runs * len(servers) * len(workload.jobs)
+
+    def told(before: int, done: int, _: int) -> None:
+        if on_done:
+            on_done(before + done, total)
+
     for number in range(runs * len(servers)):
         which = number % len(servers)
         server = servers[which]
         before = await server.metrics()
-        shifted = partial(_shifted, on_done, number * len(workload.jobs), total) if on_done else None
         began = time.process_time()
-        outcomes = await drive(server, workload.again(number // len(servers)), load, shifted)
+        on_answer = partial(told, number * len(workload.jobs))
+        outcomes = await drive(server, workload.again(number // len(servers)), load, on_answer)
         after = await server.metrics()
         spent = {
             name.removeprefix(CPU).partition('"')[0]: seconds - before.get(name, 0.0)
@@ -88,10 +87,6 @@ async def alternate(
         figure |= cpu_time(spent, figure["output_tokens"], figure["duration_s"])
         figures[which].append(figure | {"server": _steps(before, after)})
     return figures
-
-
-def _shifted(on_done: OnDone, before: int, total: int, done: int, _: int) -> None:
-    on_done(before + done, total)
 
 
 def _steps(before: dict[str, float], after: dict[str, float]) -> dict[str, Any] | None:

@@ -27,13 +27,12 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of a benchmark, in the order of sending. `name` is a description for reports. If the prompts are
-    random token ids, they were generated with `seed` and are below `vocab`. If they are text, `vocab` is None."""
+    """The requests of a benchmark."""
 
-    name: str
-    jobs: Sequence[LoadJob]
-    vocab: int | None = None
-    seed: int = 0
+    name: str  # a description for reports
+    jobs: Sequence[LoadJob]  # in the order of sending
+    vocab: int | None = None  # prompts of random token ids are below it; None: the prompts are text
+    seed: int = 0  # of the random token ids
 
     def again(self, number: int) -> Workload:
         """Return a workload of the same lengths with other random ids, so that no prefix cache helps. A workload of
@@ -57,9 +56,8 @@ def length_pairs(path: Path, count: int, vocab: int, seed: int, name: str = "") 
     try:
         pairs = [(int(prompt), int(output)) for prompt, output in list(csv.reader(_read(path).splitlines()))[1:]]
     except ValueError as e:
-        raise MegakernelError(
-            f"{path} is not a CSV file with a header and two lengths per line, of prompt and output: {e}"
-        ) from e
+        told = f"{path} is not a CSV file with a header and two lengths per line, of prompt and output: {e}"
+        raise MegakernelError(told) from e
     if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
         raise MegakernelError(f"{path} must have at least one line of lengths, and every length must be at least 1")
     rng = np.random.default_rng(seed)

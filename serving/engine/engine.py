@@ -32,7 +32,7 @@ from megakernel.serving.engine.request import (
     Turns,
     extended,
 )
-from megakernel.serving.engine.sampling import FINISH, SamplingParams, Score, TokenIds, Tokens
+from megakernel.serving.engine.sampling import FINISH, Begun, SamplingParams, Score, TokenIds, Tokens
 from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
 
@@ -183,9 +183,8 @@ class Engine:
         # Subtract one token, because the last generated token is never an input and so needs no K and V.
         needed, pages = self._batch.pages_for(self._length_limit(len(prompt), params) - 1), self.stats.pages
         if needed > pages:
-            raise MegakernelError(
-                f"prompt and max_tokens need {needed} KV pages, but the pool has {pages}: lower max_tokens"
-            )
+            told = f"prompt and max_tokens need {needed} KV pages, but the pool has {pages}: lower max_tokens"
+            raise MegakernelError(told)
         return prompt
 
     def abort(self, request: Request) -> None:
@@ -207,7 +206,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, so that requests admitted from now on compute their whole prompts."""
-        self._batch.forget()
+        self._batch.pool.forget()
 
     # -- steps
 
@@ -421,7 +420,6 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
         if results.heard[row]:
             turns.sequence[turns.chunk[row]].request.pool(output.hidden[index])
     starting = sequence[first].tolist() if np.count_nonzero(first) else []
-    begun = [one.request for one in starting if one.choice == 0]
     tokens = Tokens(
         at=ended,
         choice=number,
@@ -429,18 +427,7 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
         logprob=output.logprobs[at],
         finish=results.finish[at],
         top=best,
-        scores=[
-            Score(request.first, request.prompt_logprobs, request.prompt_top_logprobs)
-            for request in begun
-            if request.params.prompt_logprobs is not None
-        ],
-        cached={request.first: request.cached_tokens for request in begun if request.cached_tokens},
-        admitted={one.request.first + one.choice: one.admitted_at for one in starting},
-        pooled={
-            request.first: (request.pooled / request.pooled_rows).astype(np.float32)
-            for request in begun
-            if request.pooled is not None
-        },
+        begun={one.request.first + one.choice: _begun(one) for one in starting},
     )
     return Step(
         program=running.program,
@@ -451,6 +438,18 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
         sequence=sequence,
         reader=turns.reader[chunk],
     )
+
+
+def _begun(sequence: Sequence) -> Begun:
+    """Return what the first token of a sequence comes with."""
+    request, state = sequence.request, None
+    if sequence.choice:
+        return Begun(sequence.admitted_at)
+    scored = Score(request.first, request.prompt_logprobs, request.prompt_top_logprobs)
+    if request.pooled is not None:
+        state = (request.pooled / request.pooled_rows).astype(np.float32)
+    shown = None if request.params.prompt_logprobs is None else scored
+    return Begun(sequence.admitted_at, request.cached_tokens or 0, shown, state)
 
 
 def _own(output: Output, turns: Turns) -> Output:

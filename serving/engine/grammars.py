@@ -113,7 +113,7 @@ class Grammar(Constraint):
         """`matcher` is a grammar that has read no tokens. It never reads any, because `follow` uses a copy of it. So
         `copy` can make fresh grammars from it at any time."""
         self._start, self.executor, self.left = matcher, executor, left
-        self._read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
+        self.read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
     def copy(self) -> Grammar:
         return Grammar(self._start, self.executor, self.left)
@@ -124,7 +124,7 @@ class Grammar(Constraint):
         return self._start.deep_copy()
 
     def follow(self, output: Ids) -> list[int]:
-        read, matcher = self._read, self.matcher
+        read, matcher = self.read, self.matcher
         if len(output) >= len(read) and not self.error:
             new = output[len(read) :].tolist()
             if new and not matcher.consume_tokens(new):
@@ -140,11 +140,6 @@ class Grammar(Constraint):
     def begin(self, text: list[int]) -> bool:
         """Read the tokens of a text that precedes the output. Returns whether the grammar allows it."""
         return self.matcher.validate_tokens(text) == len(text) and bool(self.matcher.consume_tokens(text))
-
-    @property
-    def size(self) -> int:
-        """The number of tokens that the grammar has read: the output, and forced tokens."""
-        return len(self._read)
 
     def fail(self) -> None:
         """Set `error` to the library's reason why no token may come next."""
@@ -181,10 +176,10 @@ class Calls(Constraint):
         while self._call or self._find(output):
             call, mine = self._call, output[self._read :]
             assert call is not None
-            forced = call.follow(mine) if len(mine) < call.size or not call.matcher.is_stopped() else []
+            forced = call.follow(mine) if len(mine) < len(call.read) or not call.matcher.is_stopped() else []
             if forced or not (call.error or call.matcher.is_stopped()):
                 return forced
-            self._read += len(mine) if call.error else call.size
+            self._read += len(mine) if call.error else len(call.read)
             self._call, self._text = None, _CUT
         return []
 

@@ -58,9 +58,8 @@ def kv_capacity(
         if context < model_limit:
             log.info("context reduced from the model's %d tokens to %d to fit in memory", model_limit, context)
     elif max_model_len > model_limit:
-        raise MegakernelError(
-            f"context {max_model_len} exceeds the model's limit of {model_limit} tokens: choose a shorter context"
-        )
+        told = f"context {max_model_len} exceeds the model's limit of {model_limit} tokens: choose a shorter context"
+        raise MegakernelError(told)
     elif max_model_len * per_token > memory_bytes:
         gigabytes = max_model_len * per_token / 1e9
         raise MegakernelError(

@@ -35,23 +35,17 @@ MOST_GRAMMAR_CHARACTERS = 2 << 20
 class StructuredOutputsParams:
     """The format that a request's whole answer must match. Exactly one of the fields is given.
 
-    json         a JSON schema, as a dict or as JSON text; kept as text
-    regex        a regular expression
-    choice       a list of texts; the answer is one of them
-    grammar      a context-free grammar, in Lark's notation or in GBNF (EBNF)
-    json_object  True: any JSON object
-
     If the model may call tools, `grammar` describes a call, and `trigger` is a regular expression whose matches end
     with a punctuation mark. The answer is then any text, but what follows a match must obey the grammar. If the regular
     expression has a group, the text that must obey the grammar begins with the group's text.
 
     Raises MegakernelError with the reason if the fields are invalid."""
 
-    json: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
+    json: str | Mapping[str, Any] | None = None  # a JSON schema, as a dict or as JSON text; kept as text
+    regex: str | None = None  # a regular expression
+    choice: Sequence[str] | None = None  # a list of texts; the answer is one of them
+    grammar: str | None = None  # a context-free grammar, in Lark's notation or in GBNF (EBNF)
+    json_object: bool | None = None  # True: any JSON object
     trigger: str | None = None
 
     def __post_init__(self) -> None:
@@ -59,9 +53,8 @@ class StructuredOutputsParams:
         given += ["json_object"] * bool(self.json_object)
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise MegakernelError(
-                f"structured outputs need one of json, regex, choice, grammar and json_object, not {found}"
-            )
+            told = f"structured outputs need one of json, regex, choice, grammar and json_object, not {found}"
+            raise MegakernelError(told)
         if self.json is not None and not isinstance(self.json, str):
             try:  # keep text, because MessagePack, which carries the parameters to the engine, has only 64-bit integers
                 object.__setattr__(self, "json", jsons.dumps(self.json))
@@ -98,53 +91,34 @@ class StructuredOutputsParams:
 class SamplingParams:
     """How to continue a prompt. The defaults are vLLM's: one sample of 16 tokens at temperature 1.
 
-    temperature         0 means greedy sampling
-    top_p, min_p        probability thresholds; top_p=1 and min_p=0 turn them off
-    top_k               sample among this many of the most likely tokens; 0 and -1 turn this limit off
-    seed                None takes a random seed from the operating system
-    n                   choices per prompt, each with its own random numbers
-    best_of             must be None or n, because every generated choice is returned
-    max_tokens          None generates up to the end of the context
-    min_tokens          before this many tokens, stop and end-of-sequence ids are forbidden and stop strings ignored
-    stop                stop strings; the text ends before the first one that appears
-    stop_token_ids      ids that end a choice, besides the model's own end-of-sequence ids
-    include_stop_str_in_output  keep the stop string or stop token at the end of the text
-    skip_special_tokens leave special tokens out of the text
-    ignore_eos          the model's end-of-sequence ids do not end a choice
-    logprobs            also report this many of the most likely tokens at each position
-    prompt_logprobs     score the prompt's tokens, with this many of the most likely tokens at each position
-    logit_bias          token id -> value added to its logit
-    allowed_token_ids   generate these ids only; an end-of-sequence id must be listed too to be generated
-    bad_words           texts that are never generated, neither at the beginning of a word nor within one
-    structured_outputs  a grammar or schema that the whole text must match
-    pooling             also return the prompt's hidden state after the final norm, of its "last" token or as the "mean"
-                        over its tokens. This needs max_tokens=1, n=1, and no log-probabilities
-
     Raises MegakernelError, which names the field and its value, if a value is out of range."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    temperature: float = 1.0  # 0 means greedy sampling
+    top_p: float = 1.0  # a probability threshold; 1 turns it off
+    top_k: int = 0  # sample among this many of the most likely tokens; 0 and -1 turn this limit off
+    min_p: float = 0.0  # a probability threshold; 0 turns it off
+    seed: int | None = None  # None takes a random seed from the operating system
+    n: int = 1  # choices per prompt, each with its own random numbers
+    best_of: int | None = None  # must be None or n, because every generated choice is returned
+    max_tokens: int | None = 16  # None generates up to the end of the context
+    min_tokens: int = 0  # before this many tokens, stop and end-of-sequence ids are forbidden and stop strings ignored
+    stop: str | Sequence[str] = ()  # stop strings; the text ends before the first one that appears
+    stop_token_ids: Sequence[int] = ()  # ids that end a choice, besides the model's own end-of-sequence ids
+    ignore_eos: bool = False  # the model's end-of-sequence ids do not end a choice
+    logprobs: int | None = None  # also report this many of the most likely tokens at each position
+    prompt_logprobs: int | None = None  # score the prompt's tokens, with this many top tokens at each position
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> value added to its logit
+    include_stop_str_in_output: bool = False  # keep the stop string or stop token at the end of the text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    # Generate these ids only. An end-of-sequence id must be listed too to be generated.
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    structured_outputs: StructuredOutputsParams | None = None
+    bad_words: Sequence[str] = ()  # texts that are never generated, neither at the beginning of a word nor within one
+    structured_outputs: StructuredOutputsParams | None = None  # a grammar or schema that the whole text must match
+    # Also return the prompt's hidden state after the final norm, of its "last" token or as the "mean" over its tokens.
+    # This needs max_tokens=1, n=1, and no log-probabilities.
     pooling: str | None = None
 
     def __post_init__(self) -> None:
@@ -174,18 +148,15 @@ class SamplingParams:
             raise _error(
                 "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS} token ids"
             )
-        for token in self.stop_token_ids:
-            self._whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.logit_bias) > MAX_BIAS:
             raise _error("logit_bias", f"{len(self.logit_bias)} entries", f"may have at most {MAX_BIAS} entries")
-        for token, value in self.logit_bias.items():
-            self._whole("logit_bias", token, 0, 2**31 - 1)
+        for value in self.logit_bias.values():
             self._real("logit_bias", value, -100.0, 100.0)
-        if self.allowed_token_ids is not None:
-            if not self.allowed_token_ids:
-                raise _error("allowed_token_ids", self.allowed_token_ids, "must list at least one token id")
-            for token in self.allowed_token_ids:
-                self._whole("allowed_token_ids", token, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise _error("allowed_token_ids", self.allowed_token_ids, "must list at least one token id")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                self._whole(name, token, 0, 2**31 - 1)
         if isinstance(self.bad_words, str) or len(self.bad_words) > MAX_BAD_WORDS:
             raise _error("bad_words", "...", f"must be a list of at most {MAX_BAD_WORDS} texts")
         for word in self.bad_words:
@@ -233,12 +204,21 @@ def _error(name: str, value: object, must: str) -> MegakernelError:
 
 
 class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens except the first. `tops` has those of the most likely ids per position.
-    They are sent with the first token of `choice`. If the prompt is long, all parts but the last are sent earlier."""
+    """Log-probabilities of a prompt's tokens except the first, or of a part of them. `tops` has those of the most
+    likely ids per position. `choice` is the number of the prompt's first choice."""
 
     choice: int
     logprobs: list[float]
     tops: list[dict[int, float]]
+
+
+class Begun(msgspec.Struct, array_like=True, frozen=True):
+    """What the first token of a choice comes with. All but `admitted` come with a prompt's first choice only."""
+
+    admitted: float  # when the choice was first admitted, in seconds of `perf_counter`
+    cached: int = 0  # tokens of the prompt that were found in the prefix cache
+    score: Score | None = None  # the requested log-probabilities; of a long prompt, all but the last part come earlier
+    pooled: NDArray[np.float32] | None = None  # the requested last or mean hidden state of the prompt
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
@@ -251,13 +231,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
     finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
     top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
-    # Requested log-probabilities of prompts (of a long one, the last part); sent with the first generated token.
-    scores: list[Score]
-    # Choice -> number of its prompt's tokens found in the prefix cache, if not 0; sent with the first token.
-    cached: dict[int, int]
-    # Choice -> when it was first admitted, in seconds of `perf_counter`; sent with its first token.
-    admitted: dict[int, float]
-    pooled: dict[int, NDArray[np.float32]]  # choice -> last or mean hidden state of its prompt, if requested
+    begun: dict[int, Begun]  # choice -> what its first token comes with
 
     def __len__(self) -> int:
         return len(self.choice)

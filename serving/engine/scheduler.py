@@ -202,7 +202,7 @@ class Batch:
         self._max_seqs, self._page = dims.bucket.max_seqs, dims.bucket.kv_page
         self._windows = max(dims.model.spans) < dims.bucket.max_context  # whether all layers have sliding windows
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
-        self._pool = PagePool(pages)
+        self.pool = PagePool(pages)
         self._slots = list(range(dims.bucket.max_seqs - 1, -1, -1))  # free slots
         # Tokens that the host must write to the device buffer HISTORY before the next step: slot, first position, ids.
         self.histories: list[tuple[int, int, NDArray[np.int32]]] = []
@@ -220,8 +220,8 @@ class Batch:
         return Stats(
             running=len(self.slots.order),
             waiting=len(self.waiting),
-            pages=self._pool.pages,
-            pages_used=self._pool.pages - self._pool.free,
+            pages=self.pool.pages,
+            pages_used=self.pool.pages - self.pool.free,
             preemptions=self._preemptions,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
@@ -259,7 +259,7 @@ class Batch:
         if self._windows:
             passed = slots.passed(order)
             for at in (passed > slots.freed[order]).nonzero()[0]:
-                self._pool.give(slots.drop(int(order[at]), int(passed[at])))
+                self.pool.give(slots.drop(int(order[at]), int(passed[at])))
         self._grow()
         self._admit()
         ones, prompts = self._deal()
@@ -290,7 +290,7 @@ class Batch:
         self._steady = 0
         known, held = int(slots.known[slot]), int(slots.pages.count[slot])
         wanted = self.pages_for(known + len(tokens)) - held
-        if tokens and (more := self._pool.take(max(0, min(wanted, self._pool.free)))):
+        if tokens and (more := self.pool.take(max(0, min(wanted, self.pool.free)))):
             slots.set_pages(slot, held, more)
         granted = tokens[: int(slots.pages.count[slot]) * self._page - known]
         if granted and slots.sampling.penalised[slot]:
@@ -304,7 +304,7 @@ class Batch:
         tokens = int(slots.known[slot])
         slots.computed[slot], slots.length[slot] = tokens - 1, tokens
         kept, count = self.pages_for(tokens), int(slots.pages.count[slot])
-        self._pool.give(slots.pages.ids[slot, kept:count].tolist())
+        self.pool.give(slots.pages.ids[slot, kept:count].tolist())
         slots.set_pages(slot, min(kept, count), [])
         self._write_history(slot, tokens - 1)
 
@@ -333,11 +333,7 @@ class Batch:
             sequence.sampling = False
             sequence.request.scored = len(sequence.request.prompt_logprobs) or sequence.request.pooled_rows
         self.histories.clear()
-        self.forget()
-
-    def forget(self) -> None:
-        """Empty the prefix cache."""
-        self._pool.forget()
+        self.pool.forget()
 
     def _publish(self, sequence: Sequence, full: int) -> None:
         """Add the sequence's first `full` KV pages, which launches have filled, to the prefix cache."""
@@ -345,7 +341,7 @@ class Batch:
         known = int(slots.known_pages[slot])
         hashes = sequence.page_hashes(self._page, full)
         for page, key in zip(slots.pages.ids[slot, known:full].tolist(), hashes[known:], strict=True):
-            self._pool.learn(key, page)
+            self.pool.learn(key, page)
         slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
@@ -357,15 +353,15 @@ class Batch:
         if not len(short):
             return
         short = short[slots.pending(short) > 0]
-        if len(short) <= self._pool.free:
-            slots.add_page(short, self._pool.take(len(short)))
+        if len(short) <= self.pool.free:
+            slots.add_page(short, self.pool.take(len(short)))
             return
         for sequence in sorted(slots.sequence[short], key=_age):
-            while not self._pool.free and sequence.slot >= 0:
+            while not self.pool.free and sequence.slot >= 0:
                 self._preempt(max(self.running, key=_age))
                 self._preemptions += 1
             if sequence.slot >= 0:
-                slots.add_page(np.array([sequence.slot]), self._pool.take(1))
+                slots.add_page(np.array([sequence.slot]), self.pool.take(1))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the front of the queue. It keeps its tokens."""
@@ -386,19 +382,19 @@ class Batch:
             return
         slots, running = self.slots, self.slots.order
         roomy = slots.pages.count[running] * self._page >= slots.limit[running] - 1
-        spare = self._pool.free - int((~roomy).sum())
+        spare = self.pool.free - int((~roomy).sum())
         while self.waiting and self._slots:
             sequence = self.waiting.first()
             if sequence.sampling or (sequence.constraint and slots.constraints >= MOST_MASKS):
                 return
             shared = self._prefix(sequence)
             own = self.pages_for(len(sequence.saved)) - len(shared)
-            taken = own + self._pool.unused(shared)
-            if taken > (spare if len(slots.order) else self._pool.free):
+            taken = own + self.pool.unused(shared)
+            if taken > (spare if len(slots.order) else self.pool.free):
                 return
             self.waiting.take()
-            self._pool.share(shared)
-            pages = shared + self._pool.take(own)
+            self.pool.share(shared)
+            pages = shared + self.pool.take(own)
             slots.seat(self._slots.pop(), sequence, pages, len(shared))
             request, cached = sequence.request, int(slots.computed[sequence.slot])
             if request.cached_tokens is None:
@@ -432,7 +428,7 @@ class Batch:
         if request.scores_prompt(sequence.choice) or not self._prefix_cache:
             return []
         page = self._page
-        return self._pool.find(sequence.page_hashes(page, (len(sequence.saved) - 1) // page))
+        return self.pool.find(sequence.page_hashes(page, (len(sequence.saved) - 1) // page))
 
     def _deal(self) -> tuple[Ints, list[tuple[Sequence, int]]]:
         """Divide the maximum number of tokens of a step among the running sequences. Each decoding sequence gets one
@@ -467,7 +463,7 @@ class Batch:
 
     def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)
-        self._pool.give(self.slots.leave(sequence))
+        self.pool.give(self.slots.leave(sequence))
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:

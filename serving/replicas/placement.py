@@ -42,14 +42,12 @@ class Resources:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to deploy: the number of replicas, the resources of each, and the limits. `settings` holds the values of the
-    flags of `serve` by name. Requests with the same prefix go to the same replica, unless that replica has over `slack`
-    more requests than the least busy replica. If `slack` is None, Ray distributes requests without regard to
-    prefixes."""
+    """What to deploy. Requests with the same prefix go to the same replica, unless that replica has over `slack` more
+    requests than the least busy one. If `slack` is None, Ray distributes requests without regard to prefixes."""
 
     replicas: int
-    share: Resources
-    settings: dict[str, Any]
+    share: Resources  # of each replica
+    settings: dict[str, Any]  # the values of the flags of `serve` by name
     at_once: int
     slack: int | None
     max_body: int

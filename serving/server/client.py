@@ -15,7 +15,7 @@ import zmq
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import SamplingParams, Score, TokenIds, Tokens
+from megakernel.serving.engine.sampling import Begun, SamplingParams, Score, TokenIds, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.text.codec import Token, Transcript, single_tokens
@@ -62,19 +62,8 @@ class Delta:
 class Answers:
     """The choices (completions) of prompts that were submitted together, while the engine generates them.
 
-    Only the event loop's thread may use it. A caller that stops before `finished` is true must call `close`.
-
-    Choice c of prompt p has the number p * n + c, where `n` is the number of choices per prompt. `transcripts` has the
-    text of each choice. `cached` counts the prompt tokens that were found in the prefix cache, over all prompts that
-    have begun. `unenforced` has the JSON Schema keywords that the answers may violate, and None until the engine has
-    accepted the prompts.
-
-    If prompt log-probabilities were requested, `scores` maps the number of a prompt to a pair of lists. Both have an
-    element for each prompt token except the first. The first list has the log-probability of each token, and the second
-    list has the most likely ids at the token's position. They are complete when the prompt's first token arrives.
-
-    `pooled` maps the number of a prompt to its last or mean hidden state, if `params.pooling` asks for that.
-    """
+    Only the event loop's thread may use it. A caller that stops before `finished` is true must call `close`. Choice c
+    of prompt p has the number p * n + c, where `n` is the number of choices per prompt."""
 
     def __init__(
         self,
@@ -87,12 +76,15 @@ class Answers:
     ) -> None:
         self.first, self.n, self.choices = first, params.n, len(transcripts)
         self.submitted_at = perf_counter()
-        self.transcripts = transcripts
+        self.transcripts = transcripts  # the text of each choice
+        # The number of a prompt -> log-probabilities of its tokens except the first, and of the most likely ids at
+        # their positions, if requested. They are complete when the prompt's first token arrives.
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
+        # The JSON Schema keywords that the answers may violate; None until the engine has accepted the prompts.
         self.unenforced: tuple[str, ...] | None = None
-        self.pooled: dict[int, NDArray[np.float32]] = {}
+        self.pooled: dict[int, NDArray[np.float32]] = {}  # prompt -> its last or mean hidden state, if requested
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
-        self.cached = self.completion_tokens = 0
+        self.cached = self.completion_tokens = 0  # `cached` prompt tokens were found in the prefix cache so far
         # `open` counts the choices that the engine has not ended, `_left` those whose end `take` has not returned.
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self.prompts = client, metrics, prompts
@@ -143,6 +135,15 @@ class Answers:
             self._wake()
         else:
             tokens.append(token)
+
+    def begin(self, index: int, begun: Begun) -> None:
+        """Keep what the first token of the choice number `index` comes with."""
+        self.admitted[index] = begun.admitted
+        self.cached += begun.cached
+        if begun.score is not None:
+            self.put_scores(begun.score)
+        if begun.pooled is not None:
+            self.pooled[index // self.n] = begun.pooled
 
     def put_scores(self, part: Score) -> None:
         """Keep a part of a prompt's log-probabilities."""
@@ -358,18 +359,9 @@ class EngineClient:
 
     def _deliver(self, tokens: Tokens) -> None:
         choices = self._choices
-        for score in tokens.scores:
-            if answers := choices.get(score.choice):
-                answers.put_scores(score)
-        for number, cached in tokens.cached.items():
+        for number, begun in tokens.begun.items():
             if answers := choices.get(number):
-                answers.cached += cached
-        for number, at in tokens.admitted.items():
-            if answers := choices.get(number):
-                answers.admitted[number - answers.first] = at
-        for number, state in tokens.pooled.items():
-            if answers := choices.get(number):
-                answers.pooled[(number - answers.first) // answers.n] = state
+                answers.begin(number - answers.first, begun)
         for token in single_tokens(tokens):
             answers = choices.get(token.choice)
             if answers is None:

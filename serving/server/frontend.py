@@ -24,10 +24,8 @@ from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import ChatTemplate
 from megakernel.serving.server.client import Overloaded
 from megakernel.serving.server.http import log as request_log
-from megakernel.serving.server.limits import AccessRules, Limits
-from megakernel.serving.server.messages import Description
 from megakernel.serving.server.protocol import HttpProtocol
-from megakernel.serving.server.service import Service
+from megakernel.serving.server.service import Service, Start
 from megakernel.serving.text.codec import Codec
 
 _BACKLOG = 4096
@@ -38,27 +36,6 @@ _UNREAD = 60_000
 # After so many new objects, Python collects garbage. Its default of 700 is too low; at 50,000, a collection took 95 ms.
 _GC_THRESHOLD = 5_000
 READY = b"R"  # a frontend sends this to its parent process when it accepts connections
-
-
-class Start(msgspec.Struct, frozen=True):
-    """The configuration that a frontend (HTTP server process) gets from its parent."""
-
-    description: Description
-    number: int  # index of this process's row on the board, the counters in shared memory
-    identity: str  # name of this process in its messages to the engine
-    names: list[str] | None
-    access: AccessRules
-    limits: Limits
-    drain_seconds: float
-    log_level: int
-    log_requests: bool  # whether the log has a line for each request, if its level is at most INFO
-    listener: int  # file descriptor of the listening socket that all frontends share
-    parent: int  # file descriptor of a socket whose other end closes when the parent ends
-    tool_parser: str | None = None  # name of the model's tool call format; None: the chat template decides
-    chat_template: str | None = None  # Jinja source that replaces the model's chat template
-    seed: int | None = None  # makes the seeds of requests that have none reproducible
-    root_path: str = ""  # path under which a reverse proxy serves this server
-    tls: tuple[str, str] | None = None  # paths of the PEM files with the private key and the certificate
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -116,22 +93,14 @@ def allow_connections() -> None:
 class FrontendServer(uvicorn.Server):
     """The HTTP server of one frontend process. It serves until SIGTERM or until `end` is called, and then finishes its
     requests. `on_ready` is called on the event loop when connections are accepted. Requests that are not finished
-    `drain_seconds` after the shutdown began get a 503. `tls` has the files of the private key and the certificate."""
+    `drain_seconds` after the shutdown began get a 503."""
 
-    def __init__(
-        self,
-        service: Service,
-        *,
-        on_ready: Callable[[], None],
-        drain_seconds: float,
-        root_path: str = "",
-        tls: tuple[str, str] | None = None,
-    ) -> None:
+    def __init__(self, start: Start, service: Service, on_ready: Callable[[], None]) -> None:
         # FastAPI takes a second to import. Only frontends need it, and the engine's process starts meanwhile.
         from megakernel.serving.server.app import create_app
 
         config = uvicorn.Config(
-            create_app(service, root_path),
+            create_app(service, start.root_path),
             http=HttpProtocol,
             lifespan="on",
             ws="none",
@@ -140,11 +109,11 @@ class FrontendServer(uvicorn.Server):
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_IDLE,
-            ssl_keyfile=tls[0] if tls else None,
-            ssl_certfile=tls[1] if tls else None,
+            ssl_keyfile=start.tls[0] if start.tls else None,
+            ssl_certfile=start.tls[1] if start.tls else None,
         )
         super().__init__(config)
-        self._service, self._on_ready, self._drain_seconds = service, on_ready, drain_seconds
+        self._service, self._on_ready, self._drain_seconds = service, on_ready, start.drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -183,8 +152,7 @@ def main(start: Start) -> int:
     codec = Codec.of(start.description.name, start.description.source, start.tool_parser)
     if codec.tokenizer and start.chat_template is not None:
         codec.tokenizer.set_chat_template(ChatTemplate(start.chat_template, "--chat-template"))
-    process = start.number, start.identity
-    service = Service(start.description, codec, process, start.names, start.access, start.limits, start.seed)
+    service = Service(start, codec)
     # Collect garbage less often: the objects that each token needs form no cycles, so they are freed without it.
     gc.set_threshold(_GC_THRESHOLD)
     orphaned = False
@@ -204,9 +172,7 @@ def main(start: Start) -> int:
         with contextlib.suppress(OSError):  # if the parent has ended, `gone` handles that
             parent.send(READY)
 
-    server = FrontendServer(
-        service, on_ready=ready, drain_seconds=start.drain_seconds, root_path=start.root_path, tls=start.tls
-    )
+    server = FrontendServer(start, service, ready)
     server.run(sockets=[socket.socket(fileno=start.listener)])
     if orphaned:
         shutil.rmtree(start.description.folder, ignore_errors=True)

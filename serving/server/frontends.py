@@ -19,7 +19,8 @@ from types import FrameType
 import msgspec
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.frontend import READY, Start
+from megakernel.serving.server.frontend import READY
+from megakernel.serving.server.service import Start
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +38,15 @@ class _Frontend:
 
 @dataclass(eq=False)
 class Frontends:
-    """The frontends of a server, the processes that serve HTTP. `count` processes accept connections from `listener`,
-    and `start` is their common configuration.
-
-    `on_gone` is called with the identity of each frontend that has ended. `on_ready` is called when all frontends
-    accept connections. `on_drain` is called with the name of the signal that ends the server; from then on, frontends
-    only finish their requests."""
+    """The frontends of a server, the processes that serve HTTP. `count` processes accept connections from
+    `listener`."""
 
     listener: socket.socket
     count: int
-    start: Start
-    on_gone: Callable[[str], None]
-    on_ready: Callable[[], None]
+    start: Start  # their common configuration
+    on_gone: Callable[[str], None]  # called with the identity of each frontend that has ended
+    on_ready: Callable[[], None]  # called when all frontends accept connections
+    # Called with the name of the signal that ends the server. From then on, frontends only finish their requests.
     on_drain: Callable[[str], None]
     ended_by: signal.Signals | None = None
     _running: list[_Frontend] = field(default_factory=list)

@@ -14,14 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megakernel.serving.server.client import Answers
 from megakernel.serving.server.errors import APIError, ClientGone, quoted
-from megakernel.serving.server.limits import (
-    BODY_SECONDS,
-    LARGE_BODY,
-    TURNS,
-    AccessRules,
-    Limits,
-    has_more_values,
-)
+from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, AccessRules, Limits, has_more_values
 from megakernel.serving.server.service import ANSWERS, CLIENT
 from megakernel.serving.server.writer import DIRECT, HEADER, REPLAYED, replayed
 
@@ -135,11 +128,8 @@ class Gate:
         if size > self._max_body:
             raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
-            raise APIError(
-                503,
-                f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later",
-                headers={"Retry-After": "5"},
-            )
+            told = f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later"
+            raise APIError(503, told, headers={"Retry-After": "5"})
 
 
 def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:

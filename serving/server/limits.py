@@ -87,9 +87,8 @@ class AccessRules:
         name = _name(host := headers.get(b"host", b"").decode("latin-1"))
         # Browsers always send the header. The checks of some balancers leave it out.
         if self.hosts is not None and b"host" in headers and path != _HEALTH and name not in self.hosts:
-            raise APIError(
-                403, f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
-            )
+            told = f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
+            raise APIError(403, told)
         if self.guards(path):
             self._authorise(headers)
 
@@ -102,11 +101,8 @@ class AccessRules:
         # Compare with every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(_digest(given), known) for given in sent for known in self._digests]
         if not any(matches):
-            raise APIError(
-                401,
-                "the API key is missing or wrong: send the header Authorization: Bearer KEY or x-api-key: KEY",
-                headers={"WWW-Authenticate": 'Bearer, Basic realm="megakernel"'},
-            )
+            told = "the API key is missing or wrong: send the header Authorization: Bearer KEY or x-api-key: KEY"
+            raise APIError(401, told, headers={"WWW-Authenticate": 'Bearer, Basic realm="megakernel"'})
 
     @cached_property
     def _digests(self) -> list[bytes]:

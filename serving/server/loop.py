@@ -36,7 +36,7 @@ from megakernel.serving.server.client import Overloaded
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONTROL = b"server"  # name of the server itself among the senders; only it may send Gone, Done and Close
+CONTROL = b"server"  # name of the server itself among the senders; its messages are empty, see `_in_engine`
 _GRAMMARS, _TIMELINE = "grammars", "timeline"  # the kinds of slow work
 _SCORES = 2048  # Maximum log-probabilities of a prompt in a message, so that a frontend decodes each in a few ms.
 _Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the number of the job's first choice there
@@ -86,7 +86,7 @@ class EngineLoop:
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
         self._control_lock = threading.Lock()
-        self._ended_beside: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # that the engine's thread must make
         # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, _TIMELINE)}
         self._grammars = grammars
@@ -117,12 +117,12 @@ class EngineLoop:
 
     def forget(self, frontend: bytes) -> None:
         """Abort all jobs of a frontend that has exited."""
-        self._tell_engine(messages.Gone(frontend))
+        self._in_engine(partial(self._forget, frontend))
 
     def close(self) -> None:
         """Let the threads finish the current step and compilation, end them, and abort the remaining requests."""
         self._stop_compiling.set()
-        self._tell_engine(messages.Close())
+        self._in_engine(self._end)
         self._thread.join()
         self._compiler.join()
         for thread in self._threads.values():
@@ -130,11 +130,22 @@ class EngineLoop:
         self._control.close(linger=0)
         self._socket.close(linger=1000)
 
-    def _tell_engine(self, message: messages.ToEngine) -> None:
+    def _in_engine(self, call: Callable[[], None]) -> None:
+        """Let the engine's thread make a call between two steps."""
+        self._calls.put(call)
         with self._control_lock:
-            self._control.send(messages.encode(message))
+            self._control.send(b"")
 
     # -- the thread
+
+    def _end(self) -> None:
+        self._closing = True
+
+    def _forget(self, frontend: bytes) -> None:
+        self._gone.add(frontend)
+        self._frontends.discard(frontend)
+        for job in [job for job in (*self._jobs, *self._compiling) if job[0] == frontend]:
+            self._abort(*job)
 
     def _run(self) -> None:
         try:
@@ -152,13 +163,13 @@ class EngineLoop:
             self._die(f"the engine has stopped, restart the server: {reason}")
 
     def _die(self, why: str) -> None:
-        """Tell every frontend that the engine is dead, and answer later messages in the same way until Close comes."""
+        """Tell every frontend that the engine is dead, and answer later messages in the same way until the end."""
         for frontend in self._frontends:
             self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
         self.on_death()
         while True:
-            frontend, data = self._socket.recv_multipart()
-            if frontend == CONTROL and isinstance(messages.decode_to_engine(data), messages.Close):
+            frontend, _ = self._socket.recv_multipart()
+            if frontend == CONTROL and self._calls.get() == self._end:
                 return
             self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
 
@@ -172,22 +183,12 @@ class EngineLoop:
                 frontend, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield frontend, messages.decode_to_engine(data)
+            if frontend == CONTROL:
+                self._calls.get()()
+            elif frontend not in self._gone:
+                yield frontend, messages.decode_to_engine(data)
 
     def _handle(self, frontend: bytes, message: messages.ToEngine) -> None:
-        if frontend == CONTROL:
-            if isinstance(message, messages.Close):
-                self._closing = True
-            elif isinstance(message, messages.Done):
-                self._ended_beside.get()()
-            elif isinstance(message, messages.Gone):
-                self._gone.add(message.frontend)
-                self._frontends.discard(message.frontend)
-                for job in [job for job in (*self._jobs, *self._compiling) if job[0] == message.frontend]:
-                    self._abort(*job)
-            return
-        if frontend in self._gone:
-            return
         self._frontends.add(frontend)
         match message:
             case messages.Submit():
@@ -260,8 +261,7 @@ class EngineLoop:
             except Exception:
                 log.exception("%s: work beside the engine failed", kind)
                 result = MegakernelError("internal error, see the server's log")
-            self._ended_beside.put(partial(then, result))
-            self._tell_engine(messages.Done())
+            self._in_engine(partial(then, result))
 
         self._threads[kind].submit(run)
 
@@ -285,9 +285,8 @@ class EngineLoop:
         own = min(waiting, self._open_of[asked.client])  # an upper bound: some of these choices may be running
         for already, allowed in ((own, most), (waiting, 2 * most)):
             if already + count > allowed:
-                raise Overloaded(
-                    f"{already} sequences are waiting already and at most {allowed} may wait: try again later"
-                )
+                told = f"{already} sequences are waiting already and at most {allowed} may wait: try again later"
+                raise Overloaded(told)
 
     def _queue(self, key: _Key, asked: messages.Submit, constraint: Constraint | None) -> None:
         """Queue all prompts of a job for the engine. Raises MegakernelError if the job must be refused."""
@@ -385,13 +384,14 @@ class EngineLoop:
 
 def _in_parts(tokens: Tokens) -> Iterator[Score | Tokens]:
     """Yield log-probabilities of long prompts in parts of _SCORES tokens, and then `tokens` with the last parts."""
-    last = []
-    for score in tokens.scores:
-        cuts = (slice(at, at + _SCORES) for at in range(0, max(1, len(score.tops)), _SCORES))
-        *early, end = (Score(score.choice, score.logprobs[cut], score.tops[cut]) for cut in cuts)
-        yield from early
-        last.append(end)
-    yield msgspec.structs.replace(tokens, scores=last)
+    begun = dict(tokens.begun)
+    for number, one in tokens.begun.items():
+        if (score := one.score) is not None:
+            cuts = (slice(at, at + _SCORES) for at in range(0, max(1, len(score.tops)), _SCORES))
+            *early, last = (Score(number, score.logprobs[cut], score.tops[cut]) for cut in cuts)
+            yield from early
+            begun[number] = msgspec.structs.replace(one, score=last)
+    yield msgspec.structs.replace(tokens, begun=begun)
 
 
 def _some(tokens: Tokens, mine: NDArray[np.bool_]) -> Tokens:
@@ -399,7 +399,7 @@ def _some(tokens: Tokens, mine: NDArray[np.bool_]) -> Tokens:
     if mine.all():
         return tokens
     choice = tokens.choice[mine]
-    held = set(choice.tolist()) if tokens.admitted else set()
+    held = set(choice.tolist()) if tokens.begun else set()
     return Tokens(
         tokens.at,
         choice,
@@ -407,8 +407,5 @@ def _some(tokens: Tokens, mine: NDArray[np.bool_]) -> Tokens:
         tokens.logprob[mine],
         tokens.finish[mine],
         {int(np.count_nonzero(mine[:i])): top for i, top in tokens.top.items() if mine[i]},
-        [score for score in tokens.scores if score.choice in held],
-        {number: cached for number, cached in tokens.cached.items() if number in held},
-        {number: at for number, at in tokens.admitted.items() if number in held},
-        {number: state for number, state in tokens.pooled.items() if number in held},
+        {number: one for number, one in tokens.begun.items() if number in held},
     )

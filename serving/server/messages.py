@@ -52,27 +52,13 @@ class Abort(_Record):
     first: int
 
 
-class Gone(_Record):
-    """A frontend has exited: abort its jobs and ignore its later messages. No frontend may send this message."""
-
-    frontend: bytes
-
-
 class Look(_Record):
     """A query for the page of a traced step. The answer has the same `number`."""
 
     number: int
 
 
-class Done(_Record):
-    """A background thread of the engine's process has finished its work. The process sends this message to itself."""
-
-
-class Close(_Record):
-    """End the engine loop. No frontend may send this message."""
-
-
-ToEngine = Hello | Submit | Stop | Abort | Look | Gone | Done | Close
+ToEngine = Hello | Submit | Stop | Abort | Look
 
 # -- messages to a frontend
 

@@ -4,8 +4,9 @@ engine's tokens become the answer. All endpoints share this code."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,12 +15,12 @@ from random import Random
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+import msgspec
 import numpy as np
 from fastapi.responses import Response
 
-from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import TooLong
-from megakernel.model.tokenizer import Limit, Tokenizer
+from megakernel.model.tokenizer import Limit
 from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams, TokenIds
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
@@ -34,6 +35,28 @@ from megakernel.serving.text.codec import Codec, Conversation
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # the client address of the current request
 ANSWERS: ContextVar[list[Answers]] = ContextVar("answers")  # gets the answers to the current request, for the log
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The configuration that a frontend (HTTP server process) gets from its parent."""
+
+    description: Description
+    number: int = 0  # index of this process's row on the board, the counters in shared memory
+    identity: str = ""  # name of this process in its messages to the engine; no later process gets the same name
+    names: list[str] | None = None  # of the model
+    access: AccessRules = AccessRules()
+    limits: Limits = Limits()
+    drain_seconds: float = 10.0
+    log_level: int = logging.WARNING
+    log_requests: bool = True  # whether the log has a line for each request, if its level is at most INFO
+    listener: int = -1  # file descriptor of the listening socket that all frontends share
+    parent: int = -1  # file descriptor of a socket whose other end closes when the parent ends
+    tool_parser: str | None = None  # name of the model's tool call format; None: the chat template decides
+    chat_template: str | None = None  # Jinja source that replaces the model's chat template
+    # With `seed`, requests without a seed get one that depends on `seed` and on the order of the requests.
+    seed: int | None = None
+    root_path: str = ""  # path under which a reverse proxy serves this server
+    tls: tuple[str, str] | None = None  # paths of the PEM files with the private key and the certificate
 
 
 class ThreadTurns:
@@ -57,17 +80,12 @@ class ThreadTurns:
 
 class Tools:
     """The functions that the model may call, in the OpenAI API's form, and which of them the answer may or must call.
-    `mode` is none, auto, required, or `named` for a call of the only function. `only` names the allowed functions; None
-    allows all. `parallel` is false if at most one call may come. The constructor raises an HTTP error 400 if these
-    fields contradict each other."""
+    `choice` is none, auto, required, or an object whose method `chosen` returns one of these, or `named` for a call of
+    the only function, and the names of the allowed functions; None allows all. `parallel` is false if at most one call
+    may come. The constructor raises an HTTP error 400 if these fields contradict each other."""
 
-    def __init__(
-        self,
-        given: list[dict[str, Any]],
-        mode: str | None = None,
-        only: Collection[str] | None = None,
-        parallel: bool | None = None,
-    ) -> None:
+    def __init__(self, given: list[dict[str, Any]], choice: Any = None, parallel: bool | None = None) -> None:
+        mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
         functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in given}
         if len(functions) < len(given):
             raise APIError(400, "tools: two functions have the same name: rename one", param="tools")
@@ -85,10 +103,7 @@ class Tools:
         """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that fields such
         as `response_format` set."""
         functions = self._functions if self.used else {}
-        try:
-            return codec.constraint(functions, asked, required=self._required, several=self._several)
-        except MegakernelError as e:
-            raise APIError(400, str(e)) from e
+        return codec.constraint(functions, asked, required=self._required, several=self._several)
 
     def reader(self, codec: Codec) -> MakeReader:
         """Return a function that makes a parser, which finds the tool calls in the text of one choice. The function
@@ -100,51 +115,26 @@ class Service:
     """What the endpoints of an HTTP server process share: the engine, the tokenizer, access control and limits.
     Requests may use any of `names` for the model. A request that names no model is answered with the first one."""
 
-    def __init__(
-        self,
-        description: Description,
-        codec: Codec,
-        process: tuple[int, str],
-        names: list[str] | None = None,
-        access: AccessRules | None = None,
-        limits: Limits | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """`process` has the index of this process's row on the board (the counters in shared memory), and its name in
-        messages to the engine; no later process gets the same name. With `seed`, requests without a seed get
-        one that depends on `seed` and on the order of the requests."""
-        number, identity = process
-        self.description = description
-        self.codec = codec
-        self.access, self.limits = access or AccessRules(), limits or Limits()
-        self.names = names or [description.name]
+    def __init__(self, start: Start, codec: Codec) -> None:
+        self.description = description = start.description
+        self.max_context = description.max_context  # maximum tokens of a prompt and its continuation together
+        self.codec, self.tokenizer, self.access, self.limits = codec, codec.tokenizer, start.access, start.limits
+        self.names = start.names or [description.name]
         self._turns = ThreadTurns(THREADS)
-        self._seeds = None if seed is None else Random(f"{seed} {number}")
+        self._seeds = None if start.seed is None else Random(f"{start.seed} {start.number}")
         self._most = max_values(description.max_context)  # tokens of all prompts of a request together
         self.started = int(time.time())
-        self.engine = EngineClient(description, identity)
+        self.engine = EngineClient(description, start.identity)
         board = Board(description.board, description.rows)
-        self.metrics = Metrics(board, number, kv_page=description.kv_page, model=self.names[0])
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.codec.tokenizer
-
-    @property
-    def max_context(self) -> int:
-        """Return the maximum number of tokens of a prompt and its continuation together."""
-        return self.description.max_context
+        self.metrics = Metrics(board, start.number, kv_page=description.kv_page, model=self.names[0])
 
     def model(self, name: str | None) -> str:
         """Return the model name that the answer contains. Raises a 404 for a name that is not served."""
         if name is None:
             return self.names[0]
         if name not in self.names:
-            raise APIError(
-                404,
-                f"the model {quoted(name)} is not served here: the models are {', '.join(self.names)}",
-                param="model",
-            )
+            told = f"the model {quoted(name)} is not served here: the models are {', '.join(self.names)}"
+            raise APIError(404, told, param="model")
         return name
 
     async def encode_prompts(
@@ -193,9 +183,8 @@ class Service:
         prompts of the request together have too many tokens."""
         most, total = self._most, sum(map(len, prompts))
         if total > most:
-            raise APIError(
-                400, f"a request's prompts may have {most} tokens together, not {total}: send several requests"
-            )
+            told = f"a request's prompts may have {most} tokens together, not {total}: send several requests"
+            raise APIError(400, told)
         longest = max(map(len, prompts))
         if longest + (1 if wanted is None else wanted) > self.max_context:
             asked = f" and the request asks for {wanted} more: shorten the prompt or lower max_tokens"
@@ -215,13 +204,7 @@ class Service:
         return None if most is None or most > self.max_context else Limit(most, last=True)
 
     async def converse(
-        self,
-        body: Sampled,
-        asked: Conversation,
-        tools: Tools,
-        write: Callable[..., Writer],
-        *,
-        cut: bool = False,
+        self, body: Sampled, asked: Conversation, tools: Tools, write: Callable[..., Writer], *, cut: bool = False
     ) -> Response:
         """Answer a conversation. If the wanted tokens exceed the context, raise a 400 or, with `cut`, generate
         fewer. `write` makes the `Writer`."""
@@ -277,12 +260,11 @@ class Service:
             answers.close()
             if not isinstance(e, TimeoutError):
                 raise
-            raise APIError(
-                503,
+            told = (
                 f"the answer (of a stream, the first token) took longer than {self.limits.request_timeout:g} s:"
-                " ask for fewer tokens or try again later",
-                headers={"Retry-After": "5"},
-            ) from None
+                " ask for fewer tokens or try again later"
+            )
+            raise APIError(503, told, headers={"Retry-After": "5"}) from None
 
 
 def _cut(ids: Sequence[int], limit: Limit | None) -> TokenIds:
@@ -303,9 +285,8 @@ def _check_size(prompts: list[TokenIds], params: SamplingParams) -> None:
             " tokens or top log-probabilities",
         )
     if choices * (1 + len(params.stop_strings)) > MAX_WATCHED:
-        raise APIError(
-            400,
+        told = (
             f"{choices} choices with {len(params.stop_strings)} stop strings are too many for one request:"
-            f" choices * (stop strings + 1) must be at most {MAX_WATCHED}",
-            param="stop" if params.stop_strings else "prompt",
+            f" choices * (stop strings + 1) must be at most {MAX_WATCHED}"
         )
+        raise APIError(400, told, param="stop" if params.stop_strings else "prompt")

@@ -72,12 +72,11 @@ MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
 
 
 class Replay(msgspec.Struct):
-    """What servers need to give the same answer: `seed`, from which random numbers and ids are derived, and the time
-    `created`. `given` has, by choice, the number of tokens whose events the client already has."""
+    """What servers need to give the same answer."""
 
-    seed: int
-    created: int
-    given: dict[int, int] = {}
+    seed: int  # from which random numbers and ids are derived
+    created: int  # the time when the answer began, in seconds since 1970
+    given: dict[int, int] = {}  # choice -> the number of tokens whose events the client already has
 
     def header(self, key: str) -> str:
         return f"{key} {msgspec.json.encode(self).decode()}"
@@ -136,12 +135,11 @@ def created() -> int:
 
 @dataclass
 class Item:
-    """A part of an answer: text for the user, reasoning, or a call of the function `name`, whose arguments are the
-    `text`."""
+    """A part of an answer: text for the user, reasoning, or a call of a function."""
 
     kind: Literal["content", "reasoning", "call"]
-    text: str = ""
-    name: str = ""
+    text: str = ""  # of a call: the arguments
+    name: str = ""  # of the function
     id: str = field(default_factory=new_id)
 
 
@@ -308,9 +306,6 @@ class ItemWriter(Writer):
         super().__init__(*given)
         self.said = self._said[0] = Said(Delta(0, 0), self.reader())
         self._begun = False
-
-    def _choice(self, delta: Delta) -> Said:
-        return self.said
 
     def _events(self, delta: Delta) -> bytes:
         said, events = self.said, [b"" if self._begun else self._begin()]

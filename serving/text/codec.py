@@ -132,14 +132,12 @@ class _Matcher:
 @dataclass(frozen=True)
 class Conversation:
     """A conversation whose next message the model writes. `messages` have the form that chat templates read: text as
-    `content`, and the arguments of calls as objects. The model may call `tools`, which are functions in the OpenAI
-    API's form. `values` are further variables for the template. With `continue_final`, the answer continues the last
-    message."""
+    `content`, and the arguments of calls as objects."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    continue_final: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()  # functions that the model may call, in the OpenAI API's form
+    values: Mapping[str, Any] = field(default_factory=dict)  # further variables for the template
+    continue_final: bool = False  # whether the answer continues the last message
     add_special: bool = False
 
 
@@ -215,9 +213,8 @@ class Codec:
         and the request also sets a format that is no JSON schema."""
         schema = asked.schema if asked else None
         if required and asked and schema is None:
-            raise MegakernelError(
-                "a required tool call cannot be combined with a format that is not JSON: leave out one of them"
-            )
+            told = "a required tool call cannot be combined with a format that is not JSON: leave out one of them"
+            raise MegakernelError(told)
         if self.tokenizer is None or (asked and schema is None) or not (functions or (schema and self.tools.final)):
             return asked
         grammar = CallsGrammar(functions or {}, self.tools, self.tokenizer, several=several)

@@ -30,30 +30,9 @@ _HARMLESS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """How an engine runs a model. A field has vLLM's name where vLLM has such an argument.
-
-    tensor_parallel_size    ranks, which share the model and the threads: 1, 2, 4 or 8
-    enable_expert_parallel  whether each rank has some whole experts, instead of a part of every expert
-    backend                 auto (cuda if available, otherwise cpu), reference, cpu, cuda, or null, which computes
-                            nothing
-    dtype                   auto (the checkpoint's own type, on a GPU bf16), f32 or bf16; half and float16 are computed
-                            in bf16
-    weights                 type of the matrices in memory: auto (the checkpoint's own) or one of WEIGHT_TYPES (not on a
-                            GPU)
-    kv_cache_dtype          type of K and V in memory: auto (dtype) or q8_0, about half the bytes of bf16 (not on a GPU)
-    activations             how quantised weights are multiplied: q8 (in integers, with rounded activations),
-                            float (as the dequantised model) or auto (q8 where weights are quantised)
-    threads                 CPU threads; None: one per core that this process may use
-    max_model_len           maximum tokens of a sequence; None: the model's limit, or less if memory does not suffice
-    max_num_seqs            maximum number of sequences that run at once
-    max_num_batched_tokens  maximum tokens that one step computes; longer prompts are split over several steps. None:
-                            512, or max_num_seqs if that is more
-    enable_prefix_caching   compute the common prefix of several prompts only once
-    max_grammar_bytes       maximum bytes of compiled grammars that are kept for later requests
-    speculate               maximum tokens that speculative decoding proposes per sequence and step; 0 turns it off. The
-                            generated tokens are the same with any value
-    generation_config       defaults of sampling: auto (what the model's author recommends), vllm (those of
-                            SamplingParams) or a folder with a generation_config.json
+    """How an engine runs a model. A field has vLLM's name where vLLM has such an argument. It means the same as the
+    flag of this name, which `megakernel serve --help` explains. None stands for a default that depends on the machine
+    or the model. With `enable_prefix_caching`, the common prefix of several prompts is computed only once.
 
     Raises MegakernelError if a number is out of range."""
 
@@ -79,9 +58,8 @@ class EngineArgs:
             if value is not None and value < 1:
                 raise MegakernelError(f"{name}={value} must be positive")
         if self.step_tokens < self.max_num_seqs:
-            raise MegakernelError(
-                f"max_num_batched_tokens={self.step_tokens} must be at least max_num_seqs={self.max_num_seqs}"
-            )
+            told = f"max_num_batched_tokens={self.step_tokens} must be at least max_num_seqs={self.max_num_seqs}"
+            raise MegakernelError(told)
         check_depth(self.speculate)
 
     @property

@@ -15,20 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint
+from megakernel.model import Checkpoint, load_pooling, load_sampling, open_checkpoint, weight_types
 from megakernel.model.file_checkpoint import FileCheckpoint
 from megakernel.model.hf_config import read_sampling
 from megakernel.model.memory import open_memory, replacement
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.model.weight_types import (
-    Stored,
-    bits_of,
-    bytes_by_type,
-    for_contexts,
-    quantised_kv,
-    rounds_activations,
-    stored_as,
-)
 from megakernel.runtime import choose_backend, create, registered
 from megakernel.scheduler import Options, Spec, step_seconds
 from megakernel.scheduler.tune import Fastest
@@ -75,11 +66,11 @@ class LLM:
     def _open(self, model: Any, args: EngineArgs) -> tuple[Checkpoint, str]:
         """Choose the backend and the types in which weights and the KV cache are stored. Returns the checkpoint with
         weights of these types, and the backend's name."""
-        wanted, quantised = parse_dtype(args.dtype), quantised_kv(args.kv_cache_dtype)
+        wanted, quantised = parse_dtype(args.dtype), weight_types.quantised_kv(args.kv_cache_dtype)
         opened = open_checkpoint(model) if isinstance(model, str) else open_memory(model)
         files = opened if isinstance(opened, FileCheckpoint) else None
         self.widened, self.left_out = (files.widened, files.left_out) if files else ({}, 0)
-        checkpoint = stored_as(opened, args.weights)
+        checkpoint = weight_types.stored_as(opened, args.weights)
         backend, wanted = choose_backend(args.backend, checkpoint.config, wanted, args.weights, args.kv_cache_dtype)
         self.model, self.config = checkpoint.name, checkpoint.config
         self.dtype = checkpoint.dtype if wanted is None else wanted
@@ -87,10 +78,10 @@ class LLM:
         self.threads = machines.host(args.threads).workers
         self._kept = checkpoint.storage
         self._storage = self._kept if registered(backend).stores else {}
-        self.weight_bytes = bytes_by_type(self.config, self.dtype, self._storage)
+        self.weight_bytes = weight_types.bytes_by_type(self.config, self.dtype, self._storage)
         own = self.dtype.name.lower()
         self.kv_cache = args.kv_cache_dtype if quantised else own
-        self.activations = "q8" if rounds_activations(args.activations, self._storage) else own
+        self.activations = "q8" if weight_types.rounds_activations(args.activations, self._storage) else own
         return checkpoint, backend
 
     def _read_texts(self, model: str | Checkpoint, args: EngineArgs) -> None:
@@ -104,7 +95,8 @@ class LLM:
 
     def _start(self, checkpoint: Checkpoint, backend: str, args: EngineArgs) -> Engine:
         """Compile the first program, load the weights and return an engine that waits for requests."""
-        tp, gpu, quantised = args.tensor_parallel_size, backend == "cuda", quantised_kv(args.kv_cache_dtype)
+        tp, gpu = args.tensor_parallel_size, backend == "cuda"
+        quantised = weight_types.quantised_kv(args.kv_cache_dtype)
         memory = self.machine.memory_bytes * (tp if gpu else 1)
         pool = pool_bytes(memory, sum(self.weight_bytes.values()), gpu=gpu)
         per_token = token_bytes(self.config, self.dtype, tp, quantised)
@@ -121,7 +113,7 @@ class LLM:
             max_context=context,
             tp=tp,
             options=Options(expert_parallel=args.enable_expert_parallel),
-            weight_bits=bits_of(self.config, self._storage),
+            weight_bits=weight_types.bits_of(self.config, self._storage),
             quantised_kv=quantised,
             q8_activations=self.activations == "q8",
         )
@@ -129,7 +121,7 @@ class LLM:
         programs = Programs(compile, args.step_tokens, most_logits)
         dims = programs.get(1, 1).dims
         pages = -(-kv_tokens // dims.bucket.kv_page)
-        weights = for_contexts(checkpoint, context)
+        weights = weight_types.for_contexts(checkpoint, context)
         times = StepTimes(programs, partial(step_seconds, machine=self.machine))
         return Engine(
             create(backend, weights, dims, pages, threads=self.threads),
@@ -171,9 +163,8 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [given] * len(ids) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(ids):
-            raise MegakernelError(
-                f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all, or one for each"
-            )
+            told = f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all, or one for each"
+            raise MegakernelError(told)
         for prompt, p in zip(ids, each, strict=True):
             self.check(prompt, p)
         constraints = [self.grammars.get(p) for p in each]
@@ -308,7 +299,7 @@ class LLM:
         layer's experts. Cached prefixes are dropped. Raises MegakernelError, before anything is replaced, for a name, a
         shape or a type that does not fit, and if a request is running."""
         new = replacement(self.config, weights)
-        self.engine.load_weights(Stored(new, self._kept), new.places())
+        self.engine.load_weights(weight_types.Stored(new, self._kept), new.places())
 
     def close(self) -> None:
         """Free the weights and the KV pool."""

@@ -46,23 +46,17 @@ def plain(scores: Scores) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice (completion) of a prompt.
-
-    `text` is None without a tokenizer. `token_logprobs` are the raw log-softmax values of its tokens. `logprobs`, if
-    requested, has the scores of each position. `finish_reason` is `stop`, `length` or `abort`. `stop_reason` is the
-    stop string or the id of `stop_token_ids` that ended the choice, and None for other ends. `ttft_s` is the time from
-    the call to the first token, and `tpot_s` the mean time per later token, both in seconds. Each is None if there is
-    no such token."""
+    """One choice (completion) of a prompt."""
 
     index: int
-    text: str | None
+    text: str | None  # None without a tokenizer
     token_ids: list[int]
-    token_logprobs: list[float]
-    logprobs: list[Scores] | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-    ttft_s: float | None = field(compare=False)
-    tpot_s: float | None = field(compare=False)
+    token_logprobs: list[float]  # the raw log-softmax values of the tokens
+    logprobs: list[Scores] | None  # the scores of each position, if requested
+    finish_reason: str | None  # `stop`, `length` or `abort`
+    stop_reason: str | int | None  # the stop string or the id of `stop_token_ids` that ended the choice
+    ttft_s: float | None = field(compare=False)  # seconds from the call to the first token
+    tpot_s: float | None = field(compare=False)  # mean seconds per later token
     lora_request: None = None
 
     @property
@@ -194,9 +188,8 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
     if not ids:
         return [_one(part) for part in parts]
     if len(ids) != len(parts):
-        raise MegakernelError(
-            "a list mixes token ids with other prompts: give one list of ids, or a list of such lists and texts"
-        )
+        told = "a list mixes token ids with other prompts: give one list of ids, or a list of such lists and texts"
+        raise MegakernelError(told)
     return [ids]
 
 
@@ -205,9 +198,8 @@ def _one(prompt: Any) -> str | list[int]:
         return prompt if isinstance(prompt, str) else list(prompt)
     others = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
     if others:
-        raise MegakernelError(
-            f"a prompt with {', '.join(map(repr, others))} is not supported: the models accept text only"
-        )
+        told = f"a prompt with {', '.join(map(repr, others))} is not supported: the models accept text only"
+        raise MegakernelError(told)
     if (ids := prompt.get("prompt_token_ids")) is not None:
         return list(ids)
     text = prompt.get("prompt")
@@ -230,8 +222,7 @@ def _plain(message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            raise MegakernelError(
-                'the parts of a message must be {"type": "text", "text": ...}: the models accept text only'
-            )
+            told = 'the parts of a message must be {"type": "text", "text": ...}: the models accept text only'
+            raise MegakernelError(told)
         content = "".join(str(part.get("text", "")) for part in content)
     return {**message, "content": content or ""}

@@ -16,7 +16,7 @@ from megakernel.roofline import machine_ceilings
 from megakernel.serving.server.frontend import FrontendServer, listen, url
 from megakernel.serving.server.host import EngineHost
 from megakernel.serving.server.limits import AccessRules, Limits
-from megakernel.serving.server.service import Service
+from megakernel.serving.server.service import Service, Start
 
 
 @dataclass
@@ -101,10 +101,11 @@ def serving(
     when they are needed, because compiling all of them ahead takes longer than most tests."""
     ceilings = machine_ceilings(machine.host(llm.threads))
     host = EngineHost(llm, source="", frontends=1, max_waiting=max_waiting, ceilings=ceilings)
-    service = Service(host.description, llm.codec, (1, "frontend"), names, access, Limits(**limits))
+    start = Start(host.description, 1, "frontend", names, access or AccessRules(), Limits(**limits))
+    service = Service(start, llm.codec)
     ready = Event()
     sock = listen("127.0.0.1", 0)
-    server = FrontendServer(service, on_ready=ready.set, drain_seconds=10)
+    server = FrontendServer(start, service, ready.set)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
     host.loop._stop_compiling.set()

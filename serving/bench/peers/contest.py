@@ -40,18 +40,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Task:
-    """The model and the work that a peer has to run. The peer gets as many threads as we use, or the GPU if we use one.
-    `gguf` is the model file for peers that read GGUF, and `weights` the type of its weights. `dtype` is our own compute
-    type, bf16 or f32. `quantised_kv` says whether our KV cache is stored as q8_0."""
+    """The model and the work that a peer has to run."""
 
     model: str
-    gguf: str | None
-    weights: str
-    dtype: str
-    threads: int
-    gpu: bool
+    gguf: str | None  # the model file for peers that read GGUF
+    weights: str  # the type of its weights
+    dtype: str  # our own compute type, bf16 or f32
+    threads: int  # as many as we use
+    gpu: bool  # whether we use the GPU
     work: Trial
-    quantised_kv: bool = False
+    quantised_kv: bool = False  # whether our KV cache is stored as q8_0
 
 
 class Peer(Protocol):

@@ -126,6 +126,9 @@ class MessagesToolChoice(Strict):
             raise requests.contradiction("tool_choice.name", "tool_choice needs a name if, and only if, type is tool")
         return self
 
+    def chosen(self) -> tuple[str, list[str] | None]:
+        return _CHOICES.get(self.type, "named"), None if self.name is None else [self.name]
+
 
 class OutputFormat(Strict):
     type: Literal["json_schema"]
@@ -152,9 +155,7 @@ class CountRequest(requests.Body):
     def chosen(self) -> Tools:
         """Return the tools and the choice among them."""
         choice = self.tool_choice or MessagesToolChoice(type="auto")
-        told = [tool.told() for tool in self.tools or ()]
-        only = None if choice.name is None else [choice.name]
-        return Tools(told, _CHOICES.get(choice.type, "named"), only, not choice.disable_parallel_tool_use)
+        return Tools([tool.told() for tool in self.tools or ()], choice, not choice.disable_parallel_tool_use)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return the request's conversation. The answer continues the last turn if the assistant wrote it."""

@@ -10,26 +10,12 @@ from typing import Annotated, Any, Literal, Self
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from megakernel.serving.server import requests
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, OF_REASONING
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from megakernel.serving.server.requests import (
-    READ,
-    TEXT_OR_PARTS,
-    AddSpecial,
-    Body,
-    Choices,
-    Flag,
-    NewTokens,
-    Strict,
-    TemplateValues,
-    TokenizeText,
-    TopCount,
-    contradiction,
-    one_message,
-    typed,
-)
+from megakernel.serving.server.requests import READ, Strict
 from megakernel.serving.server.scores import chat_logprobs, raw_lists
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Said, Writer, event
@@ -57,7 +43,7 @@ class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Flag | None = None
+    strict: requests.Flag | None = None
 
 
 class Tool(Strict):
@@ -84,7 +70,7 @@ class AllowedChoice(Strict):
 
 
 # A call's arguments: JSON text, incomplete if the answer was cut. Clients of other APIs send an object.
-Arguments = Annotated[str | dict[str, Any], one_message("must be JSON text or an object")]
+Arguments = Annotated[str | dict[str, Any], requests.one_message("must be JSON text or an object")]
 
 
 class CalledFunction(Strict):
@@ -121,10 +107,10 @@ class TextPart(Strict):
     text: str
 
 
-Parts = list[Annotated[TextPart, typed("a part", ["input_text", "output_text", "text"])]]
+Parts = list[Annotated[TextPart, requests.typed("a part", ["input_text", "output_text", "text"])]]
 Content = Annotated[
     Annotated[str, Tag("(text)")] | Annotated[Parts, Field(max_length=MAX_PARTS, fail_fast=True), Tag("(parts)")],
-    TEXT_OR_PARTS,
+    requests.TEXT_OR_PARTS,
 ]
 
 
@@ -157,7 +143,9 @@ class Message(Strict):
         return {"role": self.role, "content": text} | {key: value for key, value in more.items() if value is not None}
 
 
-TOOL_CHOICE = one_message('must be "none", "auto", "required" or an object with type "function" or "allowed_tools"')
+TOOL_CHOICE = requests.one_message(
+    'must be "none", "auto", "required" or an object with type "function" or "allowed_tools"'
+)
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -174,17 +162,17 @@ class Templated(Strict):
     messages: Messages
     add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true"), READ] | None = None
     continue_final_message: Annotated[bool, Field(description="continue the last message"), READ] | None = None
-    chat_template_kwargs: TemplateValues | None = None
+    chat_template_kwargs: requests.TemplateValues | None = None
     reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
     reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
-    add_special_tokens: AddSpecial | None = None
+    add_special_tokens: requests.AddSpecial | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
 
     @model_validator(mode="after")
     def _prompt_has_one_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             told = "continue_final_message and add_generation_prompt exclude each other"
-            raise contradiction("continue_final_message", told)
+            raise requests.contradiction("continue_final_message", told)
         return self
 
     def conversation(self) -> Conversation:
@@ -220,21 +208,21 @@ def reasoning_values(effort: str | None, reasoning: Reasoning | None) -> dict[st
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
-class ChatRequest(Templated, Choices):
+class ChatRequest(Templated, requests.Choices):
     where = "/v1/chat/completions"
 
-    max_completion_tokens: NewTokens | None = None
-    max_tokens: NewTokens | None = None  # the older name of max_completion_tokens
-    logprobs: Flag | None = None
-    top_logprobs: TopCount | None = None
+    max_completion_tokens: requests.NewTokens | None = None
+    max_tokens: requests.NewTokens | None = None  # the older name of max_completion_tokens
+    logprobs: requests.Flag | None = None
+    top_logprobs: requests.TopCount | None = None
     echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
     tool_choice: Annotated[Mode | Tool | AllowedChoice | None, TOOL_CHOICE] = None
-    parallel_tool_calls: Flag | None = None
+    parallel_tool_calls: requests.Flag | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise contradiction("top_logprobs", "top_logprobs requires logprobs=true")
+            raise requests.contradiction("top_logprobs", "top_logprobs requires logprobs=true")
         return self
 
     @property
@@ -246,7 +234,7 @@ class ChatRequest(Templated, Choices):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeMessages(Templated, Body):
+class TokenizeMessages(Templated, requests.Body):
     where = "/tokenize with messages"
 
 
@@ -256,7 +244,8 @@ def _which(given: Any) -> str:
 
 # The tags are in parentheses, so that errors.py can recognise them and leave them out of the path of an invalid field.
 TokenizeRequest = Annotated[
-    Annotated[TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")], Discriminator(_which)
+    Annotated[requests.TokenizeText, Tag("(text)")] | Annotated[TokenizeMessages, Tag("(messages)")],
+    Discriminator(_which),
 ]
 
 
@@ -265,9 +254,8 @@ TokenizeRequest = Annotated[
 
 async def chat(service: Service, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
-    asked, choice = body.conversation(), body.tool_choice
-    mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
-    tools = Tools([dict(tool) for tool in asked.tools], mode, only, body.parallel_tool_calls)
+    asked = body.conversation()
+    tools = Tools([dict(tool) for tool in asked.tools], body.tool_choice, body.parallel_tool_calls)
     return await service.converse(body, asked, tools, _ChatWriter)
 
 

@@ -34,9 +34,8 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     """Answer a request with one embedding for each input. The model's folder says how hidden states are pooled."""
     model, known = service.model(body.model), service.description
     if known.pooling not in POOLINGS:
-        raise APIError(
-            400, f"{model} makes embeddings with {known.pooling} pooling: choose a model with last or mean pooling"
-        )
+        told = f"{model} makes embeddings with {known.pooling} pooling: choose a model with last or mean pooling"
+        raise APIError(400, told)
     if body.dimensions is not None and body.dimensions > known.hidden:
         raise APIError(400, f"dimensions must be at most {known.hidden}, not {body.dimensions}", param="dimensions")
     asked, special = requests.prompt_list(body.input), body.add_special_tokens is not False

@@ -15,19 +15,7 @@ from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.fields import OF_EARLIER_ANSWERS, OF_TEXT
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
-from megakernel.serving.server.routes.chat import (
-    CALLABLE,
-    TOOL_CHOICE,
-    Arguments,
-    Content,
-    FunctionName,
-    Mode,
-    Reasoning,
-    conversation,
-    plain_call,
-    plain_text,
-    reasoning_values,
-)
+from megakernel.serving.server.routes import chat
 from megakernel.serving.server.scores import Pieces, append, chat_logprobs, raw_lists
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event
@@ -47,7 +35,7 @@ class InputMessage(_Item):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: chat.Content
 
 
 class InputCall(_Item):
@@ -58,7 +46,7 @@ class InputCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Arguments | None = None
+    arguments: chat.Arguments | None = None
 
 
 class InputResult(_Item):
@@ -68,7 +56,7 @@ class InputResult(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: chat.Content
 
 
 class InputReasoning(Strict):
@@ -104,7 +92,7 @@ class TextConfig(Strict):
 
 class ResponseTool(Strict):
     type: Literal["function"]
-    name: FunctionName
+    name: chat.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: requests.Flag | None = None
@@ -149,10 +137,10 @@ class ResponsesRequest(requests.Sampled):
     top_logprobs: requests.TopCount | None = None
     include: list[Addition] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
-    tool_choice: Annotated[Mode | ResponseTool | AllowedChoice | None, TOOL_CHOICE] = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), chat.CALLABLE] | None = None
+    tool_choice: Annotated[chat.Mode | ResponseTool | AllowedChoice | None, chat.TOOL_CHOICE] = None
     parallel_tool_calls: requests.Flag | None = None
-    reasoning: Reasoning | None = None
+    reasoning: chat.Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
     @property
@@ -176,13 +164,11 @@ class ResponsesRequest(requests.Sampled):
 
     def chosen(self) -> Tools:
         """Return the tools, as OpenAI's other API has them, and the choice among them."""
-        choice = self.tool_choice
         told = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools or ()
         ]
-        mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
-        return Tools(told, mode, only, self.parallel_tool_calls)
+        return Tools(told, self.tool_choice, self.parallel_tool_calls)
 
     def conversation(self, tools: Tools) -> Conversation:
         """Return the input items as the conversation that a chat template reads. A function call is added to the
@@ -192,18 +178,18 @@ class ResponsesRequest(requests.Sampled):
             said.append({"role": "system", "content": self.instructions})
         for item in [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
             if isinstance(item, InputMessage):
-                said.append({"role": item.role, "content": plain_text(item.content)})
+                said.append({"role": item.role, "content": chat.plain_text(item.content)})
             elif isinstance(item, InputResult):
-                said.append({"role": "tool", "content": plain_text(item.output), "tool_call_id": item.call_id})
+                said.append({"role": "tool", "content": chat.plain_text(item.output), "tool_call_id": item.call_id})
             elif isinstance(item, InputCall):
                 last = said[-1] if said else {}
                 if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == MAX_TOOLS:
                     said.append({"role": "assistant", "content": ""})
-                call = plain_call(item.call_id, item.name, item.arguments)
+                call = chat.plain_call(item.call_id, item.name, item.arguments)
                 said[-1].setdefault("tool_calls", []).append(call)
         if not said:
             raise APIError(400, "input must have a message, function_call or function_call_output", param="input")
-        return conversation(said, tools, reasoning_values(None, self.reasoning))
+        return chat.conversation(said, tools, chat.reasoning_values(None, self.reasoning))
 
 
 # -- the answer
@@ -221,9 +207,8 @@ async def respond(service: Service, body: ResponsesRequest) -> Response:
     tools = body.chosen()
     if tools.reader(service.codec)() is not None and body.shown is not None:
         cause = "tools" if tools.used else "a model that writes its reasoning in channels"
-        raise APIError(
-            400, f"log-probabilities cannot be combined with {cause}: leave out top_logprobs and {_LOGPROBS}"
-        )
+        told = f"log-probabilities cannot be combined with {cause}: leave out top_logprobs and {_LOGPROBS}"
+        raise APIError(400, told)
     return await service.converse(body, body.conversation(tools), tools, _ResponseWriter)
 
 

@@ -164,7 +164,8 @@ def test_hidden_states_are_pooled_wherever_the_prompt_is_cut(step_tokens: int) -
     other = engine.add([1], SamplingParams(max_tokens=100, ignore_eos=True))
     wanted = {engine.add(list(range(50)) * 3, pooled("mean")).first: 75.5}
     wanted |= {engine.add(list(range(50)) * 3, pooled("last")).first: 150.0, engine.add([7], pooled("mean")).first: 1.0}
-    found = {number: float(state[0]) for step in engine.run() for number, state in step.tokens.pooled.items()}
+    begun = [pair for step in engine.run() for pair in step.tokens.begun.items()]
+    found = {number: float(one.pooled[0]) for number, one in begun if one.pooled is not None}
     assert found == wanted and other.choices[0].outputs == 100
     assert engine.stats.preemptions or step_tokens > 4
 

@@ -114,7 +114,7 @@ def test_answers_depend_on_nothing_else(
             proposer = Lookup if guesses == "lookup" else lambda: Known(texts, WRONG[guesses])
             llm.engine._speculation = speculation(limits["speculate"], lambda _: proposer())
         if "short of pages" in condition:
-            pool = llm.engine._batch._pool
+            pool = llm.engine._batch.pool
             held = pool.take(pool.free - 20)
         for _ in range(2):  # the second time, prefixes are cached
             found = llm.generate([*(prompt for prompt, _ in REQUESTS), *["free"] * more], [*params(), *[FREE] * more])

@@ -45,10 +45,10 @@ def test_hidden_states_as_in_transformers(backend: str, tp: int, dtype: str, tol
         requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
         llm.engine.add([1, 2, 3], SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=1))
         for step in llm.engine.run():
-            got |= step.tokens.pooled
+            got |= {n: one.pooled for n, one in step.tokens.begun.items() if one.pooled is not None}
         assert got.keys() == {request.first for request in requests}
-        [again] = [llm.engine.add(PROMPTS[2], params)]
-        [alone] = [step.tokens.pooled[again.first] for step in llm.engine.run() if step.tokens.pooled]
+        llm.engine.add(PROMPTS[2], params)
+        [alone] = [one.pooled for step in llm.engine.run() for one in step.tokens.begun.values()]
     assert np.array_equal(alone, got[requests[2].first])
     for request, prompt in zip(requests, PROMPTS, strict=True):
         wanted = expected(hf, prompt, pooling)

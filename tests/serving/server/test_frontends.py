@@ -172,14 +172,3 @@ def test_a_late_frontend_sends_several_tokens_in_an_event(null: Live) -> None:
     body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
     events = [event["choices"][0]["token_ids"] for event in null.events(COMPLETIONS, body)]
     assert sum(map(len, events)) == 200 and len(events) < 200
-
-
-def test_nothing_but_the_server_says_who_is_gone(null: Live) -> None:
-    """The engine ignores `Gone` and `Close` messages from a frontend. Only the server process may send them."""
-    from megakernel.serving.server.messages import Close, Gone, encode
-
-    client = null.service.engine
-    assert client._loop is not None
-    for message in (Gone(b"frontend"), Close()):
-        client._loop.call_soon_threadsafe(client._requests.send, encode(message))
-    assert null.post(COMPLETIONS, {**BRIEF, "prompt": [5]})["usage"]["completion_tokens"] == 3

@@ -96,7 +96,7 @@ def replicas(model: str) -> Iterator[tuple[Live, Live]]:
         LLM(model, max_context=CONTEXT, max_num_seqs=6, max_num_batched_tokens=16, speculate=3, threads=1) as other,
     ):
         one.model = other.model = "bytes"
-        pool = other.engine._batch._pool
+        pool = other.engine._batch.pool
         held = pool.take(pool.free - 640 // other.engine.dims.bucket.kv_page)
         with serving(one) as first, serving(other) as second:
             yield first, second
