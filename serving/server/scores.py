@@ -62,6 +62,26 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Iterable[Token], count: i
     ]
 
 
+def completion_logprobs(
+    tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]
+) -> dict[str, list[Any]]:
+    """Return log-probabilities in the format of /v1/completions: lists with one element per token. The first token of
+    a prompt has no log-probability. `offsets` are the positions in the text, in characters, where the tokens begin."""
+    tops: list[dict[str, float] | None] = []
+    for _, logprob, top in tokens:
+        best: dict[str, float] = {}
+        for other, value in (top or {}).items():
+            # Different ids may have the same text. Of these, keep the most likely id, which comes first.
+            best.setdefault(token_text(tokenizer, other), max(value, LOWEST))
+        tops.append(None if logprob is None else best)
+    return {
+        "tokens": [token_text(tokenizer, token) for token, *_ in tokens],
+        "token_logprobs": [None if logprob is None else max(logprob, LOWEST) for _, logprob, _ in tokens],
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
+
+
 def likeliest(top: dict[int, float], count: int, token: int) -> dict[int, float]:
     """Return the `count` most likely token ids at one position, and `token`, with their log-probabilities."""
     return {other: value for rank, (other, value) in enumerate(top.items()) if rank < count or other == token}

@@ -163,8 +163,8 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [given] * len(ids) if isinstance(given, SamplingParams) else list(given)
         if len(each) != len(ids):
-            told = f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all, or one for each"
-            raise MegakernelError(told)
+            why = f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all, or one for each"
+            raise MegakernelError(why)
         for prompt, p in zip(ids, each, strict=True):
             self.check(prompt, p)
         constraints = [self.grammars.get(p) for p in each]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, repeat, takewhile, zip_longest
 from typing import Annotated, Any, Self
@@ -10,21 +10,11 @@ from typing import Annotated, Any, Self
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
-from megakernel.model.tokenizer import TextStream, Tokenizer
+from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import (
-    LOWEST,
-    Pieces,
-    Score,
-    append,
-    in_turns,
-    likeliest,
-    raw_lists,
-    scores,
-    token_text,
-)
+from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, raw_lists, scores
 from megakernel.serving.server.service import Service
 from megakernel.serving.server.writer import Said, Writer, event
 
@@ -63,26 +53,6 @@ class CompletionRequest(Choices):
 
 
 # -- the answer
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]
-) -> dict[str, list[Any]]:
-    """Return log-probabilities in the format of /v1/completions: lists with one element per token. The first token of
-    a prompt has no log-probability. `offsets` are the positions in the text, in characters, where the tokens begin."""
-    tops: list[dict[str, float] | None] = []
-    for _, logprob, top in tokens:
-        best: dict[str, float] = {}
-        for other, value in (top or {}).items():
-            # Different ids may have the same text. Of these, keep the most likely id, which comes first.
-            best.setdefault(token_text(tokenizer, other), max(value, LOWEST))
-        tops.append(None if logprob is None else best)
-    return {
-        "tokens": [token_text(tokenizer, token) for token, *_ in tokens],
-        "token_logprobs": [None if logprob is None else max(logprob, LOWEST) for _, logprob, _ in tokens],
-        "top_logprobs": tops,
-        "text_offset": list(offsets),
-    }
 
 
 async def complete(service: Service, body: CompletionRequest) -> Response:

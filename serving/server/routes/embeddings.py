@@ -51,8 +51,8 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
         await asyncio.sleep(0)  # Other clients have their turn between the vectors.
     tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    told = {"object": "list", "model": model, "usage": usage, "data": Raw(b"[%b]" % b",".join(data))}
-    return WholeAnswer(encode_json(told))
+    whole = {"object": "list", "model": model, "usage": usage, "data": Raw(b"[%b]" % b",".join(data))}
+    return WholeAnswer(encode_json(whole))
 
 
 def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:

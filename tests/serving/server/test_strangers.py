@@ -95,7 +95,6 @@ def test_long_answers_leave_other_clients_their_turn(
 
     monkeypatch.setattr(Transcript, "add", added)
     monkeypatch.setattr(scores, "token_text", shown)
-    monkeypatch.setattr("megakernel.serving.server.routes.completions.token_text", shown)
     stop = ["ab" * 16 + chr(0x100 + i) for i in range(stops)]
     tokenizer, prompt = load_tokenizer(model), np.array(PROMPT, np.int32)
     params = SamplingParams(n=n, max_tokens=tokens, stop=stop, logprobs=top, prompt_logprobs=top)
