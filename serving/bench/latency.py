@@ -95,17 +95,12 @@ def report(every: list[Run]) -> dict[str, Any]:
 
 def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> tuple[list[tuple[Step, float]], Counts]:
     """Return the steps of a run with their times, and the numbers of tokens."""
-    steps: list[tuple[Step, float]] = []
-    moments = [perf_counter()]
-
-    def record(step: Step) -> None:
-        moments.append(perf_counter())
-        steps.append((step, moments[-1] - moments[-2]))
-
+    steps: list[Step] = []
     llm.engine.reset_prefix_cache()
-    before = llm.engine.stats.counts
-    llm.generate([prompt_ids], params, on_step=record)
-    return steps, llm.engine.stats.counts - before
+    before, began = llm.engine.stats.counts, perf_counter()
+    llm.generate([prompt_ids], params, on_step=steps.append)
+    times = (end - start for start, end in pairwise([began, *(step.tokens.at for step in steps)]))
+    return list(zip(steps, times, strict=True)), llm.engine.stats.counts - before
 
 
 def _run(

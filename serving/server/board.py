@@ -11,14 +11,9 @@ from pathlib import Path
 _COLUMNS = 512  # numbers per row: many more than the fields, so that two rows share no cache line
 
 # The fields of row 0, which the engine's process writes. `progress_at` is a `monotonic` time, valid in all processes.
-ENGINE_FIELDS = [
-    (name, 1)
-    for name in (
-        "cpu_s", "open", "progress_at", "running", "waiting", "pages", "pages_used", "preemptions", "prefix_queries",
-        "prefix_hits", "generated", "turns", "proposed", "accepted", "steps", "wall_s", "bound_s", "flops", "bytes",
-        "rows", "ceiling_flops", "ceiling_bytes",
-    )
-]  # fmt: skip
+_OF_ENGINE = """cpu_s open progress_at running waiting pages pages_used preemptions prefix_queries prefix_hits generated
+    turns proposed accepted steps wall_s bound_s flops bytes rows ceiling_flops ceiling_bytes"""
+ENGINE_FIELDS = [(name, 1) for name in _OF_ENGINE.split()]
 
 
 class Row:

@@ -94,7 +94,7 @@ class Answers:
         self._tokens: dict[int, list[Token]] = {}
         self._begun = False  # whether tokens have arrived
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     @property
     def finished(self) -> bool:
@@ -132,7 +132,7 @@ class Answers:
         """Keep a token for the next `take`."""
         if (tokens := self._tokens.get(token.choice - self.first)) is None:
             self._tokens[token.choice - self.first] = [token]
-            self._wake()
+            self._news.set()
         else:
             tokens.append(token)
 
@@ -153,15 +153,11 @@ class Answers:
 
     def accept(self, unenforced: tuple[str, ...]) -> None:
         self.unenforced = unenforced
-        self._wake()
+        self._news.set()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._news.set()
 
     async def _arrived(self) -> dict[int, list[Token]]:
         """Wait for tokens, and return them by the number of their choice."""
@@ -179,8 +175,8 @@ class Answers:
     async def _woken(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        self._news.clear()
+        await self._news.wait()
 
     def _some(self, arrived: dict[int, list[Token]]) -> dict[int, list[Token]]:
         """Return as many of the tokens as one call of `take` may return, and keep the others for the next call."""

@@ -339,9 +339,6 @@ def progress(prompts: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """Show how many prompts are finished, if this is `wanted` and standard error is a terminal. Yields a function
     that adds a number of finished prompts."""
     console = Console(stderr=True)
-    if not wanted or not console.is_terminal:
-        yield lambda finished: None
-        return
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console, disable=not (wanted and console.is_terminal)) as bar:
         yield partial(bar.advance, bar.add_task("", total=prompts))
