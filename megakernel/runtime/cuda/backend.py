@@ -194,13 +194,11 @@ class CudaBackend:
         return self._kernels[build]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
-        """Start `launch` on the GPUs, behind the running launch if there is one."""
-        lane = self._lanes[0]
+        """Start `launch` on the GPUs, behind the running launch if there is one. It begins on each GPU when the running
+        one ends there. The verifier proves that by then every instruction on every GPU has ended."""
+        launch.lane = lane = self._lanes[0]
         self._lanes.rotate()
-        before, launch.lane = [*self.running], lane
         self.running.append(launch)
-        if before:
-            lane.follow(before[0].lane)
         lane.send(table)
         for grid, step_words in zip(loaded.grids, lane.tables, strict=True):
             grid.params.step_words, grid.params.diagnoses = step_words, grid.diagnoses(lane.number)

@@ -156,7 +156,7 @@ class Gpu:
         self.use()
         self._send(address, pinned, self._side)
         sent.record(self._side)
-        self.await_event(sent)
+        check("waiting for a copy", self.driver.cuStreamWaitEvent(self.stream, sent.handle, 0))
 
     def _send(self, address: int, array: NDArray[Any], stream: Any) -> None:
         answer = self.driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, stream)
@@ -183,11 +183,6 @@ class Gpu:
             time.sleep(_PEEK_S / 1000)
 
     # -- order
-
-    def await_event(self, event: Event) -> None:
-        """Let later work in `stream` wait for an event, perhaps of another GPU."""
-        self.use()
-        check("waiting for an event", self.driver.cuStreamWaitEvent(self.stream, event.handle, 0))
 
     def idle(self) -> bool:
         """Whether all work that was put into the streams has ended."""

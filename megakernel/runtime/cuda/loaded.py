@@ -175,14 +175,6 @@ class Lane:
         """The size in bytes of the results that the host reads from the first GPU: its status, and then outputs."""
         return self._heap.address(0, Buffer.LOGPROBS_OUT) + dims.bucket.logit_rows * _WORD - self._heap.status[0]
 
-    def follow(self, other: Lane) -> None:
-        """Let the next launch begin only when that of the `other` lane has ended on all GPUs. Otherwise a GPU that has
-        ended could overwrite what another GPU still reads."""
-        for gpu in self._gpus:
-            for other_gpu, done in zip(self._gpus, other._done, strict=True):
-                if other_gpu is not gpu:
-                    gpu.await_event(done)
-
     def fetch(self, dims: Dims) -> None:
         """Start to copy the launch's status and outputs to the host. `aborted` then tells whether they have arrived."""
         parts = self._heap.node.grids(), self._pinned[1:], self._ended, self._done
