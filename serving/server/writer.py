@@ -21,7 +21,6 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -82,28 +81,26 @@ class Replay(msgspec.Struct):
         return f"{key} {msgspec.json.encode(self).decode()}"
 
 
-class Replayed:
+class Replayed(Replay):
     """An answer that begins after the tokens that the client already has."""
 
-    def __init__(self, asked: Replay) -> None:
-        self.seed, self.created, self._given = asked.seed, asked.created, asked.given
-        self._passed: Counter[int] = Counter()  # choice -> number of its tokens generated so far
-        self._at, self._ids = "", 0  # the current token, and the number of ids that its events have so far
+    passed: dict[int, int] = {}  # choice -> number of its tokens generated so far
+    at: str = ""  # the current token
+    ids: int = 0  # the number of ids that its events have so far
 
     def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
         """Return the stream events for a choice's next token, `delta`, followed by a MARK. Return nothing if the client
         has this token already. `make` makes the events and is called in both cases, because later events depend on
         earlier ones."""
-        self._passed[delta.index] += 1
-        count = self._passed[delta.index]
-        self._at, self._ids = f"{delta.index} {count}", 0
+        count = self.passed[delta.index] = self.passed.get(delta.index, 0) + 1
+        self.at, self.ids = f"{delta.index} {count}", 0
         events = make(delta)
-        return b"" if count <= self._given.get(delta.index, 0) else b"%s:%d\n\n" % (events, delta.index)
+        return b"" if count <= self.given.get(delta.index, 0) else b"%s:%d\n\n" % (events, delta.index)
 
     def new_id(self) -> str:
         """Return an id that depends on the seed and the current token only."""
-        self._ids += 1
-        return hashlib.blake2b(f"{self.seed} {self._at} {self._ids}".encode(), digest_size=12).hexdigest()
+        self.ids += 1
+        return hashlib.blake2b(f"{self.seed} {self.at} {self.ids}".encode(), digest_size=12).hexdigest()
 
 
 REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # of the request being answered
@@ -115,7 +112,7 @@ def replayed(header: bytes | None) -> Replayed | None:
     known = os.environ.get(KEY, "").encode()
     if not known or not hmac.compare_digest(key, known):
         return None
-    return Replayed(msgspec.json.decode(asked, type=Replay))
+    return msgspec.json.decode(asked, type=Replayed)
 
 
 def new_id() -> str:
@@ -206,7 +203,7 @@ class Writer(ABC):
         # Shows tokens as text. Without it, they are shown as `token_id:N`.
         self._shown_by = None if asked.return_tokens_as_token_ids else tokenizer
         self._shows_ids = tokenizer is None or bool(asked.return_token_ids)
-        self._keeps = self._shows_ids if body.shown is None else True  # whether the answer shows single tokens
+        self._keeps = self._shows_ids or body.shown is not None  # whether the answer shows single tokens
         self._scored = asked.prompt_logprobs
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._prompts: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities

@@ -45,20 +45,11 @@ class LLM:
 
     `model` is a known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, a folder, a .gguf file, random:NAME
     for random weights, a model of transformers, a tuple of a configuration and an iterable of pairs (name, tensor),
-    or a Checkpoint. The last three have no tokenizer. `more` are the other arguments of `EngineArgs`, which explains
-    them all. `tp` and `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
+    or a Checkpoint. The last three have no tokenizer. `more` are the other fields of `EngineArgs`. `tp` and
+    `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
 
-    def __init__(
-        self,
-        model: Any,
-        tensor_parallel_size: int = 1,
-        max_model_len: int | None = None,
-        dtype: str = "auto",
-        backend: str = "auto",
-        **more: Any,
-    ) -> None:
-        sizes = {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
-        self.args = args = EngineArgs.of({**sizes, "dtype": dtype, "backend": backend, **more})
+    def __init__(self, model: Any, tensor_parallel_size: int = 1, **more: Any) -> None:
+        self.args = args = EngineArgs.of({"tensor_parallel_size": tensor_parallel_size, **more})
         checkpoint, backend = self._open(model, args)
         self._read_texts(model, args)
         self.engine = self._start(checkpoint, backend, args)

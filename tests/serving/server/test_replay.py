@@ -195,7 +195,7 @@ def test_a_stream_that_another_server_can_go_on_with_has_no_end(error: Exception
         raise error
 
     async def run() -> list[Any]:
-        REPLAYED.set(Replayed(Replay(1, 1)) if replayed else None)
+        REPLAYED.set(Replayed(1, 1) if replayed else None)
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
