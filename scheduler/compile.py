@@ -31,10 +31,10 @@ def compile_program(spec: Spec, stages: Stages | None = None) -> Program:
         raise MegakernelError(f"cannot compile for tensor parallel size {spec.tp}: it must be {_RANKS_TEXT}")
     if spec.config.layers > rec.MOST_LAYERS:
         raise MegakernelError(f"cannot compile {spec.config.layers} layers: a program holds at most {rec.MOST_LAYERS}")
-    if spec.machine.col_unit % 2:
+    if spec.machine.tiles.col_unit % 2:
         raise MegakernelError(
-            f"machine {spec.machine.name}: col_unit is {spec.machine.col_unit}, but tiles must not cut a RoPE pair: "
-            "make it even"
+            f"machine {spec.machine.name}: col_unit is {spec.machine.tiles.col_unit}, but tiles must not cut a RoPE"
+            " pair: make it even"
         )
     return build_program(lowered(spec, stages), spec.options, stages)
 

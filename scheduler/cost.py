@@ -23,7 +23,7 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
     share = float(machine.workers)
     work = cost(phase, columns, dims)
     memory = work.memory_bytes * (share / machine.memory_bytes_per_s)
-    return np.maximum(_arithmetic(phase, columns, dims, machine, work), memory) + machine.dispatch_s
+    return np.maximum(_arithmetic(phase, columns, dims, machine, work), memory) + machine.costs.dispatch_s
 
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
@@ -32,10 +32,10 @@ def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine:
     the whole rank at full bandwidth: if only few workers read, each gets more than an equal share. The latency of one
     signal is added, or of two signals if the phase stores to other ranks."""
     work = cost(phase, columns, dims)
-    arithmetic = _arithmetic(phase, columns, dims, machine, work) + machine.dispatch_s
+    arithmetic = _arithmetic(phase, columns, dims, machine, work) + machine.costs.dispatch_s
     memory, link = _traffic_seconds(phase, columns, dims, machine, work)
     busy = max(float(arithmetic.sum()) / machine.workers, float(arithmetic.max()))
-    return max(busy, memory, link) + machine.signal_s * (2 if link else 1)
+    return max(busy, memory, link) + machine.costs.signal_s * (2 if link else 1)
 
 
 def step_seconds(program: Program, machine: Machine) -> float:

@@ -77,7 +77,7 @@ def _idle(phase: Phase, d: Dims) -> bool:
 
 
 def _logit_block(d: Dims, machine: Machine) -> int:
-    return min(machine.tile_rows, d.bucket.logit_rows)
+    return min(machine.tiles.rows, d.bucket.logit_rows)
 
 
 def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
@@ -112,7 +112,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Cut a matmul: each row block is divided into column tiles of nearly equal width. Tiles start at multiples of the
     number of columns that the hardware computes at once, and of a head's width if heads must not be cut."""
     rows, cols = _blocks(phase, d, machine), phase.width(d.split)
-    blocks, unit = len(rows.numbers), max(machine.col_unit, output_columns(phase, d))
+    blocks, unit = len(rows.numbers), max(machine.tiles.col_unit, output_columns(phase, d))
     unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
     units = ceil_div(cols, unit)
     count = 0
@@ -133,7 +133,7 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Cut the matmuls of a mixture of experts into column tiles for each place. The operand `place` selects an expert.
     For tiles of one row, place j is the j-th expert that the row uses; for tiles of all rows, expert j of the rank."""
-    tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.col_unit
+    tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.tiles.col_unit
     length, starts = (tokens, 1) if d.by_expert else (1, tokens)
     units, count = ceil_div(cols, unit), 0
     if cols:
@@ -165,7 +165,7 @@ def _column_tiles(
     wave counts only as the fraction of workers that it uses."""
     (blocks, rows), cols = row_blocks, phase.width(d.split)
     units = ceil_div(cols, unit)
-    widest = max(1, machine.tile_rows * machine.tile_cols // (rows * unit))
+    widest = max(1, machine.tiles.rows * machine.tiles.cols // (rows * unit))
     fewest = ceil_div(units, widest)
     most = min(units, 2 * max(fewest, ceil_div(machine.workers, blocks)))
     counts = np.arange(fewest, most + 1)

@@ -73,7 +73,7 @@ class Spec:
         same units, because the units determine the bits of the results. So the engine decides it once, for its largest
         program. With few rows, dot products read weights faster, but all rows of a tile must fit in shared memory. So
         `auto` chooses dot products if one tile can hold all `tokens` rows."""
-        units = UNITS[self.machine.target]
+        units = UNITS[self.machine.tiles.target]
         if self.options.matmul != "auto" or len(units) == 1:
             return self.options.matmul
         return next((u for u in units if self.tokens <= self._tile_rows(u)), units[-1]).name.lower()
@@ -81,30 +81,30 @@ class Spec:
     @property
     def units(self) -> Units:
         """The units that compute matmuls. If a target has only one kind of units, `matmul` is ignored."""
-        units = UNITS[self.machine.target]
+        units = UNITS[self.machine.tiles.target]
         return units[0] if len(units) == 1 else Units[self.matmul.upper()]
 
     @cached_property
     def tiled(self) -> Machine:
         """The machine, with the tile sizes of the units. Tiles for dot products have fewer rows than tiles for matrix
         units, and widths that are multiples of another number."""
-        rows = min(self.machine.tile_rows, self._tile_rows(self.units))
+        rows = min(self.machine.tiles.rows, self._tile_rows(self.units))
         if rows < 1:
             raise MegakernelError(
                 f"cannot compile matmuls as dot products: the inputs of one token take more than {DOT_INPUT_PAGES} "
                 "pages of shared memory; use --matmul tensor"
             )
-        return replace(self.machine, tile_rows=rows, col_unit=COL_UNIT.get(self.units, self.machine.col_unit))
+        return self.machine.with_tiles(rows=rows, col_unit=COL_UNIT.get(self.units, self.machine.tiles.col_unit))
 
     @property
     def most_dot_rows(self) -> int:
         """The largest number of rows of a matmul tile that is computed with dot products on CUDA cores."""
-        return max(1, min(self.machine.tile_rows, self._tile_rows(UNITS[self.machine.target][0])))
+        return max(1, min(self.machine.tiles.rows, self._tile_rows(UNITS[self.machine.tiles.target][0])))
 
     def _tile_rows(self, units: Units) -> int:
         """Return how many rows a tile of any matmul of a rank may have, with the O projection sharded or replicated."""
         if units is not Units.DOTS:
-            return self.machine.tile_rows
+            return self.machine.tiles.rows
         split = replace(self.split, replicated_o=1)
         return dot_rows(max(self.config.hidden, split.o_cols, split.rank_ffn))
 
@@ -137,8 +137,8 @@ class Spec:
         kv_blocks = ceil_div(self.max_context, KV_BLOCK)
         bucket = Bucket(
             kv_block=KV_BLOCK,
-            kv_page=machine.kv_page,
-            row_block=min(machine.tile_rows, ceil_div(rows, unit) * unit, self.tokens),
+            kv_page=machine.tiles.page,
+            row_block=min(machine.tiles.rows, ceil_div(rows, unit) * unit, self.tokens),
             tokens=self.tokens,
             logit_rows=self.logit_rows,
             max_seqs=self.max_seqs,
@@ -149,7 +149,7 @@ class Spec:
             bias_entries=min(_BIAS_PER_ROW * self.logit_rows, _MAX_BIAS),
             mask_rows=min(self.logit_rows, MOST_MASKS),
         )
-        return Dims(self.split, bucket, Worker(int(self.units), machine.ring_pages))
+        return Dims(self.split, bucket, Worker(int(self.units), machine.tiles.pages))
 
     def check(self) -> None:
         """Raise MegakernelError if a size is out of range, or if ranks cannot share the experts equally."""
@@ -157,7 +157,7 @@ class Spec:
         for name, value in sizes.items():
             if value < 1:
                 raise MegakernelError(f"cannot compile a program with {name} = {value}: it must be at least 1")
-        most = _MAX_BLOCKS // self.tp * self.tiled.tile_rows
+        most = _MAX_BLOCKS // self.tp * self.tiled.tiles.rows
         for name in ("tokens", "logit_rows"):
             if sizes[name] > most:
                 raise MegakernelError(

@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from machine_code import CASES
+from msgspec import structs
 from record import options, write
 from steps import compiled
 
@@ -42,20 +43,18 @@ def cheaper(machine: Machine) -> dict[str, Machine]:
         {prefix + name: CodePath(0.0, 0.0) for name in names for prefix in ("", ONE_ROW)}
         for names in (pages, ["hand_off"])
     )
+    costs = structs.replace(machine.costs, dispatch_s=0.0)
     return {
-        "controller": replace(machine, dispatch_s=0.0),
+        "controller": replace(machine, costs=costs),
         "pages": replace(machine, paths=paths | free_pages),
         "hand-offs": replace(machine, paths=paths | free_hand_off),
-        "all": replace(machine, dispatch_s=0.0, paths=paths | free_pages | free_hand_off),
+        "all": replace(machine, costs=costs, paths=paths | free_pages | free_hand_off),
     }
 
 
 def local_waits(program: Program) -> tuple[int, int]:
     """Return how many waits of a layer are only for instructions of the same stream (worker), and how many waits a
-    layer has.
-
-    If the step's inputs select the counter of a wait, the wait counts as one for other streams.
-    """
+    layer has. If the step's inputs select the counter of a wait, the wait counts as one for other streams."""
     stream = np.repeat(np.arange(program.ranks * program.workers), np.diff(program.body.offsets))
     records = program.body.records
     who, many = np.full(program.counters, -1), np.zeros(program.counters, bool)

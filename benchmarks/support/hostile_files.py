@@ -46,7 +46,7 @@ class Good:
 @cache
 def good_programs() -> list[Good]:
     """Return correct programs: for a CPU with and without a queue, for two CPU ranks, and for a GPU with a queue."""
-    gpu = replace(machines.MACHINES["h100"], workers=2, tile_rows=32, tile_cols=64)
+    gpu = replace(machines.MACHINES["h100"], workers=2).with_tiles(rows=32, cols=64)
     shapes: dict[str, tuple[machines.Machine, dict[str, Any]]] = {
         "cpu": (machines.host(2), {"options": Options()}),
         "cpu, queue": (machines.host(2), {"options": Options(queue="body")}),

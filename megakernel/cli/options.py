@@ -233,7 +233,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
     `context` tokens exceed the model's limit."""
     from megakernel.serving.text.llm import parse_dtype
 
-    backend, checkpoint = backend_for(machine.target), local_checkpoint(args.model)
+    backend, checkpoint = backend_for(machine.tiles.target), local_checkpoint(args.model)
     config = load_config(args.model) if checkpoint is None else checkpoint.config
     if context > config.max_context:
         raise MegakernelError(f"context {context} exceeds the model's limit of {config.max_context} tokens: lower it")

@@ -8,9 +8,9 @@ from msgspec import structs
 
 from ..errors import MegakernelError
 from .files import HOST, hardware, names
-from .hardware import Core, Hardware, Path, Rates
+from .hardware import Core, Costs, Hardware, Path, Rates, Tiles
 
-CPU = "cpu"  # the value of `target` for machines whose workers are CPU cores
+CPU = "cpu"  # the value of `tiles.target` for machines whose workers are CPU cores
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,14 @@ class Machine:
     worker_bytes_per_s: float  # maximum rate at which one worker loads or stores
     link_bytes_per_s: float  # rate at which the device sends to other devices of its node
     switch_bytes_per_s: float  # rate of the node's switches, for all devices together
-    tile_rows: int  # token rows of a matmul tile and of a row block
-    tile_cols: int  # output columns of a matmul tile
-    col_unit: int  # column tiles start and end on multiples of this number of columns
-    kv_page: int  # KV tokens per page of the cache
-    ring_pages: int  # shared-memory pages in the ring buffer through which a worker loads; 0 for a CPU core
-    target: str  # the target that programs are compiled for: CPU or hopper
-    launch_s: float
-    signal_s: float  # time from an instruction's signal until a worker that waits for it continues
-    remote_signal_s: float  # time from a signal until a worker that waits on another device of the node continues
-    dispatch_s: float  # time to fetch and decode one instruction
+    tiles: Tiles
+    costs: Costs
     paths: dict[str, Path] | None = None  # times of parts of the machine code; None if unknown, or in the rates above
     core: Core | None = None  # measured rates of a CPU core; None if there are none
+
+    def with_tiles(self, **sizes: int) -> Machine:
+        """Return the device with other values for some fields of its `tiles`."""
+        return replace(self, tiles=structs.replace(self.tiles, **sizes))
 
     def with_workers(self, workers: int) -> Machine:
         """Return the device with `workers` of its workers. Each worker keeps its rates, so few workers may not be able
@@ -74,16 +70,8 @@ def _machine(hardware: Hardware) -> Machine:
         worker_bytes_per_s=hardware.chip.load_bytes_per_clock * hardware.clock_hz,
         link_bytes_per_s=hardware.link.egress_bytes_per_s,
         switch_bytes_per_s=hardware.switch_bytes_per_s,
-        tile_rows=hardware.tiles.rows,
-        tile_cols=hardware.tiles.cols,
-        col_unit=hardware.tiles.col_unit,
-        kv_page=hardware.tiles.page,
-        ring_pages=hardware.tiles.pages,
-        target=hardware.tiles.target,
-        launch_s=hardware.costs.stream_launch_s,
-        signal_s=hardware.costs.signal_s,
-        remote_signal_s=hardware.costs.node_hop_s,
-        dispatch_s=hardware.costs.dispatch_s,
+        tiles=hardware.tiles,
+        costs=hardware.costs,
         paths=hardware.path_seconds(),
         core=hardware.core,
     )

@@ -137,15 +137,15 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         egress_bytes_per_s=machine.link_bytes_per_s * _LINK_FRACTION,
         latency_s=_LATENCY_S,
         store_s=_STORE_TRIPS * trip_s,
-        dispatch_s=machine.dispatch_s,
+        dispatch_s=machine.costs.dispatch_s,
         claim_s=_CLAIM_S,
         signal_s=HAND_OFF_TRIPS * trip_s + code_s,
-        remote_signal_s=machine.remote_signal_s + code_s,
-        launch_s=machine.launch_s,
+        remote_signal_s=machine.costs.node_hop_s + code_s,
+        launch_s=machine.costs.stream_launch_s,
         window_bytes=float(WINDOW_PAGES * PAGE_BYTES),
         ahead_bytes=float(AHEAD_PAGES * PAGE_BYTES),
         page_bytes=float(PAGE_BYTES),
-        ring_bytes=float(machine.ring_pages * PAGE_BYTES),
+        ring_bytes=float(machine.tiles.pages * PAGE_BYTES),
         stage_bytes=float(STEP_PAGES * PAGE_BYTES),
         in_flight=SLOTS,
         claim_in_flight=CLAIM_SLOTS,
@@ -175,7 +175,9 @@ def _cpu_costs(machine: Machine) -> TaskCosts:
     core, scale = machine.core, 1.0
     if core is None:
         core, scale = _XEON, machine.matrix_flops / machine.workers / _XEON_FLOPS
-    seconds = {name: getattr(machine, name) for name in _XEON_COSTS}
+    own = machine.costs
+    seconds: dict[str, Any] = {"dispatch_s": own.dispatch_s, "signal_s": own.signal_s}
+    seconds |= {"remote_signal_s": own.node_hop_s, "launch_s": own.stream_launch_s}
     return TaskCosts(
         matmul_flops=_scaled(core.matmul_rows, core.matmul_flops_per_s, scale),
         attention_flops=_scaled(core.attention_rows, core.attention_flops_per_s, scale),
@@ -198,4 +200,4 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 def costs_of(machine: Machine) -> TaskCosts:
     """Return the costs of a machine. Those of this computer (`host`) are assumptions if it was not calibrated."""
-    return _cpu_costs(machine) if machine.target == CPU else _gpu_costs(machine)
+    return _cpu_costs(machine) if machine.tiles.target == CPU else _gpu_costs(machine)

@@ -97,7 +97,7 @@ class Fastest:
         return found.seconds
 
     def options(self, tokens: int) -> Options:
-        if self.spec.options.queue != "auto" or self.spec.machine.target == CPU:
+        if self.spec.options.queue != "auto" or self.spec.machine.tiles.target == CPU:
             return self.spec.options
         if tokens not in self._chosen:
             spec, known = replace(self.spec, tokens=tokens), Predictions()
@@ -109,7 +109,7 @@ class Fastest:
                 return self.seconds(options, tokens, known, most_s)
 
             best = min((search(each, self.open(tokens), predict) for each in starts), key=predict)
-            sizes = (n for n in _PANELS if not best.panel and n * spec.machine.tile_rows < tokens)
+            sizes = (n for n in _PANELS if not best.panel and n * spec.machine.tiles.rows < tokens)
             panels, most_s = (replace(best, panel=size) for size in sizes), _CLOSE * predict(best)
             self._chosen[tokens] = next((each for each in panels if predict(each, most_s) < most_s), best)
         return self._chosen[tokens]
@@ -127,7 +127,7 @@ class Fastest:
             open_ -= {"matmul"}
         together = (["queue"], ["matmul"], ["residual"], ["norm", "interleave"], ["o"])
         choices = [products(*(name for name in names if name in open_)) for names in together]
-        blocks = ceil_div(tokens, self.spec.machine.tile_rows)
+        blocks = ceil_div(tokens, self.spec.machine.tiles.rows)
         if not self.spec.options.panel and 1 < blocks <= _ONE_PANEL:
             choices.append([{"panel": 0}, {"panel": blocks}])
         return [changes for changes in choices if len(changes) > 1]

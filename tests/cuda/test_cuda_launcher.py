@@ -43,7 +43,7 @@ TILED = "W_QKV W_O W_GATE_UP W_DOWN LM_HEAD H ATTN ACT Y K_CACHE V_CACHE"
 
 
 def _machine() -> Machine:
-    return replace(MACHINES["h100"], workers=WORKERS, kv_page=KV_BLOCK)
+    return replace(MACHINES["h100"], workers=WORKERS).with_tiles(page=KV_BLOCK)
 
 
 def _program(tokens: int = 4, tp: int = 1, machine: Machine | None = None) -> Program:

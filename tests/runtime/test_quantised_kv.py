@@ -112,7 +112,7 @@ def test_logits_are_close_to_those_of_a_whole_cache(dtype: Dtype) -> None:
 def test_programs_cut_no_head_and_a_proof_says_so() -> None:
     """With a quantised cache, each tile consists of whole heads, and the verifier rejects programs that cut a head. The
     elements of a quantisation block share one scale, so one instruction must compute them all."""
-    config, machine = RandomCheckpoint(DIMS).config, replace(host(7), tile_cols=16)
+    config, machine = RandomCheckpoint(DIMS).config, host(7).with_tiles(cols=16)
     specs = (Spec(config, machine, dtype=Dtype.F32, quantised_kv=q, **BUCKET) for q in (False, True))
     plain, program = map(compile_program, specs)
     assert verify(plain).ok and verify(program).ok

@@ -8,6 +8,7 @@ import pytest
 from commands import Cli
 from compiled import LLAMA_70B, SMALL, SMOLLM2, TINY, compiled, of, random_model, small_machine
 from ground_truth import Failure, check
+from msgspec import structs
 from mutate import edit, rows_of
 
 from megakernel import machine
@@ -39,7 +40,7 @@ def test_wide_tiles_over_many_kv_heads_share_counters(workers: int) -> None:
     """One attention instruction processes several KV heads if a QKV tile would otherwise signal too many counters. A
     record has space for 8 signals, and here a tile contains columns of up to 30 KV heads."""
     config = replace(SMALL, heads=30, kv_heads=30, head_dim=2)
-    program = compiled(config, replace(small_machine(workers), tile_cols=256), 4)
+    program = compiled(config, small_machine(workers).with_tiles(cols=256), 4)
     attention = of(program, "attention")
     assert int(program.forward.by_name["attention"].columns(attention)["group_heads"][0]) > 1
     check(program, seed=workers, rounds=10)
@@ -50,7 +51,7 @@ def test_tasks_with_all_of_eight_kv_heads_have_a_signal_left(family: str) -> Non
     """If the RoPE of layers differs, tasks that compute k also signal the phase that overwrites the RoPE table."""
     config = replace(SMALL, family=family, heads=8, kv_heads=8, head_dim=2, post_norms=True, local_theta=1e4)
     config = replace(config, window=3, full_layers=(1,), whole_norms=family == "olmo3")
-    program = compiled(config, replace(small_machine(1), tile_cols=256), 4)
+    program = compiled(config, small_machine(1).with_tiles(cols=256), 4)
     assert verify(program).violations == []
     check(program, seed=1)
 
@@ -285,7 +286,8 @@ def test_every_rank_counts_the_weights_of_its_own_first_rows() -> None:
     """Both ranks choose O projection tiles of the same width, although only rank 0 owns row 0. The cost model must
     count the weights for tiles at each rank's own first row. The machine's memory is so slow and its dispatch so
     expensive that tiles would be wider if the weights were not counted."""
-    target = replace(machine.host(4), dispatch_s=1.6e-4, memory_bytes_per_s=3.45e8)
+    target = machine.host(4)
+    target = replace(target, costs=structs.replace(target.costs, dispatch_s=1.6e-4), memory_bytes_per_s=3.45e8)
     program = compiled(SMOLLM2, target, 1024, 1, 2, options=Options(o="replicated", residual="dealt"))
     phase = program.forward.by_name["o_proj"]
     widths = []

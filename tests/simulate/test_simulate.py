@@ -372,7 +372,7 @@ def test_a_matmul_that_normalises_its_rows_reads_them_in_float32_and_takes_longe
 def llama(queue: str = "none", tp: int = 1, workers: int = 4, o: str = "auto", layers: int = 2) -> Program:
     small = {"layers": layers, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 512}
     config = replace(load_config("random:llama-3.2-1b"), **small)
-    machine = replace(machines.host(workers), tile_rows=16, tile_cols=64)
+    machine = machines.host(workers).with_tiles(rows=16, cols=64)
     return compiled(config, machine, 96, 2, tp, Options(queue=queue, o=o), max_seqs=2, max_context=256)
 
 

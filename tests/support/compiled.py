@@ -24,9 +24,8 @@ SMALL = ModelConfig(vocab=37, hidden=24, ffn=20, layers=3, heads=6, kv_heads=3, 
 def small_machine(workers: int, tile_rows: int = 4) -> machine.Machine:
     """Return a machine whose tiles are so small that tiny models have many of them. The machine's memory is so fast
     compared with its arithmetic that a panel (the row blocks that share one pass over the weights) is one row block."""
-    return replace(
-        machine.host(workers), tile_rows=tile_rows, tile_cols=8, col_unit=2, matrix_flops=1e9, memory_bytes_per_s=1e12
-    )
+    tiled = machine.host(workers).with_tiles(rows=tile_rows, cols=8, col_unit=2)
+    return replace(tiled, matrix_flops=1e9, memory_bytes_per_s=1e12)
 
 
 def random_model(rng: np.random.Generator, most: int) -> ModelConfig:

@@ -29,12 +29,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 # The tile sizes of the shape "whole pages". All other shapes use the smaller tiles of the function `h100`, so that
 # their programs have more tiles.
-TILES = {"whole pages": {"tile_rows": 128, "tile_cols": 256}}
+TILES = {"whole pages": {"rows": 128, "cols": 256}}
 PAGES = 16
 
 
-def h100(workers: int, **fields: Any) -> machines.Machine:
-    return replace(machines.MACHINES["h100"], **{"workers": workers, "tile_rows": 32, "tile_cols": 64} | fields)
+def h100(workers: int, *, rows: int = 32, cols: int = 64) -> machines.Machine:
+    return replace(machines.MACHINES["h100"], workers=workers).with_tiles(rows=rows, cols=cols)
 
 
 def make(

@@ -28,7 +28,7 @@ def make(*, workers: int = 1, rows: int = 2, cols: int = 32, **changes: Any) -> 
     return compile_program(
         Spec(
             replace(CONFIG, **shape),
-            replace(machines.host(workers), tile_rows=rows, tile_cols=cols),
+            machines.host(workers).with_tiles(rows=rows, cols=cols),
             dtype=Dtype.F32,
             options=Options(**{"o": "sharded", "residual": "dealt", "norm": "own"} | changes),
             **bucket,

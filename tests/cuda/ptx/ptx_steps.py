@@ -115,10 +115,10 @@ def random_step(kind: str, seed: int, *, tp: int | None = None) -> Step:
     if chosen.get("norm") == "inside":
         tokens, chosen["residual"] = min(tokens, 4), "replicated"
     workers = int(rng.integers(1, 4))
-    machine = replace(MACHINES["h100"], workers=workers, kv_page=KV_BLOCK)
+    machine = replace(MACHINES["h100"], workers=workers).with_tiles(page=KV_BLOCK)
     if kind == "dots" and config.family == "qwen3" and not chosen.get("norm"):
         # Each worker runs several small tiles, one after another, and each of them normalises a head.
-        chosen["norm"], tokens, machine = "own", 40, replace(machine, tile_rows=32, tile_cols=64)
+        chosen["norm"], tokens, machine = "own", 40, machine.with_tiles(rows=32, cols=64)
     options = Options(matmul=units, **chosen)
     program = compiled(config, machine, tokens, min(3, tokens), ranks, options, max_seqs=3, max_context=_CONTEXT)
     return step_of(f"{kind} {seed}: {config}, {chosen}, tp {ranks}, {tokens} tokens", config, program, rng)

@@ -27,7 +27,7 @@ from megakernel.scheduler import Options
 HERE = Path(__file__).parent
 _LLAMA = ModelConfig(vocab=139, hidden=2304, ffn=1280, layers=2, heads=8, kv_heads=2, head_dim=64, max_context=512)
 _QWEN = {"family": "qwen3", "hidden": 1032, "heads": 3, "kv_heads": 3, "head_dim": 80, "qkv_bias": True, "window": 150}
-MACHINE = replace(MACHINES["h100"], workers=3, kv_page=KV_BLOCK)
+MACHINE = replace(MACHINES["h100"], workers=3).with_tiles(page=KV_BLOCK)
 # The models that have a build for one row, and their programs.
 ROWS = {
     kind: (config, compiled(config, MACHINE, 1, options=Options(matmul="dots"), max_seqs=3, max_context=512))
