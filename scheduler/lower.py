@@ -159,7 +159,7 @@ def _column_tiles(
     seconds of the widest tile. In a wave, each worker computes one tile. `row_blocks` are the number of row blocks and
     the rows of one. Widths are multiples of `unit`. `start` has the other operands of a tile of the first block.
 
-    A tile holds at most tile_rows × tile_cols outputs, so tiles of short row blocks may be wide. Tiles are narrower
+    A tile holds at most tiles.rows × tiles.cols outputs. So tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (groups
     that share a pass over the weights), workers that are idle in the last wave begin the next phase. Then a partial
     wave counts only as the fraction of workers that it uses."""
