@@ -17,7 +17,7 @@ from megakernel.runtime.cpu.backend import CpuBackend
 
 # Numbers of rows: one, those of the smallest and largest register blocks, and more than one pass takes.
 ROWS = (1, 2, 3, 4, 5, 8, 13, 100)
-COLUMNS = 40  # two panels and a half
+COLUMNS = 72  # four panels, which are read together, and a half
 INNER = 301  # takes two chunks of 256 elements, and ends with a partial block of 32
 
 

@@ -267,9 +267,9 @@ constexpr auto kMultiplyUnits =
 // not in caches. Portable code gains nothing, because it is too slow.
 constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
 
-// For at most this many rows, weights are unpacked in registers. This saves storing and loading them, but for
-// more rows the registers do not suffice.
-constexpr int kDirectIntegerRows = 2;
+// For at most kDirectIntegerRows rows, weights are unpacked in registers, for kDirectBlock rows at a time.
+// This saves storing and loading them. For more rows, unpacking them again for each block takes longer.
+constexpr int kDirectBlock = MK_LANES == 16 ? 4 : 2, kDirectIntegerRows = MK_LANES == 16 ? 8 : 2;
 
 // Computes c = x W^T for `rows` rows that have been rounded to integers and `count` panels of weights,
 // over [begin, begin + steps) along K. With `resume`, adds to c instead. If the weights are not unpacked in
@@ -279,10 +279,16 @@ void multiply_rounded(const Rounded* x, int64_t chunk_stride, int rows, const Pa
                       int begin, int steps, void* unpacked, float* c, int64_t ldc, bool resume) {
   if (rows <= kDirectIntegerRows) {
     const int apart = count / kStreams;
-    const MultiplyUnits streams =
-        rows == 1 ? multiply_units<1, kStreams, PackedUnit<P>> : multiply_units<2, kStreams, PackedUnit<P>>;
-    for (int i = 0; i < apart; ++i)
-      streams(x, chunk_stride, panels + i, apart, begin, steps, c + i * kPanel, ldc, resume);
+    for (int i = 0; i < apart; ++i) {
+      for (int r = 0, n; r < rows; r += n) {
+        n = rows - r >= kDirectBlock ? kDirectBlock : lower_of(rows - r, 2);
+        const MultiplyUnits streams = n == 1   ? multiply_units<1, kStreams, PackedUnit<P>>
+                                      : n == 2 ? multiply_units<2, kStreams, PackedUnit<P>>
+                                               : multiply_units<kDirectBlock, kStreams, PackedUnit<P>>;
+        streams(x + r * kRowUnits, chunk_stride, panels + i, apart, begin, steps, c + r * ldc + i * kPanel,
+                ldc, resume);
+      }
+    }
     for (int r = 0; r < rows; ++r) {
       for (int i = apart * kStreams; i < count; ++i)
         multiply_units<1, 1, PackedUnit<P>>(x + r * kRowUnits, chunk_stride, panels + i, 0, begin, steps,
