@@ -106,11 +106,12 @@ def as_json(result: RequestOutput) -> dict[str, Any]:
     also a list of all completions."""
     from megakernel.serving.text.vllm import plain
 
-    names = ("token_ids", "text", "finish_reason", "stop_reason", "top_logprobs", "ttft_s", "tpot_s")
-    choices = [
-        {name: getattr(choice, name) for name in names} | {"logprobs": choice.token_logprobs}
-        for choice in result.outputs
-    ]
+    names = ("token_ids", "text", "finish_reason", "stop_reason", "ttft_s", "tpot_s")
+    choices: list[dict[str, Any]] = []
+    for choice in result.outputs:
+        top: Any = choice.logprobs and [*map(plain, choice.logprobs)]
+        told = {name: getattr(choice, name) for name in names}
+        choices.append(told | {"logprobs": choice.token_logprobs, "top_logprobs": top})
     out: dict[str, Any] = {"prompt_ids": result.prompt_token_ids, **choices[0]}
     if len(choices) > 1:
         out["choices"] = choices

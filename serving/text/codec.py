@@ -48,17 +48,15 @@ class Transcript:
 
     `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
     transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
-    `Engine.stop`. Tokens that arrive later are dropped. `stop_reason` is the stop string or the id of `stop_token_ids`
-    that ended the choice, and None for other ends. `first_at` and `last_at` are the times of the first and the last
-    token, 0 before the first."""
+    `Engine.stop`. Tokens that arrive later are dropped."""
 
     def __init__(self, params: SamplingParams, decoder: TextStream | None, keeps: bool = True) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.first_at = self.last_at = 0.0
+        self.stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` at the end, if any
+        self.first_at = self.last_at = 0.0  # times of the first and the last token, 0 before the first
         self._min_tokens, self._matchers = params.min_tokens, [_Matcher(stop) for stop in params.stop_strings]
         self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
         self._decoder, self._keeps = decoder, keeps

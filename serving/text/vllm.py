@@ -64,17 +64,12 @@ class CompletionOutput:
         """The sum of the log-probabilities of the tokens."""
         return math.fsum(self.token_logprobs)
 
-    @property
-    def top_logprobs(self) -> list[dict[int, float]] | None:
-        """The requested log-probabilities by token id, at each position the most likely tokens first."""
-        return None if self.logprobs is None else [plain(scores) for scores in self.logprobs]
-
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
 # Names that results had earlier, with the names that replaced them.
-_FORMER = {"choices": "outputs", "prompt_top_logprobs": "prompt_logprobs"}
+_FORMER = {"choices": "outputs", "prompt_top_logprobs": "prompt_logprobs", "top_logprobs": "outputs[0].logprobs"}
 
 
 @dataclass(frozen=True)
@@ -108,10 +103,6 @@ class RequestOutput:
     def logprobs(self) -> list[float]:
         """The log-probability of each generated token."""
         return self.outputs[0].token_logprobs
-
-    @property
-    def top_logprobs(self) -> list[dict[int, float]] | None:
-        return self.outputs[0].top_logprobs
 
     @property
     def prompt_token_logprobs(self) -> list[float | None] | None:

@@ -13,6 +13,7 @@ from megakernel import LLM, MegakernelError, SamplingParams
 from megakernel.serving import StructuredOutputsParams
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.grammars import Grammar, Grammars
+from megakernel.serving.text.vllm import plain
 
 AGE = {"type": "integer", "minimum": 0, "maximum": 99}
 PERSON = closed(name={"type": "string", "maxLength": 6}, age=AGE, kind={"enum": ["alpha", "beta"]})
@@ -57,14 +58,15 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     result = llm.generate("abc", params(7, logprobs=3))[0]
     again = SamplingParams(max_tokens=1, prompt_logprobs=3, temperature=0.0)
     scored = llm.generate([result.prompt_token_ids + result.token_ids], again)[0]
-    assert scored.prompt_token_logprobs and scored.prompt_logprobs and result.top_logprobs is not None
+    tops = [*map(plain, result.outputs[0].logprobs or ())]
+    assert scored.prompt_token_logprobs and scored.prompt_logprobs and tops
     made = slice(len(result.prompt_token_ids), None)
-    assert [set(top or ()) for top in scored.prompt_logprobs[made]] == [set(top) for top in result.top_logprobs]
+    assert [set(top or ()) for top in scored.prompt_logprobs[made]] == [set(top) for top in tops]
     own = scored.prompt_token_logprobs[made]
     assert result.logprobs == pytest.approx([p for p in own if p is not None], abs=1e-4)
     # The reported log-probabilities ignore the grammar, so a forbidden token may have a higher one than the sampled
     # token.
-    assert any(max(top.values()) > top[t] for top, t in zip(result.top_logprobs, result.token_ids, strict=True))
+    assert any(max(top.values()) > top[t] for top, t in zip(tops, result.token_ids, strict=True))
 
 
 @pytest.mark.parametrize(
