@@ -64,7 +64,7 @@ def latency(
     """Run the model `runs` times, and return the figures of `bench latency`: the speed of prefill and decode, the
     hardware's maximum rates (`ceilings`), and a comparison with each of `peers`, other inference programs. After
     each of our runs, every peer runs once too, so that changes in the machine's speed affect all programs alike."""
-    from megakernel.serving.bench.latency import measure, report
+    from megakernel.serving.bench.offline import latency_figures, measure_latency
 
     with output.progress("measuring decode and prefill") as advance:
 
@@ -74,10 +74,10 @@ def latency(
                     peer.run()
             advance(done, runs + 1)
 
-        measured = measure(llm, ids, tokens, runs, ceilings, after)
+        measured = measure_latency(llm, ids, tokens, runs, ceilings, after)
     ours = {"decode": [one.decode.wall_s for one in measured], "prefill": [one.prefill.wall_s for one in measured]}
     steady = [one.steady for one in measured]
-    return report(measured) | {"vs": {peer.peer.name: peer.figures(ours, steady) for peer in peers}}
+    return latency_figures(measured) | {"vs": {peer.peer.name: peer.figures(ours, steady) for peer in peers}}
 
 
 def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
@@ -131,7 +131,7 @@ def show_latency(figures: dict[str, Any]) -> None:
     unless=UNLESS | {"num_prompts": 64},
 )
 def run_throughput(args: argparse.Namespace) -> int:
-    from megakernel.serving.bench.throughput import measure
+    from megakernel.serving.bench.offline import measure_throughput
 
     found = versus.find_peers(args, batched=True)
     if found:
@@ -148,7 +148,7 @@ def run_throughput(args: argparse.Namespace) -> int:
                     peer.run()
 
             with output.progress("generating") as advance:
-                runs = measure(llm, load, number, ceilings, advance, take_turns)
+                runs = measure_throughput(llm, load, number, ceilings, advance, take_turns)
         middle = sorted(runs, key=lambda one: float(one["tokens_per_s"]))[len(runs) // 2]
         figures: dict[str, Any] = middle | {
             "tokens_per_s": median(one["tokens_per_s"] for one in runs),

@@ -3,7 +3,7 @@
 import pytest
 
 from megakernel.roofline import Ceilings
-from megakernel.serving.bench import ceilings, latency
+from megakernel.serving.bench import ceilings, offline
 
 
 @pytest.fixture(autouse=True)
@@ -11,4 +11,4 @@ def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the measurements of the machine's peak rates, which take seconds and vary."""
     rates = {"how": "made up", "cache_bytes_per_s": 1e13}
     monkeypatch.setattr(ceilings, "host_ceilings", lambda threads, **_: Ceilings(1e12, 1e15, threads, **rates))
-    monkeypatch.setattr(latency, "read_rate", lambda *_: 1e12)
+    monkeypatch.setattr(offline, "read_rate", lambda *_: 1e12)

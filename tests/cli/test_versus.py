@@ -17,7 +17,7 @@ from tiny_llama import ROPES, error, hf_logits, make_llama
 
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
-from megakernel.serving.bench import latency, peers
+from megakernel.serving.bench import offline, peers
 from megakernel.serving.bench.peers import torch_llama
 from megakernel.serving.bench.peers.contest import Contest, Settings, Task, Timed, Trial
 from megakernel.serving.bench.peers.llama_bench import LlamaBench
@@ -125,13 +125,13 @@ def test_a_peer_whose_first_settings_fail_is_an_error() -> None:
 
 
 def test_latency_against_llama_bench(cli: Cli, model: str, native: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, ours = latency._one, native / "ours"
+    one, ours = offline._decode, native / "ours"
 
     def noted(*given: Any) -> Any:
         ours.write_text(ours.read_text() + f"{len(commands(native))}\n" if ours.exists() else "")
         return one(*given)
 
-    monkeypatch.setattr(latency, "_one", noted)
+    monkeypatch.setattr(offline, "_decode", noted)
     flags = [*LATENCY, "--model", model, "--vs", "llama.cpp"]
     figures = cli.json(*flags, "--llama-bench", str(native))
     versus = figures["vs"]["llama.cpp"]

@@ -137,7 +137,7 @@ def test_verbs_share_ceilings(probes: list[Measured], cli: Cli, monkeypatch: pyt
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     read, flops = 3.3e9, 4.4e10
     kept.keep(kept.this_machine(ceilings.simd()), Measured(1, read, 2e10, flops, 3 * flops, QUIET, "2026-01-01"))
-    monkeypatch.setattr("megakernel.serving.bench.latency.probe_read", lambda *given: read)
+    monkeypatch.setattr("megakernel.serving.bench.offline.probe_read", lambda *given: read)
     step = cli.json("roofline", "--model", model)
     assert step["memory_bytes"] / step["t_memory_s"] == pytest.approx(read)
     assert step["flops"] / step["t_math_s"] == pytest.approx(flops)
@@ -155,7 +155,7 @@ def test_verbs_share_ceilings(probes: list[Measured], cli: Cli, monkeypatch: pyt
 def test_speed_is_compared_with_the_memory_of_the_same_seconds(
     reads: list[float], cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    monkeypatch.setattr("megakernel.serving.bench.latency.probe_read", lambda *given: upcoming.pop(0))
+    monkeypatch.setattr("megakernel.serving.bench.offline.probe_read", lambda *given: upcoming.pop(0))
     upcoming, steady = reads.copy(), [max(a, b) for a, b in pairwise(reads) if a < 1.1 * b < 1.21 * a]
     found = cli.json("bench", "latency", "--model", model, "--prompt-tokens", "8", "--tokens", "2", "--runs", "3")
     assert [one["read"] for one in found["runs"]] == [list(pair) for pair in pairwise(reads)]

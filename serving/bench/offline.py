@@ -1,8 +1,9 @@
-"""Measures the latency of a single sequence: prefill of a prompt, then decode token by token."""
+"""Measures the engine without a server: the latency of a single sequence, prefill and then decode token by token, and
+the throughput of many prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -11,6 +12,7 @@ from typing import Any
 
 from megakernel.roofline import Ceilings, fraction_error, read_rate
 from megakernel.runtime.cpu.native import probe_read
+from megakernel.serving.bench import LoadJob, Workload
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.live import Totals
 from megakernel.serving.engine.sampling import SamplingParams
@@ -18,6 +20,7 @@ from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.text.llm import LLM
 
 _STEADY = 1.1  # if the memory's rates before and after a run differ by a larger factor, its figures do not count
+_WARM_UP_TOKENS = 4  # tokens that each warm-up request for throughput generates
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Run:
         return max(self.read) <= _STEADY * min(self.read)
 
 
-def measure(
+def measure_latency(
     llm: LLM, prompt_ids: list[int], decode_steps: int, runs: int, ceilings: Ceilings, on_run: Callable[[int], None]
 ) -> list[Run]:
     """Measure `runs` runs, each of which continues `prompt_ids` greedily for `decode_steps` steps after the prefill. A
@@ -45,14 +48,14 @@ def measure(
     params = SamplingParams(temperature=0.0, max_tokens=decode_steps + 1, ignore_eos=True)
     on_cpu, rates, done = llm.engine.backend.name == "cpu", [], []
     for number in range(runs + 1):
-        done.append(_one(llm, prompt_ids, params))
+        done.append(_decode(llm, prompt_ids, params))
         on_run(number + 1)
         rates.append(read_rate(llm.threads, probe_read) if on_cpu else ceilings.read_bytes_per_s)
     here = replace(ceilings, how=f"{ceilings.how}, but memory before and after each run") if on_cpu else ceilings
-    return [_run(*one, llm.config.tied, here, read) for one, read in zip(done[1:], pairwise(rates), strict=True)]
+    return [_work_of(*one, llm.config.tied, here, read) for one, read in zip(done[1:], pairwise(rates), strict=True)]
 
 
-def report(every: list[Run]) -> dict[str, Any]:
+def latency_figures(every: list[Run]) -> dict[str, Any]:
     """Return the figures of `bench latency`. If the memory's rate was steady during some runs, only these count.
     Otherwise `errors` has a message. Decode figures come from the run with the median token rate, prefill figures from
     the run with the median prefill. `step_s` is the median time of the run's steps, or the mean time if proposed tokens
@@ -93,7 +96,7 @@ def report(every: list[Run]) -> dict[str, Any]:
     }
 
 
-def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> tuple[list[tuple[Step, float]], Counts]:
+def _decode(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> tuple[list[tuple[Step, float]], Counts]:
     """Return the steps of a run with their times, and the numbers of tokens."""
     steps: list[Step] = []
     llm.engine.reset_prefix_cache()
@@ -103,7 +106,7 @@ def _one(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> tuple[list[
     return list(zip(steps, times, strict=True)), llm.engine.stats.counts - before
 
 
-def _run(
+def _work_of(
     steps: list[tuple[Step, float]], counts: Counts, tied: bool, ceilings: Ceilings, read: tuple[float, float]
 ) -> Run:
     ceilings = replace(ceilings, read_bytes_per_s=max(read))
@@ -113,3 +116,67 @@ def _run(
         (prefill if number < first else decode).add(step, seconds)
     times = [seconds for _, seconds in steps[first:]]
     return Run(read, prefill, decode, times, sum(len(step.tokens) for step, _ in steps[first:]), counts)
+
+
+def measure_throughput(
+    llm: LLM,
+    load: Workload,
+    runs: int,
+    ceilings: Ceilings,
+    on_progress: Callable[[int, int], None],
+    after_run: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure how long the engine takes for all prompts of `load`, `runs` times, and return the figures of each run. A
+    few short requests come first, to fill caches and compile programs. If the prompts are random, each run has
+    different ones. `on_progress` gets (tokens so far, tokens in total), and `after_run` is called after each run."""
+    total = runs * sum(job.output_tokens for job in load.jobs)
+    made = 0
+
+    def count(step: Step) -> None:
+        nonlocal made
+        made += len(step.tokens)
+        on_progress(made, total)
+
+    some = load.again(runs).jobs[: 2 * llm.engine.dims.bucket.max_seqs]
+    short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
+    _generate(llm, short, ceilings, lambda step: None)
+    done = []
+    for number in range(runs):
+        done.append(_generate(llm, load.again(number).jobs, ceilings, count))
+        after_run()
+    return done
+
+
+def _generate(llm: LLM, jobs: Sequence[LoadJob], ceilings: Ceilings, on_step: Callable[[Step], None]) -> dict[str, Any]:
+    engine = llm.engine
+    totals = Totals(ceilings, llm.config.tied)
+    ended = 0.0
+
+    def record(step: Step) -> None:
+        nonlocal ended
+        before, ended = ended, perf_counter()
+        totals.add(step, ended - before)
+        on_step(step)
+
+    prompts = [job.prompt if isinstance(job.prompt, str) else job.prompt.tolist() for job in jobs]
+    params = [SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True) for job in jobs]
+    before = engine.stats.counts
+    began = ended = perf_counter()
+    results = llm.generate(prompts, params, on_step=record)
+    seconds = perf_counter() - began
+    inputs, outputs = sum(len(r.prompt_token_ids) for r in results), sum(len(r.token_ids) for r in results)
+    return {
+        "completed": len(results),
+        "duration_s": seconds,
+        "input_tokens": inputs,
+        "output_tokens": outputs,
+        "requests_per_s": len(results) / seconds,
+        "tokens_per_s": outputs / seconds,
+        "total_tokens_per_s": (inputs + outputs) / seconds,
+        "steps": totals.steps,
+        **(engine.stats.counts - before).figures(),
+        "step_s": totals.wall_s / totals.steps,
+        "sequences": totals.sequences / totals.steps,
+        **totals.rates(seconds),
+        "error": fraction_error(totals.bound_s / seconds, ceilings),
+    }
