@@ -117,7 +117,7 @@ def test_what_was_refused_may_arrive_and_the_connection_goes_on(live: Live, monk
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
         sock.sendall(b"23GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert b"HTTP/1.1 200 OK" in sock.makefile("rb").read()
-    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 0.2)
+    monkeypatch.setattr(live.server.config, "timeout_keep_alive", 1)
     monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
     with begun(live, "POST /nowhere HTTP/1.1\nHost: x\nContent-Length: 3", b"1") as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 404 ")
