@@ -59,7 +59,7 @@ _COMMON = (
 _CUDA = (
     (launch, "threads pages page_bytes slots claim_slots"),
     (pages, "tile_rows=page_rows tile_inner=k_step box_rows chunk piece=dot_piece pieces piece_inner dot_input_pages"),
-    (pages, "window_pages ahead_pages ahead_ns norm_bytes row_pages copy_bytes maps"),
+    (pages, "stages step_pages window_pages ahead_pages ahead_ns norm_bytes row_pages copy_bytes maps"),
     (pages, "consumer_warps=units query_tile head_part"),
     (launch, "shared_bytes map_bytes clock_stamps prologue body epilogue queues"),
 )

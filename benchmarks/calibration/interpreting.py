@@ -38,7 +38,7 @@ from megakernel.scheduler.tune.fastest import predicted_seconds
 
 def cheaper(machine: Machine) -> dict[str, Machine]:
     """Return copies of a machine on which parts of the interpreter's work take no time."""
-    paths, pages = machine.paths or {}, ("pass_page", "weight_page", "input_page", "tile_page")
+    paths, pages = machine.paths or {}, ("pass_page", "weight_page", "input_page", "tile_step")
     free_pages, free_hand_off = (
         {prefix + name: CodePath(0.0, 0.0) for name in names for prefix in ("", ONE_ROW)}
         for names in (pages, ["hand_off"])

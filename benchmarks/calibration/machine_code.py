@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -96,10 +96,10 @@ class Paths:
         return found
 
     def all(self) -> dict[str, Floor]:
-        found = {"pass_page": self.passing(), "sample_step": self.sample()}
         if self._units == Units.TENSOR:
-            return found | {"tile_page": self.tiles(), "k_step": self.step()}
-        found |= {"weight_page": self.columns(), "dot_pair": self.pair(1), "dot_unit": self.unit()}
+            return {"sample_step": self.sample(), "tile_step": self.tiles(), "k_step": self.step()}
+        found = {"sample_step": self.sample(), "pass_page": self.passing(), "weight_page": self.columns()}
+        found |= {"dot_pair": self.pair(1), "dot_unit": self.unit()}
         if self._one_row:
             return found
         return found | {
@@ -117,8 +117,10 @@ class Paths:
         return self._floor("passing a page", waits, here & self._at("loaders.h", "p.arrive(block.empty[at.slot])"))
 
     def tiles(self) -> Floor:
-        """Return the cycles in which a loader warp fills a page of shared memory for a matmul on tensor cores."""
-        return self._filled("p.load_tile(page, map, use.x, use.y", "x += kTileInner")
+        """Return the cycles in which the weight loader fills its part of a stage for a matmul on tensor cores."""
+        pages = (f"load_tiles(p, params, block, {name}" for name in ("first", "second"))
+        loads = [self._at("loaders.h", page, "UTMALDG") for page in pages]
+        return self._floor("filling a stage", self._at("loaders.h", "p.wait(stage.empty", _WAIT), *loads)
 
     def _input_page(self) -> Floor:
         return self._filled("p.load_bytes(", "piece += kPieces", PIECES)
@@ -128,23 +130,19 @@ class Paths:
         return self._filled("p.load_columns(", "if (member) x += kPiece")
 
     def _walk(self) -> tuple[set[int], set[int]]:
-        """Return two sets of instructions of the loop in which a loader warp fills shared-memory pages for a matmul.
-
-        The first set has the waits for a free page, and the second set has all instructions of the loop.
-        """
-        here = self._at("plan.h", "dot_pages(d, task, each) : tensor_pages(d, task, each)")
+        """Return the waits for a free page, and all instructions, of the loop in which a loader warp fills pages."""
+        here = self._at("plan.h", "|| dot_pages(d, task, each)")
         return here & self._at("loaders.h", "p.wait(block.empty[at.slot]", _WAIT), here
 
-    def _filled(self, copy: str, text: str, copies: int = 1, visits: Sequence[set[int]] = ()) -> Floor:
+    def _filled(self, copy: str, text: str, copies: int = 1) -> Floor:
         """Return the cycles in which a loader warp fills a shared-memory page with `copies` asynchronous copies.
 
         The instructions are found by their source lines: `copy` is a part of the line that starts a copy, and `text` a
-        part of the line that advances to the next page. The path also passes through one instruction of each set in
-        `visits`.
+        part of the line that advances to the next page.
         """
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
-        page = self._floor("filling a page", waits, here & copying, *visits, here & self._at("plan.h", text))
+        page = self._floor("filling a page", waits, here & copying, here & self._at("plan.h", text))
         # The lanes of the warp start one copy each, in turn, so each further copy costs one pass of this loop.
         return page + (self._floor("a copy", here & copying) * (copies - 1) if copies > 1 else Floor(0, 0))
 
@@ -189,9 +187,10 @@ class Paths:
 
     def step(self) -> Floor:
         """Return the cycles in which tensor cores advance by one tile of the inner dimension K, for 256 columns."""
-        wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
+        wide = self._at("gemm.h", "multiply<2>(pages, steps, acc)", "HGMMA")
         last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
-        return self._waiting("a k step", last)
+        released = self._at("gemm.h", "acc.template settle<1>()", "WARPGROUP.DEPBAR")
+        return self._waiting("a k step", last, released, ends=last)
 
     def sample(self) -> Floor:
         """Return the cycles that a thread takes in sampling to process the logits that it loads in advance."""
@@ -235,7 +234,7 @@ class Paths:
         found["attention_end"] = whole - found["attention_start"]
         found["other"] = self._once(begin, sums, words & stores, ends=end)
         if tensor:
-            wide = self._at("gemm.h", "page = multiply<2>(pages, page, steps, acc)", "HGMMA")
+            wide = self._at("gemm.h", "multiply<2>(pages, steps, acc)", "HGMMA")
             last = {i for i in wide if "gsb0" in self._code.instructions[i].operands}
             heads = self._at("gemm.h", "store_heads(acc") & stores
             return found | {

@@ -1,16 +1,20 @@
 // The shared memory of a thread block. Instructions load data through a ring (a circular buffer) of kRing
-// pages of 16 KiB, and some also store results through it. Page n of a block, counted from 0 over all
-// instructions, lies in slot n % kRing of the ring, and uses phase n / kRing of the slot's mbarriers:
-//   full    the bytes that one of the two loader warps has requested are in the page. For an output page,
-//           `full` means that the consumer warps may write it
-//   ready   output pages only: the consumer warps have written the page
+// pages of 16 KiB. Page n of a block, counted from 0 over all instructions, lies in slot n % kRing of the
+// ring, and uses phase n / kRing of the slot's mbarriers:
+//   full    the bytes that one of the two loader warps has requested are in the page
 //   empty   all consumer warps have released the page, and the other loader has passed it. A warp releases a
-//           page when it no longer needs the page, but the storer warp releases an output page on behalf of
-//           all consumer warps
+//           page when it no longer needs the page
+//
+// Matmuls on tensor cores use the ring as kStages stages of kStepPages pages instead, for operands and
+// results, once no page is in use. Stages are numbered and placed like pages, and have these barriers:
+//   full[0], full[1]  the bytes that the weight loader or the input loader has requested are in the stage; if
+//                     it is for results, the consumer warps may write it
+//   ready             results only: the consumer warps have written the stage
+//   empty             all consumer warps have released the stage, or the storer warp on their behalf
 //
 // Every role lists an instruction's pages itself (plan.h).
 //
-// One loader warp loads weights and another loads inputs. For every page, both wait until its slot is empty,
+// One loader warp loads weights and another loads inputs. For a page, both wait until its slot is empty,
 // although only one of them fills it; the other one passes it. This keeps each loader within kRing pages
 // (the whole ring) of the other loader and of the consumer warps. Without this limit a wait could go wrong:
 // it tests only the parity of a barrier's phase, so it would confuse phases that are two apart. No barrier is
@@ -31,6 +35,11 @@ namespace mk {
 constexpr int kWarps = kThreads / 32;
 static_assert(kConsumerWarp + kConsumerWarps == kWarps);
 constexpr int kRetiring = 3 + kConsumerWarps;
+
+template <class Barrier>
+struct StageMemory {
+  Barrier full[2], ready, empty;
+};
 
 template <class Barrier>
 struct SlotMemory {
@@ -58,10 +67,12 @@ template <class Barrier>
 struct BlockMemory {
   unsigned char pages[kRing][kPageBytes];  // aligned to 1024 bytes on the device
   Scratch scratch;
-  Barrier full[kPages], ready[kPages], empty[kPages];
+  Barrier full[kPages], empty[kPages];
+  StageMemory<Barrier> stages[kStages];
   SlotMemory<Barrier> slots[kSlots];
   Late late[kWarps];
   BlockAhead ahead;
+  uint64_t begun;  // traces: when the consumers began the instruction; here, because registers are short
   Sizes dims;
   StepView step;
   int32_t rank, worker, index;  // index: the block's number in its grid
@@ -85,5 +96,8 @@ struct Page {
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kRing), n / kRing & 1}; }
+
+static_assert(kStages * kStepPages <= kRing, "the ring must have room for all stages");
+MK_FN constexpr Page stage_of(uint32_t n) { return {static_cast<int>(n % kStages), n / kStages & 1}; }
 
 }  // namespace mk

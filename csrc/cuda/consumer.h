@@ -7,7 +7,7 @@ namespace mk {
 
 template <class P, class Bodies>
 MK_FN void consume(P& p, Block<P>& block, const Params& params) {
-  uint32_t page = 0;
+  uint32_t page = 0, stage = 0;
   for (uint32_t j = 0;; ++j) {
     p.forget();
     const int32_t warp = p.warp() - kConsumerWarp;
@@ -18,14 +18,14 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     const Call call{&params, &block.dims, &block.step, &block.scratch, &task, block.index, warp};
     Bodies::prepare(p, call);
     p.wait(slot.inputs, slot_parity(j), task.where);
-    [[maybe_unused]] const uint64_t begin = p.now();
+    if (P::kTrace && warp == 0 && p.lane() == 0) block.begun = p.now();
     if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COUNTER_WAIT, waiting);
-    Pages<P> pages(p, block, params, task, page);
+    Pages<P> pages(p, block, params, task, page, stage);
     Bodies::run(p, call, pages);
-    page = pages.next();
+    page = pages.next(), stage = pages.stage();
     p.fence_async();
     p.arrive(slot.outputs);
-    if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COMPUTE, begin);
+    if (warp == 0) p.trace(task.where, Role::CONSUMER, IntervalKind::COMPUTE, block.begun);
     p.arrive(slot.retired);
   }
 }

@@ -84,7 +84,17 @@ class Device {
   MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where, const Idle& idle = {}) {
     return wait_for(b, parity, where, idle);
   }
-  MK_DEVICE bool test(Barrier& b, uint32_t parity) { return try_wait(b, parity, 0); }
+  MK_DEVICE bool test(Barrier& b, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(at(b)), "r"(parity)
+        : "memory");
+    return done != 0;
+  }
+  MK_DEVICE bool all(bool held) { return __all_sync(0xFFFFFFFFu, held); }
   MK_DEVICE bool passed(uint32_t& since, uint32_t ns) {
     const uint32_t now = static_cast<uint32_t>(wall_ns());
     if (now - since < ns) return false;
@@ -171,14 +181,8 @@ class Device {
   MK_DEVICE void commit() {
     if (lane_ == 0) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
-  MK_DEVICE void wait_read(int pending) {
-    if (lane_ == 0) {
-      if (pending == 0) {
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      } else {
-        asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-      }
-    }
+  MK_DEVICE void wait_read() {
+    if (lane_ == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     __syncwarp();
   }
   MK_DEVICE void wait_stores() {
@@ -282,13 +286,13 @@ class Device {
 
   // Returns whether the barrier's phase with this parity has completed. If so, this warp sees everything that
   // the arriving warps wrote before they arrived.
-  MK_DEVICE bool try_wait(Barrier& b, uint32_t parity, uint32_t suspend_ns = kSuspendNs) {
+  MK_DEVICE bool try_wait(Barrier& b, uint32_t parity) {
     uint32_t done;
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;"
         " selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
-        : "r"(at(b)), "r"(parity), "r"(suspend_ns)
+        : "r"(at(b)), "r"(parity), "r"(kSuspendNs)
         : "memory");
     return done != 0;
   }

@@ -1,5 +1,4 @@
-// Matmuls on the tensor cores, one chunk of columns after another, with all operands in pages. tensor_pages
-// (plan.h) lists the pages.
+// Matmuls on the tensor cores, one chunk of columns after another, with all operands in stages (plan.h).
 #pragma once
 #include "plan.h"
 #include "results.h"
@@ -11,71 +10,57 @@ namespace mk {
 // then the blocks for the second weight page.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
-// Multiplies one chunk in steps along the inner length. Two steps are in flight at a time. Returns the number
-// of the page after the chunk's last operand page.
+// Multiplies one chunk in steps along the inner length, one per stage. Two steps are in flight at a time. But
+// if a stage is not there yet, the one before is released first, because the loaders may need its room.
 template <int kHalves, class Accumulators, class Pages>
-MK_FN int multiply(Pages& pages, int page, int steps, Accumulators& acc) {
-  constexpr int kStep = 1 + kHalves;
-  const auto release = [&](int first) { MK_UNROLL for (int i = 0; i < kStep; ++i) pages.release(first + i); };
-  for (int s = 0; s < steps; ++s, page += kStep) {
-    const unsigned char* a = pages.full(page);
-    const unsigned char* b0 = pages.full(page + 1);
-    const unsigned char* b1 = kHalves == 2 ? pages.full(page + 2) : nullptr;
-    acc.template step<kHalves>(a, b0, b1);
-    if (s == 0) continue;
+MK_FN void multiply(Pages& pages, int steps, Accumulators& acc) {
+  MK_LOOP for (int s = 0; s < steps; ++s, pages.advance()) {
+    const bool filled = s > 0 && pages.filled();
+    if (!filled) {
+      acc.template settle<0>();
+      if (s > 0) pages.release_stage();
+      pages.wait_stage();
+    }
+    acc.template step<kHalves>(pages.ring(), stage_of(pages.stage()).slot);
+    if (!filled) continue;
     acc.template settle<1>();
-    release(page - kStep);
+    pages.release_stage();
   }
   acc.template settle<0>();
-  release(page - kStep);
-  return page;
+  pages.release_stage();
 }
 
-// fill_pages and store_results process kTurn blocks of accumulators (8 columns each) at a time. If they were
-// unrolled over all blocks, their code would not fit the instruction cache.
+// store_stages and store_results process kTurn blocks of accumulators (8 columns each) at a time. If they
+// were unrolled over all blocks, their code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// Calls each(block, h, e) for every pair of adjacent results that this lane holds in the first kTurn of
-// `blocks` blocks. acc.row(h) is the pair's row in the tile, and acc.col(e) its column in the block.
-template <class Accumulators, class Each>
-MK_FN void for_pairs(int blocks, const Each& each) {
-  MK_UNROLL for (int i = 0; i < kTurn; ++i) {
-    if (i >= blocks) break;
-    MK_UNROLL for (int h = 0; h < Accumulators::kRows; ++h) {
-      MK_UNROLL for (int e = 0; e < Accumulators::kPairs; ++e) each(i, h, e);
+// Writes a chunk's results to stages, from which the storer copies them. The chunk starts at column `col` and
+// has `blocks` blocks. `to.pair` turns the accumulators of two columns into results.
+template <class Accumulators, class Pages, class To>
+MK_FN void store_stages(const Accumulators& acc, Pages& pages, const To& to, int col, int blocks) {
+  using Element = typename To::Element;
+  constexpr int kOfPage = kTileRowBytes / sizeof(Element) / kBlockCols, kOfStage = kStepPages * kOfPage;
+  MK_LOOP for (int begin = 0; begin < blocks; begin += kOfStage) {
+    pages.wait_stage();
+    MK_LOOP for (int first = begin; first < lower_of(begin + kOfStage, blocks); first += kTurn) {
+      unsigned char* out =
+          pages.ring() + (stage_of(pages.stage()).slot * kStepPages + (first - begin) / kOfPage) * kPageBytes;
+      const auto part = acc.template blocks<kTurn>(first);
+      const auto up = acc.template blocks<kTurn>(To::kTwo ? kPageBlocks + first : first);
+      MK_UNROLL for (int n = 0; n < kTurn * Accumulators::kRows * Accumulators::kPairs; ++n) {
+        const int i = n / Accumulators::kRows / Accumulators::kPairs,
+                  h = n / Accumulators::kPairs % Accumulators::kRows, e = n % Accumulators::kPairs,
+                  at = (first + i) * kBlockCols + acc.col(e);
+        if (first + i >= blocks) break;
+        auto* place = out + tile_offset(acc.row(h), at % (kOfPage * kBlockCols) * sizeof(Element));
+        store_pair(
+            reinterpret_cast<Element*>(place),
+            to.pair(col + at, {part.low(i, h, e), part.high(i, h, e)}, {up.low(i, h, e), up.high(i, h, e)}));
+      }
     }
+    pages.ready();
   }
 }
-
-// Writes a tile's results, `blocks` accumulator blocks, to output pages from page number `page` on, and
-// returns the number of the page after the last one. A result has kElement bytes. For kTurn blocks at a time,
-// `take(first)` returns the values of the blocks from `first` on, and `put(taken, first, i, h, e, at)` stores
-// at address `at` the pair of block first + i that `h` and `e` select (see for_pairs).
-//
-// Neither `take` nor `put` may contain a lambda: NVRTC 13.0 mistakes a lambda inside a generic lambda for a
-// host function.
-template <int kElement, class Accumulators, class Pages, class Take, class Put>
-MK_FN int fill_pages(Pages& pages, int page, int blocks, const Accumulators& acc, const Take& take,
-                     const Put& put) {
-  constexpr int kOfPage = kTileRowBytes / kElement / kBlockCols;
-  unsigned char* out = nullptr;
-  MK_LOOP for (int first = 0; first < blocks; first += kTurn) {
-    if (first % kOfPage == 0) out = pages.full(page);
-    const auto taken = take(first);
-    for_pairs<Accumulators>(blocks - first, [&](int i, int h, int e) {
-      const int col = (first + i) % kOfPage * kBlockCols + acc.col(e);
-      put(taken, first, i, h, e, out + tile_offset(acc.row(h), col * kElement));
-    });
-    if ((first + kTurn) % kOfPage == 0 || first + kTurn >= blocks) pages.ready(page++);
-  }
-  return page;
-}
-
-// Accumulator blocks of both matrices of a gate/up matmul.
-template <class Blocks>
-struct Both {
-  Blocks gate, up;
-};
 
 // The data, such as addresses, that `to.store` needs for each tile row in which this lane has results.
 template <class Accumulators, class To>
@@ -133,40 +118,39 @@ MK_FN void store_heads(const Accumulators& acc, ToHeads to, const Matmul& m, int
   }
 }
 
-// Called by a warp whose rows are all outside the tile: releases each page of the matmul.
+// Runs a matmul instruction on a warp whose rows are outside the tile. The warp computes nothing, but like
+// every consumer warp it must release each stage.
 template <class Pages>
-MK_FN void pass_over(const Matmul& m, int steps, Pages& pages) {
-  for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
-    const int cols = lower_of(m.tile.cols - done, chunk_cols(m));
-    MK_LOOP for (const int end = page + steps * (m.two() || cols > kTileRows ? 3 : 2); page < end; ++page) {
-      pages.full(page);
-      pages.release(page);
+MK_FN void pass_over(const Call& c, Pages& pages) {
+  for_chunks(*c.dims, *c.task, [&](const Chunk& chunk) {
+    MK_LOOP for (int s = 0; s < chunk.steps(); ++s) {
+      pages.wait_stage();
+      pages.advance();
+      pages.release_stage();
     }
-    if (!by_pages(m.phase.result)) continue;
-    MK_LOOP for (int at = 0; at < cols; at += output_cols(m), ++page) {
-      pages.full(page);
-      pages.ready(page);
+    MK_LOOP for (int page = 0; page < chunk.outputs(); page += kStepPages) {
+      pages.wait_stage();
+      pages.ready();
     }
-  }
+    return true;
+  });
 }
 
 // Runs a matmul instruction on the tensor cores, on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
   using Accumulators = typename P::Accumulators;
-  const int steps = ceil_div(m.phase.inner, kTileInner);
-  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(m, steps, pages);  // this warpgroup has no rows
-  for (int done = 0, page = 0; done < m.tile.cols; done += chunk_cols(m)) {
+  const int steps = here(ceil_div(m.phase.inner, kTileInner));
+  if (c.warp / 4 * 64 >= m.tile.rows) return pass_over(c, pages);  // this warpgroup has no rows
+  for (int done = 0; done < m.tile.cols; done += chunk_cols(m)) {
     const int col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m)),
               blocks = ceil_div(cols, kBlockCols);
     Accumulators acc(c.warp);
     if (m.two() || cols > kTileRows) {
-      page = multiply<2>(pages, page, steps, acc);
+      multiply<2>(pages, steps, acc);
     } else {
-      page = multiply<1>(pages, page, steps, acc);
+      multiply<1>(pages, steps, acc);
     }
-    const auto taken = [&](int first) { return acc.template blocks<kTurn>(first); };
-    using Part = decltype(taken(0));
     switch (m.phase.result) {
       case Result::kHeads:
         store_heads(acc, ToHeads(c), m, col, cols);
@@ -178,34 +162,16 @@ MK_FN void gemm(const Call& c, const Matmul& m, Pages& pages) {
         break;
       }
       case Result::kResidual:
-      case Result::kStored: {
-        const ToResidual to(c);
-        page = fill_pages<4>(
-            pages, page, blocks, acc, taken, [&](const Part& v, int first, int i, int h, int e, void* at) {
-              *static_cast<Pair*>(at) =
-                  to.value(col + (first + i) * kBlockCols + acc.col(e), v.low(i, h, e), v.high(i, h, e));
-            });
+      case Result::kStored:
+        store_stages(acc, pages, ToResidual(c), col, blocks);
         break;
-      }
       case Result::kPartial:
-        page = fill_pages<2>(pages, page, blocks, acc, taken,
-                             [&](const Part& v, int, int i, int h, int e, void* at) {
-                               store_pair(static_cast<uint16_t*>(at), v.low(i, h, e), v.high(i, h, e));
-                             });
+        store_stages(acc, pages, ToPartial(c), col, blocks);
         break;
       case Result::kGated:
-      case Result::kGeluGated: {
-        const ToGated to(c);
-        page = fill_pages<2>(
-            pages, page, blocks, acc,
-            [&](int first) { return Both<Part>{taken(first), taken(kPageBlocks + first)}; },
-            [&](const Both<Part>& v, int first, int i, int h, int e, void* at) {
-              const int at_col = col + (first + i) * kBlockCols + acc.col(e);
-              store_pair(static_cast<uint16_t*>(at), to.value(at_col, v.gate.low(i, h, e), v.up.low(i, h, e)),
-                         to.value(at_col + 1, v.gate.high(i, h, e), v.up.high(i, h, e)));
-            });
+      case Result::kGeluGated:
+        store_stages(acc, pages, ToGated(c), col, blocks);
         break;
-      }
       case Result::kNone:
         break;
     }

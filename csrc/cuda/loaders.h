@@ -48,6 +48,15 @@ MK_FN void prefetch_ahead(P& p, Block<P>& block, const Params& params) {
   }
 }
 
+// Starts the loads of a page of tiles. One lane calls it.
+template <class P>
+MK_FN void load_tiles(P& p, const Params& params, const Block<P>& block, const PageUse& use,
+                      unsigned char* page, typename P::Barrier& full) {
+  const TensorMap& map = map_of(params, block.rank, use.buffer, use.whole);
+  if (use.whole) return p.load_tile(page, map, use.x, use.y, use.z, full);
+  use.for_boxes(0, 1, [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
+}
+
 // Starts the load of a page into slot `slot` of the ring. `rows` is the result of `pieces_of`.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
@@ -55,27 +64,45 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   unsigned char* page = block.pages[slot];
   typename P::Barrier& full = block.full[slot];
   p.expect(full, use.bytes());
-  const TensorMap& map = map_of(params, block.rank, use.buffer, use.whole);
-  if (use.whole) {
-    if (p.lane() == 0) {
-      if ((kHasExperts || uses_dots(block.dims)) && use.pieces) {
-        fetch_columns(p, params, block, use, page, full);
-      } else {
-        p.load_tile(page, map, use.x, use.y, use.z, full);
-      }
-    }
-  } else if (use.pieces) {
+  if (use.pieces && !use.whole) {
     use.for_boxes(p.lane(), P::kLanes, [&](const Box& box) {
       int64_t row = box.y;
       if (is_experts(task) && use.fill == Fill::kInputs) row = Routes(params, block.dims).input(task, box.y);
       const int64_t element = row * use.inner + box.x;
       p.load_bytes(page + box.at, rows + element * 2, box.bytes, full);
     });
-  } else {
-    use.for_boxes(p.lane(), P::kLanes,
-                  [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
+  } else if (p.lane() == 0) {
+    if ((kHasExperts || uses_dots(block.dims)) && use.pieces) {
+      fetch_columns(p, params, block, use, page, full);
+    } else {
+      load_tiles(p, params, block, use, page, full);
+    }
   }
   p.sync_warp();
+}
+
+// Fills a loader's part of the stages of a matmul on tensor cores. `next` is the number of the next stage.
+template <class P>
+MK_FN bool fill_stages(P& p, Block<P>& block, const Params& params, const Task& task, bool inputs,
+                       uint32_t& next) {
+  return for_chunks(block.dims, task, [&](const Chunk& chunk) {
+    PageUse first = chunk.operand(inputs ? 0 : 1), second = chunk.operand(2);
+    const bool both = !inputs && chunk.operands() == 3;
+    const uint32_t bytes = first.bytes() + (both ? second.bytes() : 0);
+    const int32_t steps = chunk.steps(), end = steps + ceil_div(chunk.outputs(), kStepPages);
+    MK_LOOP for (; first.x < end * kTileInner; first.x = second.x += kTileInner, ++next) {
+      const Page at = stage_of(next);
+      StageMemory<typename P::Barrier>& stage = block.stages[at.slot];
+      if (!p.wait(stage.empty, at.parity ^ 1, task.where)) return false;
+      const bool loads = first.x < steps * kTileInner && kAblation != Ablation::kCopies;
+      p.expect(stage.full[inputs], loads ? bytes : 0);
+      if (!loads || p.lane() != 0) continue;
+      unsigned char* page = block.pages[at.slot * kStepPages + !inputs];
+      load_tiles(p, params, block, first, page, stage.full[inputs]);
+      if (both) load_tiles(p, params, block, second, page + kPageBytes, stage.full[inputs]);
+    }
+    return true;
+  });
 }
 
 // For a matmul that is computed as dot products, returns the address from which a loader copies pieces of
@@ -136,8 +163,8 @@ class Asked {
 template <class P>
 MK_FN void load(P& p, Block<P>& block, const Params& params) {
   const bool inputs = p.warp() == kInputWarp;
-  bool live = true;
-  uint32_t page = 0;
+  bool live = true, staged = false;  // staged: the loader last filled stages, not pages
+  uint32_t page = 0, stage = 0;
   Asked<P> asked;
   for (uint32_t j = 0;; ++j) {
     Slot<P>& slot = block.slots[slot_of(j)];
@@ -160,8 +187,14 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
       block.ahead.j = j, block.ahead.page = 0;
     [[maybe_unused]] uint64_t& begin = block.ahead.begin;  // in shared memory, because registers are short
     if constexpr (P::kTrace) {
-      if (!inputs && p.lane() == 0) begin = 0;
+      if (!inputs && p.lane() == 0) begin = in_stages(block.dims, task) ? p.now() : 0;
     }
+    if (staged ? task.is(Operation::kAttention) || is_experts(task) : in_stages(block.dims, task)) {
+      // Stages take the place of pages, or the other way round, so the last instruction must have ended.
+      live = live && p.wait(block.slots[slot_of(j - 1)].retired, slot_parity(j - 1), task.where);
+      staged = !staged;
+    }
+    live = live && fill_stages(p, block, params, task, inputs, stage);
     live = live && for_pages(block.dims, block.step, task, [&](const PageUse& use) {
              if (inputs && use.opens) {
                if (!wait_item(p, params, block.dims, block.step, task, use.item)) return false;
@@ -180,7 +213,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
              const bool own = inputs == (use.fill != Fill::kWeights);
              if (!own) {
                p.arrive(block.empty[at.slot]);
-             } else if (kAblation == Ablation::kCopies || use.fill == Fill::kOutput) {
+             } else if (kAblation == Ablation::kCopies) {
                p.arrive(block.full[at.slot]);
              } else {
                if (windowed(block.dims) && !inputs) {
@@ -204,6 +237,10 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     p.arrive(slot.retired);
   }
   asked.settle(p, block, page);
+  MK_LOOP for (uint32_t n = stage; n-- > 0 && stage - n <= kStages;) {
+    const Page at = stage_of(n);
+    if (!p.wait_always(block.stages[at.slot].full[inputs], at.parity)) return;
+  }
 }
 
 }  // namespace mk

@@ -9,43 +9,47 @@ namespace mk {
 template <class P>
 class Pages {
  public:
-  // `first` is the number of the instruction's first page. Pages are numbered over all instructions of the
-  // block.
-  MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first)
-      : p_(p),
-        block_(block),
-        params_(params),
-        task_(task),
-        first_(first),
-        next_(first),
-        generic_(task.is(Operation::kAttention) || by_dots(block.dims, task)) {}
+  // `first`, `stage`: the instruction's first page and stage, numbered over all instructions of the block.
+  MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first, uint32_t stage)
+      : p_(p), block_(block), params_(params), task_(task), first_(first), next_(first), stage_(stage) {}
 
   // ring() is the address of the block's page ring; offset(i) is the distance of page i from it, in bytes.
-  MK_FN const unsigned char* ring() const { return block_.pages[0]; }
+  MK_FN unsigned char* ring() const { return block_.pages[0]; }
   MK_FN int32_t offset(int i) const { return page_of(first_ + i).slot * kPageBytes; }
 
-  // Waits until page i is filled or, if it is an output page, until this warp may write it. Returns its
-  // address.
+  // Waits until page i is filled. Returns its address.
   MK_FN unsigned char* full(int i) {
     const Page page = page_of(first_ + i);
     p_.wait(block_.full[page.slot], page.parity, task_.where);
     return block_.pages[page.slot];
   }
   // Releases pages i to i + n - 1: tells the loaders that this warp no longer needs them. Every consumer warp
-  // must release every page, except output pages. The next load of a page writes through the async proxy. If
-  // the warp has used ordinary reads (generic proxy), a fence must first order them before that load. Tensor
-  // cores read through the async proxy and need no fence.
+  // must release every page. A fence orders the warp's reads (generic proxy) before the next load of a page,
+  // which writes through the async proxy.
   MK_FN void release(int i, int n = 1) {
-    if (generic_) p_.fence_pages();
+    p_.fence_pages();
     for (const int end = i + n; i < end; ++i) p_.arrive(block_.empty[page_of(first_ + i).slot]);
     next_ += n;
   }
 
-  // Tells the storer that this warp has written its part of output page i.
-  MK_FN void ready(int i) {
+  // Matmuls on tensor cores go through stages in order. filled() returns whether the current stage is filled;
+  // wait_stage() waits until it is or, if it is for results, until this warp may write it.
+  MK_FN bool filled() {
+    const Page at = stage_of(stage_);
+    auto& full = block_.stages[at.slot].full;
+    return p_.all(p_.test(full[0], at.parity) & p_.test(full[1], at.parity));
+  }
+  MK_FN void wait_stage() {
+    const Page at = stage_of(stage_);
+    MK_LOOP for (auto& full : block_.stages[at.slot].full) p_.wait(full, at.parity, task_.where);
+  }
+  MK_FN void advance() { ++stage_; }
+  // Releases the stage before the current one. Tensor cores read through the async proxy and need no fence.
+  MK_FN void release_stage() { p_.arrive(block_.stages[stage_of(stage_ - 1).slot].empty); }
+  // Tells the storer that this warp has written its part of the current stage, and goes to the next one.
+  MK_FN void ready() {
     p_.fence_pages();
-    p_.arrive(block_.ready[page_of(first_ + i).slot]);
-    ++next_;
+    p_.arrive(block_.stages[stage_of(stage_++).slot].ready);
   }
 
   // These functions access the pages in order: take() waits for the next page that this warp has not
@@ -67,8 +71,10 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, task_, row, count);
   }
 
-  // Returns the number of this warp's next page; after an instruction, the next instruction's first.
+  // Return the numbers of this warp's next page and current stage; after an instruction, the next one's
+  // first.
   MK_FN uint32_t next() const { return next_; }
+  MK_FN uint32_t stage() const { return stage_; }
 
  private:
   P& p_;
@@ -76,8 +82,8 @@ class Pages {
   const Params& params_;
   const Task& task_;
   const uint32_t first_;
-  uint32_t next_;  // number of the first page that this warp has not yet released or written
-  const bool generic_;
+  uint32_t next_;   // number of the first page that this warp has not yet released
+  uint32_t stage_;  // number of the current stage
 };
 
 }  // namespace mk

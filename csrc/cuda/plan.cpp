@@ -5,7 +5,6 @@
 #include "plan.h"
 
 #include <map>
-#include <utility>
 
 #define MK_API extern "C" __attribute__((visibility("default")))
 
@@ -24,18 +23,8 @@ MatmulPages matmul_pages(const Sizes& d, const Phase& phase, int32_t rows, int32
   task.phase.operation = Operation::kMatmul;
   *reinterpret_cast<Tile*>(task.record + kOperandWord) = {.row = 0, .rows = rows, .col = 0, .cols = cols};
   MatmulPages out{};
-  // Tensor cores hold the pages of two successive steps at once. A step begins with a page of inputs.
-  int32_t before = 0, step = 0, outputs = 0;
   for_pages(d, StepView{}, task, [&](const PageUse& use) {
-    if (use.fill == Fill::kOutput) {
-      ++out.output;
-      out.last = higher_of(out.last, ++outputs);
-      return true;
-    }
-    outputs = 0;
-    if (use.fill == Fill::kInputs) before = std::exchange(step, 0);
     ++(use.fill == Fill::kInputs ? out.inputs : out.weights);
-    out.held = higher_of(out.held, before + ++step);
     return true;
   });
   if (uses_dots(d)) {
@@ -43,6 +32,14 @@ MatmulPages matmul_pages(const Sizes& d, const Phase& phase, int32_t rows, int32
     out.held_inputs = dot_input_pages(m);
     out.held = out.held_inputs + lower_of(out.weights, lap_weights(d, m));
   }
+  for_chunks(d, task, [&](const Chunk& chunk) {
+    out.held = kStages * kStepPages;
+    out.inputs += chunk.steps();
+    out.weights += chunk.steps() * (chunk.operands() - 1);
+    out.output += chunk.outputs();
+    out.last = higher_of(out.last, chunk.outputs());
+    return true;
+  });
   return out;
 }
 

@@ -16,7 +16,7 @@ namespace mk {
 constexpr int kBoxBytes = kBoxRows * 128, kHalfPage = kPageBytes / 2, kPieceBytes = kPiece * 2;
 constexpr int kPageBoxes = kTileRows / kBoxRows;
 
-enum class Fill : int32_t { kWeights, kInputs, kOutput };
+enum class Fill : int32_t { kWeights, kInputs };
 
 // One part of a page: a TMA box, or a piece of one row. It begins at element x of row y of the buffer, and at
 // byte `at` of the page. It has `bytes` bytes.
@@ -29,12 +29,12 @@ struct Box {
 // The contents of a page: `boxes` boxes or pieces. They are numbered down columns that are one box or piece
 // wide, with `per` boxes or pieces in a column.
 struct PageUse {
-  Fill fill;
+  Fill fill = Fill::kInputs;
   bool pieces = false;  // the format: pieces if true, otherwise tiles
   bool whole = false;   // whether one bulk copy loads the page; false if the page is not full
   Buffer buffer;
   // Where the first column begins in the buffer: element x, row y, matrix number z.
-  int32_t x, y, z = 0;
+  int32_t x = 0, y, z = 0;
   int32_t row = 0;  // index, in the first column, of the page's first box or piece
   int32_t boxes, per = kPageBoxes;
   int32_t step = 1;    // pieces: distance between successive pieces, in rows of the buffer
@@ -129,9 +129,7 @@ MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
   return layer_of_weights(d, task) * matrices;
 }
 
-// Returns how many output columns a matmul on tensor cores computes at a time (a chunk). For each chunk, the
-// ring first gets pages of inputs and weights, kTileInner elements of the inner dimension per step, and then
-// pages for the chunk's results.
+// Returns how many output columns a matmul on tensor cores computes at a time (a chunk).
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
 // Whether the results are written to output pages, which the storer copies to global memory.
 MK_FN bool by_pages(Result result) {
@@ -155,56 +153,53 @@ MK_FN int32_t output_cols(const Matmul& m) {
   return m.phase.result == Result::kResidual || m.phase.result == Result::kStored ? 32 : 64;
 }
 
+// Whether the task uses stages (block.h) instead of pages: a matmul on tensor cores does.
+MK_FN bool in_stages(const Sizes& d, const Task& task) {
+  return !uses_dots(d) && task.is(Operation::kMatmul);
+}
+
+// A chunk of a matmul on tensor cores: `cols` columns from column `col` on. Each k step takes a stage, with
+// a page of inputs and one of weights for the first kTileRows columns. A third page has the second matrix
+// or, with one matrix, the other columns. Results may take further stages, with up to kStepPages pages each.
+struct Chunk {
+  const Sizes& d;
+  Matmul m;
+  int32_t matrix, col, cols;
+
+  MK_FN int32_t steps() const { return ceil_div(m.phase.inner, kTileInner); }
+  MK_FN int32_t operands() const { return m.two() || cols > kTileRows ? 3 : 2; }
+  MK_FN int32_t outputs() const { return by_pages(m.phase.result) ? ceil_div(cols, output_cols(m)) : 0; }
+  // Returns a page of the first step's operands: the inputs if `member` is 0, otherwise weights.
+  MK_FN PageUse operand(int32_t member) const {
+    if (member == 0) return page(m.phase.inputs, m.tile.row, 0, m.tile.rows);
+    const int32_t first = member == 2 && !m.two() ? kTileRows : 0, z = m.two() ? matrix + member - 1 : matrix;
+    return page(m.phase.weights, col + first, z, lower_of(cols - first, kTileRows));
+  }
+  // Returns page number `i` of the results.
+  MK_FN PageUse output(int32_t i) const {
+    const bool partial = m.phase.result == Result::kPartial;
+    const int32_t y = partial ? d.reduce_place(m.tile.row) : m.tile.row;
+    PageUse out = page(m.phase.output, y, partial ? d.rank : 0, m.tile.rows);
+    out.x = col + i * output_cols(m);
+    return out;
+  }
+
+ private:
+  MK_FN static PageUse page(Buffer buffer, int32_t y, int32_t z, int32_t rows) {
+    const int32_t boxes = ceil_div(rows, kBoxRows);
+    return {.whole = boxes == kPageBoxes, .buffer = buffer, .y = y, .z = z, .boxes = boxes};
+  }
+};
+
+// Calls each(Chunk) for the chunks of a task in stages. Stops and returns false once `each` does.
 template <class Each>
-MK_FN bool tensor_pages(const Sizes& d, const Task& task, Each&& each) {
+MK_FN bool for_chunks(const Sizes& d, const Task& task, Each&& each) {
+  if (!in_stages(d, task)) return true;
   const Matmul m = matmul_of(task);
-  const bool partial = m.phase.result == Result::kPartial;
-  const int32_t row_boxes = ceil_div(m.tile.rows, kBoxRows);
   const int32_t matrix = first_matrix(d, task, m.phase.matrices);
-  const int32_t out_z = partial ? d.rank : 0;
-  const int32_t out_y = partial ? d.reduce_place(m.tile.row) : m.tile.row;
   MK_LOOP for (int32_t done = 0; done < m.tile.cols; done += chunk_cols(m)) {
-    const int32_t col = m.tile.col + done, cols = lower_of(m.tile.cols - done, chunk_cols(m));
-    const int32_t outputs = by_pages(m.phase.result) ? cols : 0;
-    // Each step along the inner dimension uses a page of inputs and one of weights for the first
-    // kTileRows columns. A third page has the second matrix or, with one matrix, the other columns.
-    const int32_t members = m.two() || cols > kTileRows ? 3 : 2;
-    int32_t x = 0, member = 0, out = 0;
-    while (x < m.phase.inner || out < outputs) {
-      PageUse use{.fill = Fill::kInputs,
-                  .whole = row_boxes == kPageBoxes,
-                  .buffer = m.phase.inputs,
-                  .x = x,
-                  .y = m.tile.row,
-                  .boxes = row_boxes};
-      if (x >= m.phase.inner) {
-        use = {.fill = Fill::kOutput,
-               .buffer = m.phase.output,
-               .x = col + out,
-               .y = out_y,
-               .z = out_z,
-               .boxes = row_boxes};
-        out += output_cols(m);
-      } else {
-        if (member > 0) {
-          const int32_t first = !m.two() && member == 2 ? kTileRows : 0;
-          const int32_t boxes = ceil_div(lower_of(cols - first, kTileRows), kBoxRows);
-          const int32_t z = m.two() ? matrix + member - 1 : matrix;
-          use = {.fill = Fill::kWeights,
-                 .whole = boxes == kPageBoxes,
-                 .buffer = m.phase.weights,
-                 .x = x,
-                 .y = col + first,
-                 .z = z,
-                 .boxes = boxes};
-        }
-        if (++member == members) {
-          member = 0;
-          x += kTileInner;
-        }
-      }
-      if (!each(use)) return false;
-    }
+    const int32_t cols = lower_of(m.tile.cols - done, chunk_cols(m));
+    if (!each(Chunk{d, m, matrix, m.tile.col + done, cols})) return false;
   }
   return true;
 }
@@ -395,10 +390,8 @@ template <class Each>
 MK_FN bool for_pages(const Sizes& d, const StepView& s, const Task& task, Each&& each) {
   switch (static_cast<PagedOperation>(task.phase.operation)) {  // all other operations use no pages
     case PagedOperation::kExperts:
-      if constexpr (!kHasExperts) break;
-      [[fallthrough]];
     case PagedOperation::kMatmul:
-      return by_dots(d, task) ? dot_pages(d, task, each) : tensor_pages(d, task, each);
+      return !by_dots(d, task) || dot_pages(d, task, each);
     case PagedOperation::kAttention: {
       MK_LOOP for (int32_t item = first_item(s, task); item < end_item(s, task); ++item) {
         if (!item_pages(d, s, task, item, each)) return false;

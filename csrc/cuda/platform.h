@@ -45,7 +45,7 @@
 //   void store_tile(const TensorMap&, int x, int y, int z, const void* from), add_tile(..): store a
 //     tile, or add it (float32) to memory
 //   void commit(): groups this warp's stores since the previous commit
-//   void wait_read(int pending): waits until all groups except the last `pending` have read their pages
+//   void wait_read(): waits until all groups have read their pages
 //   void wait_stores(): waits until the warp's stores are visible to any thread that sees what it does
 //     next
 //   void fence_async(): orders this warp's ordinary accesses (generic proxy) before later asynchronous
@@ -60,6 +60,7 @@
 //   int claim(int32_t*, uint32_t base, int end): takes the next number in [0, end) from a counter whose
 //     value was `base` before the launch; returns -1 if all numbers are taken
 //   int arrive_acq_rel(int32_t*): adds 1 with acquire and release, and returns the previous value
+//   bool all(bool): returns whether all lanes pass true
 //   void sync_warp(): makes earlier writes of one lane visible to all lanes
 //   void consumer_sync(): synchronises the consumer warps of the block
 //   bool aborted(): polls whether the launch was aborted

@@ -2,7 +2,7 @@
 //   row(r)     returns what `store` needs of output row r, such as addresses
 //   column(c)  returns what `store` needs of the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
-//   value      returns what a matmul on tensor cores writes to an output page instead of calling `store`
+//   pair       returns what a matmul on tensor cores writes to a stage for two columns (of both if kTwo)
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -134,6 +134,9 @@ class ToHeads {
 // The common base of all destinations except ToHeads. `store` needs only the column's number.
 class To {
  public:
+  using Element = uint16_t;
+  static constexpr bool kTwo = false;
+
   MK_FN explicit To(const Call& c) : c_(c), bias_(bias_of(c)) {}
 
   MK_FN int column(int col) const { return col; }
@@ -160,16 +163,17 @@ class ToResidual : public To {
  public:
   using To::To;
   using Row = float*;
+  using Element = float;
 
   MK_FN Row row(int r) const { return c_.at<float>(c_.phase().output) + int64_t{r} * c_.phase().width; }
-  MK_FN Pair value(int col, float a, float b) const {
-    if (!bias_) return {a, b};
+  MK_FN Pair pair(int col, Pair sums, Pair) const {
+    if (!bias_) return sums;
     const Pair bias = *reinterpret_cast<const Pair*>(bias_ + col);
-    return {a + bias.a, b + bias.b};
+    return {sums.a + bias.a, sums.b + bias.b};
   }
   MK_FN void store(Row row, int col, float a, float b) const {
-    c_.phase().result == Result::kStored ? store_pair(row + col, value(col, a, b))
-                                         : add_pair(row + col, value(col, a, b));
+    const Pair sums = pair(col, {a, b}, {});
+    c_.phase().result == Result::kStored ? store_pair(row + col, sums) : add_pair(row + col, sums);
   }
 };
 
@@ -183,6 +187,7 @@ class ToPartial : public To {
     Ranks ranks;
     int64_t at;
   };
+  MK_FN Pair pair(int, Pair sums, Pair) const { return sums; }
 
   MK_FN Row row(int r) const {
     const Sizes& d = *c_.dims;
@@ -200,10 +205,14 @@ class ToPartial : public To {
 class ToGated : public To {
  public:
   using Row = uint16_t*;
+  static constexpr bool kTwo = true;
 
   MK_FN explicit ToGated(const Call& c) : To(c), gelu_(c.phase().result == Result::kGeluGated) {}
 
   MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
+  MK_FN Pair pair(int col, Pair gate, Pair up) const {
+    return {value(col, gate.a, up.a), value(col + 1, gate.b, up.b)};
+  }
   MK_FN float value(int col, float gate, float up) const {
     if (bias_) gate += bias_[col], up += bias_[c_.phase().width + col];
     if (is_experts(*c_.task) && c_.dims->clipped_gates) {

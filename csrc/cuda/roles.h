@@ -23,8 +23,13 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     block.step = step_view(params.step_words, block.dims);
     MK_LOOP for (int i = 0; i < kRing; ++i) {
       p.init(block.full[i], 1);
-      p.init(block.ready[i], kConsumerWarps);
       p.init(block.empty[i], kConsumerWarps + 1);
+    }
+    MK_LOOP for (auto& stage : block.stages) {
+      p.init(stage.full[0], 1);
+      p.init(stage.full[1], 1);
+      p.init(stage.ready, kConsumerWarps);
+      p.init(stage.empty, kConsumerWarps);
     }
     for (Late& late : block.late) late.what = nullptr;
     block.ahead = {};

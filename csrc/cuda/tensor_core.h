@@ -28,7 +28,7 @@ MK_FN constexpr uint64_t k_major_descriptor(uint32_t shared_address) {
   return (shared_address & 0x3FFFF) / kUnit | uint64_t{1} << 16 | kEightRows / kUnit << 32 |
          kSwizzle128 << 62;
 }
-constexpr uint64_t kDescriptorStep = 32 / 16;
+constexpr int kDescriptorStep = 32 / 16;
 
 // Which elements of an mma.m16n8k16 fragment a lane holds. Of the result C, a lane has two adjacent columns
 // of row lane / 4 (half = 0) and the same columns of the row 8 below (half = 1). wgmma accumulators have the

@@ -11,8 +11,8 @@
 
 namespace mk {
 
-// Identifies a barrier of a block: its purpose, and the index of the ring page or instruction slot to which
-// the barrier belongs.
+// Identifies a barrier of a block: its purpose, and the index of the page, stage or instruction slot to
+// which the barrier belongs.
 struct BarrierName {
   Awaited what;
   int32_t slot;
@@ -21,8 +21,13 @@ template <class Barrier>
 MK_FN BarrierName name_of(const BlockMemory<Barrier>& block, const Barrier& barrier) {
   MK_LOOP for (int32_t s = 0; s < kRing; ++s) {
     if (&barrier == &block.full[s]) return {Awaited::kFull, s};
-    if (&barrier == &block.ready[s]) return {Awaited::kReady, s};
     if (&barrier == &block.empty[s]) return {Awaited::kEmpty, s};
+  }
+  MK_LOOP for (int32_t s = 0; s < kStages; ++s) {
+    const StageMemory<Barrier>& stage = block.stages[s];
+    if (&barrier == &stage.full[0] || &barrier == &stage.full[1]) return {Awaited::kFilled, s};
+    if (&barrier == &stage.ready) return {Awaited::kReady, s};
+    if (&barrier == &stage.empty) return {Awaited::kFree, s};
   }
   MK_LOOP for (int32_t s = 0;; ++s) {
     const SlotMemory<Barrier>& slot = block.slots[s];

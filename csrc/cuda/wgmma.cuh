@@ -1,6 +1,7 @@
 // Multiplies matrices with wgmma. The accumulators hold one consumer warp's 16 rows of an output tile of
 // [128 rows][256 columns].
 #pragma once
+#include "params.h"
 #include "tensor_core.h"
 
 namespace mk {
@@ -11,21 +12,32 @@ namespace mk {
 #define MK_ACC_32(v, i) MK_ACC_8(v, i), MK_ACC_8(v, i + 8), MK_ACC_8(v, i + 16), MK_ACC_8(v, i + 24)
 #define MK_ACC_64(v, i) MK_ACC_32(v, i), MK_ACC_32(v, i + 32)
 
-// Starts v += a * transpose(b), where v is [64 rows][128 columns], a [64][16] and b [128][16]. The four warps
-// of a warpgroup must call it together. It does not wait for the result.
-__device__ __forceinline__ void multiply_128(float* v, uint64_t a, uint64_t b) {
-  asm volatile(
-      "{ .reg .pred p; setp.eq.u32 p, 0, 0;"
-      " wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p, 1, 1, 0, 0; }"
-      : MK_ACC_64(v, 0)
-      : "l"(a), "l"(b));
+#define MK_10(tens)                                                                                    \
+  "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens "6, %" #tens \
+  "7, %" #tens "8, %" #tens "9, "
+#define MK_60 MK_10() MK_10(1) MK_10(2) MK_10(3) MK_10(4) MK_10(5)
+#define MK_120 MK_60 MK_10(6) MK_10(7) MK_10(8) MK_10(9) MK_10(10) MK_10(11)
+#define MK_WGMMA(columns, results, operands)                                        \
+  "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n" #columns \
+  "k16.f32.bf16.bf16 {" results "}, " operands ", p, 1, 1, 0, 0; }"
+
+// Starts v += a * transpose(b), where v is [64 rows][128 * kHalves columns], a [64][16] and b [128 *
+// kHalves][16]. The four warps of a warpgroup must call it together. It does not wait for the result.
+template <int kHalves>
+__device__ __forceinline__ void start_wgmma(float* v, uint64_t a, uint64_t b) {
+  if (kHalves == 1) {
+    asm volatile(MK_WGMMA(128, MK_60 "%60, %61, %62, %63", "%64, %65") : MK_ACC_64(v, 0) : "l"(a), "l"(b));
+  } else {
+    asm volatile(MK_WGMMA(256, MK_120 "%120, %121, %122, %123, %124, %125, %126, %127", "%128, %129")
+                 : MK_ACC_64(v, 0), MK_ACC_64(v, 64)
+                 : "l"(a), "l"(b));
+  }
 }
 
+#undef MK_WGMMA
+#undef MK_120
+#undef MK_60
+#undef MK_10
 #undef MK_ACC_64
 #undef MK_ACC_32
 #undef MK_ACC_8
@@ -47,17 +59,18 @@ class Accumulators {
   // The first of the lane's two columns within a block of 8.
   __device__ __forceinline__ int col(int) const { return fragment_col(lane_); }
 
-  // Adds the products of page a [128 rows][64] with page b0 [128 columns][64] and, if kHalves is 2, with page
-  // b1, which has the other 128 columns. The tensor cores may read the pages until settle().
+  // Adds the products of the inputs [128 rows][64] and the weights [128 * kHalves columns][64] of a stage
+  // of the ring. The tensor cores may read the stage until settle().
   template <int kHalves>
-  __device__ __forceinline__ void step(const void* a, const void* b0, const void* b1) {
-    const uint64_t at = k_major_descriptor(shared(a) + warp_ / 4 * 64 * kTileRowBytes);
-    const uint64_t first = k_major_descriptor(shared(b0));
+  __device__ __forceinline__ void step(const void* ring, int stage) {
+    constexpr int kStage = kStepPages * kPageBytes / 16, kHalf = 64 * kTileRowBytes / 16;
+    constexpr uint64_t kUpper = k_major_descriptor(0) >> 32 << 32;  // only the lower half differs
+    const int first = static_cast<int>(k_major_descriptor(shared(ring))) + stage * kStage,
+              a = here(first + warp_ / 4 * kHalf), b = here(first + 2 * kHalf);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    const uint64_t second = kHalves == 2 ? k_major_descriptor(shared(b1)) : 0;
     MK_UNROLL for (int k = 0; k < 4; ++k) {
-      multiply_128(v_, at + k * kDescriptorStep, first + k * kDescriptorStep);
-      if (kHalves == 2) multiply_128(v_ + 64, at + k * kDescriptorStep, second + k * kDescriptorStep);
+      start_wgmma<kHalves>(v_, kUpper | static_cast<uint32_t>(a + k * kDescriptorStep),
+                           kUpper | static_cast<uint32_t>(b + k * kDescriptorStep));
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
@@ -83,7 +96,7 @@ class Accumulators {
     return out;
   }
 
-  // Waits until all calls of step() but the last `kPending` have read their pages. If kPending is 0, the
+  // Waits until all calls of step() but the last `kPending` have read their stages. If kPending is 0, the
   // results are complete after the wait.
   template <int kPending>
   __device__ __forceinline__ void settle() {

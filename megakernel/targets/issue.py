@@ -48,8 +48,8 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, paths: di
         pair = np.where(rows > 1, one["dot_pairs"] + (rows - 2) * one["dot_row"], one["dot_pair"])
         consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + one["dot_unit"])
     else:
-        weight_page = input_page = one["tile_page"]
-        consumers = ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP) * one["k_step"]
+        steps = np.asarray(ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP), np.float64)
+        return Roles(steps * one["tile_step"], steps * one["tile_step"], steps * one["k_step"])
     return Roles(
         pages.weights * weight_page + pages.inputs * one["pass_page"],
         pages.inputs * input_page + pages.weights * one["pass_page"],

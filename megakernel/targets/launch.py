@@ -24,14 +24,16 @@ PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # the program's lists of instructio
 # The first warps of a thread block, in order. All further warps are consumers, which compute.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# What a warp may wait for, with a text for error messages: a counter, or a shared-memory barrier of a page or an
-# instruction (csrc/cuda/block.h). {} stands for the index of the counter, or of the page or instruction in its ring.
+# What a warp may wait for, with a text for error messages: a counter, or a shared-memory barrier of a page, a
+# stage or an instruction (csrc/cuda/block.h). {} stands for the index of the counter, or its place in its ring.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
     "full": "page {} to be filled",
-    "ready": "page {} to be written",
     "empty": "page {} to be released",
+    "filled": "stage {} to be filled",
+    "ready": "stage {} to be written",
+    "free": "stage {} to be released",
     "fetched": "the next instruction, in slot {}",
     "inputs": "the counters of the instruction in slot {} to reach their totals",
     "loaded": "the loads of the instruction in slot {} to be requested",

@@ -9,9 +9,8 @@ on the kind of instruction:
 
 tensor     Matmuls on tensor cores (`dims.worker.units` is TENSOR). The output columns of all weight matrices, side by
            side, are divided into chunks of CHUNK columns, and the inner dimension into k steps of K_STEP elements. Each
-           k step of each chunk takes one page of input rows, then one page for each PAGE_ROWS columns of the chunk.
-           These pages are released while the products of the next k step are computed. Output pages follow if the
-           output is stored through pages.
+           k step of each chunk takes a stage of the ring, which is STEP_PAGES successive pages: one page of input rows,
+           then one page for each PAGE_ROWS columns of the chunk. Stages for outputs follow if pages store them.
 dots       Matmuls as dot products (`dims.worker.units` is DOTS). Weight columns and input rows are divided into pieces
            of DOT_PIECE elements, and a page has PIECES pieces. A weight page has one piece of each of PIECES columns.
            Weight pages come in pairs, so that one warp has both columns of a RoPE pair, or a gate column and its up
@@ -46,7 +45,7 @@ BOX_ROWS = 32
 CHUNK = 256
 K_STEP = ROW_BYTES // 2  # bfloat16 elements per row
 STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages for K_STEP elements of CHUNK weight columns, and of the inputs
-STAGES = 2  # an instruction holds at once the pages of two steps of K_STEP elements each
+STAGES = 4  # stages in the ring buffer of pages, each with STEP_PAGES pages
 WARPGROUP_ROWS = 64  # rows that one wgmma instruction multiplies
 MAPS = 2  # tensor maps per buffer: one for boxes of BOX_ROWS rows, one for whole pages
 DOT_PIECE = 1024

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megakernel.errors import MegakernelError
 from megakernel.machine import CPU, HOST, Core, Machine, Path
 from megakernel.targets.launch import CLAIM_SLOTS, PAGE_BYTES, SLOTS
-from megakernel.targets.pages import AHEAD_PAGES, QUERY_TILE, STEP_PAGES, WINDOW_PAGES
+from megakernel.targets.pages import AHEAD_PAGES, QUERY_TILE, STAGES, STEP_PAGES, WINDOW_PAGES
 
 Floats = NDArray[np.float64]
 Rates = tuple[tuple[float, float], ...]  # (rows, rate), rows ascending
@@ -49,6 +49,7 @@ class TaskCosts:
     page_bytes: float = 0.0  # how many bytes of weights it prefetches at a time
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
     stage_bytes: float = 0.0  # bytes that must have arrived together before arithmetic on them starts
+    ahead_steps: float = 0.0  # how many k steps of loads may be ahead of the arithmetic of matrix units
 
     # The maximum number of instructions that a worker has begun to set up and not yet stored. With 1, none overlap.
     in_flight: int
@@ -92,7 +93,7 @@ class TaskCosts:
 
 
 _UNLIMITED = 1e30
-_LOADING = ("weight_page", "input_page", "tile_page", "pass_page")
+_LOADING = ("weight_page", "input_page", "tile_step", "pass_page")
 _COMPUTING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
 
 
@@ -147,6 +148,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
         page_bytes=float(PAGE_BYTES),
         ring_bytes=float(machine.tiles.pages * PAGE_BYTES),
         stage_bytes=float(STEP_PAGES * PAGE_BYTES),
+        ahead_steps=float(STAGES - 1),
         in_flight=SLOTS,
         claim_in_flight=CLAIM_SLOTS,
         roles=True,

@@ -44,7 +44,7 @@ from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TAS
 from megakernel.targets.hopper import loads
 from megakernel.targets.issue import matmul_issue, sample_steps
 from megakernel.targets.launch import PAGE_BYTES
-from megakernel.targets.pages import STAGES, attention_pages, computed_rows, matmul_pages, one_row, tile_work
+from megakernel.targets.pages import STEP_PAGES, attention_pages, computed_rows, matmul_pages, one_row, tile_work
 
 Ints = NDArray[np.int64]
 _Items = tuple[Ints, Ints, Ints]  # per attention item: its task, its index in the step table, its record's index
@@ -294,20 +294,17 @@ def _paged(
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
     # The last columns are stored through pages of the ring. The next instruction loads into the pages after these.
-    tasks.set(task, ring_bytes=PAGE_BYTES * (taken.weights + taken.inputs), output_bytes=PAGE_BYTES * taken.last)
+    tasks.set(task, ring_bytes=PAGE_BYTES * STEP_PAGES * taken.inputs, output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
     computed = computed_rows(rows).astype(np.float64)
     matrix_s = costs.seconds(costs.matmul_flops, flops.astype(np.float64), computed)
     # Between two k steps, both warpgroups do other work at the same time, so the matrix units are idle then.
     computing_s = matrix_s + consumers_s
-    held_pages = np.maximum(taken.held, 1)
-    step_pages = held_pages / STAGES
-    ahead_steps = (dims.worker.ring_pages - held_pages) / step_pages
     arriving_s = loaded / (costs.cache_bytes_per_s / workers)
-    return np.maximum(in_turn_s(computing_s, arriving_s, ahead_steps), loaders_s), np.zeros(len(task))
+    return np.maximum(in_turn_s(computing_s, arriving_s, costs.ahead_steps), loaders_s), np.zeros(len(task))
 
 
-def in_turn_s(one: Floats, other: Floats, steps: Floats) -> Floats:
+def in_turn_s(one: Floats, other: Floats, steps: float) -> Floats:
     """Return the seconds of two stages of a pipeline that take `one` and `other` seconds on average. One may be up to
     `steps` steps of work ahead of the other.
 
@@ -316,7 +313,7 @@ def in_turn_s(one: Floats, other: Floats, steps: Floats) -> Floats:
     """
     slow, fast = np.maximum(one, other), np.minimum(one, other)
     part = np.clip(fast / np.maximum(slow, 1e-30), 0.0, 1 - 1e-9)
-    seconds: Floats = slow * (1 - part ** (steps + 1)) / (1 - part ** np.maximum(steps, 1e-9))
+    seconds: Floats = slow * (1 - part ** (steps + 1)) / (1 - part**steps)
     return seconds
 
 

@@ -56,7 +56,7 @@ BOTH = {
 }
 TENSOR = BOTH | {
     "gemm.h": {
-        "HGMMA.64x128x16.F32.BF16": "matmuls on the tensor cores",
+        "HGMMA.64x256x16.F32.BF16": "matmuls on the tensor cores",
         "WARPGROUP.DEPBAR.LE gsb0, 0x1": "two of their groups in flight",
         "SHFL.BFLY": "a head's squares over the lanes of a row",
     },

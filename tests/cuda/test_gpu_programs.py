@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from built_once import ROOT, library
 from gpu_programs import SHAPES, h100, make, plan
 from launch_image import LaunchImage
 from runner import Piece, Runner
@@ -58,11 +57,9 @@ def test_the_cuda_interpreter_computes_the_dense_model(shape: str) -> None:
         assert error(np.stack(found), dense) <= 1.5 * error(in_bf16, dense), tp
 
 
-@pytest.mark.parametrize("matmul", ["tensor", "dots"])
-def test_one_copy_fills_a_page_where_it_can(matmul: str) -> None:
-    """With such sizes, each page of weights, of keys and of values is filled by one copy. Weights are in pieces of rows
-    for dot products, and otherwise in tiles."""
-    _, program, table = make("whole pages", 1, Options(matmul=matmul))
+def test_one_copy_fills_a_page_where_it_can() -> None:
+    """With such sizes, each page of weights, of keys and of values is filled by one copy."""
+    _, program, table = make("whole pages", 1, Options(matmul="dots"))
     whole, pages = set(), 0
     for record in program.body.records:
         phase = program.forward.by_number[int(phase_number(record))]
@@ -70,14 +67,4 @@ def test_one_copy_fills_a_page_where_it_can(matmul: str) -> None:
         assert bool(planned) == (phase.is_matmul or phase.operation is Operation.ATTENTION)
         whole |= {(fill, pieces > 0) for fill, pieces, one in planned if one}
         pages += sum(one == 0 for fill, _, one in planned if fill == WEIGHTS)
-    assert whole == {(WEIGHTS, matmul == "dots"), (INPUTS, False)} and pages == 0
-
-
-def test_output_pages_spread_over_the_banks() -> None:
-    """When the lanes of a warp store bf16 pairs (4 bytes) in eight rows, each lane uses another shared-memory bank."""
-    layouts = library(ROOT / "tests" / "support" / "layouts_harness.cpp")
-    for block in range(8):
-        rows = [layouts.fragment_row(lane, 0) for lane in range(32)]
-        cols = [8 * block + layouts.fragment_col(lane) for lane in range(32)]
-        banks = {layouts.tile_offset(row, 2 * col) // 4 % 32 for row, col in zip(rows, cols, strict=True)}
-        assert len(banks) == 32
+    assert whole == {(WEIGHTS, True), (INPUTS, False)} and pages == 0

@@ -93,7 +93,7 @@ CONTROLLER, WEIGHTS, STORER, CONSUMERS = 0, 1, 2, 4  # numbers of warps; the eig
         ),
         # One consumer does not end its arithmetic, so the storer gets no output.
         (
-            [(STORER, "ready", 5, 0), *((CONSUMERS + n, "full", 4, 1) for n in range(7)), (WEIGHTS, "empty", 4, 0)],
+            [(STORER, "ready", 1, 0), *((CONSUMERS + n, "filled", 2, 1) for n in range(7)), (WEIGHTS, "free", 2, 0)],
             "storer of rank 0 worker 1 .* and consumer 7 is still at work",
         ),
         # A consumer did not report the end of an instruction: the others wait for the next one.

@@ -155,9 +155,9 @@ def test_stages_of_a_pipeline_wait_for_each_other() -> None:
     """Of two equally fast stages with room for n steps between them, each works n / (n + 1) of the time."""
     one = np.ones(1)
     for steps in (1.0, 2.0, 7 / 3):
-        assert in_turn_s(one, one, np.array([steps]))[0] == pytest.approx((steps + 1) / steps, rel=1e-6)
-    assert in_turn_s(one, 0 * one, one)[0] == 1 == in_turn_s(0 * one, one, one)[0]
-    assert in_turn_s(one, one / 2, np.array([50.0]))[0] == pytest.approx(1)
+        assert in_turn_s(one, one, steps)[0] == pytest.approx((steps + 1) / steps, rel=1e-6)
+    assert in_turn_s(one, 0 * one, 1.0)[0] == 1 == in_turn_s(0 * one, one, 1.0)[0]
+    assert in_turn_s(one, one / 2, 50.0)[0] == pytest.approx(1)
 
 
 def test_inputs_of_a_matmul_are_loaded_again_in_each_lap() -> None:

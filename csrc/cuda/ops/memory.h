@@ -98,6 +98,7 @@ MK_FN void add_pair(float* to, const Pair& value) {
 }
 // Stores two values, rounded to bf16.
 MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
+MK_FN void store_pair(uint16_t* to, const Pair& value) { store_pair(to, value.a, value.b); }
 
 // Eight consecutive elements of a row as float32; the first index is a multiple of eight.
 struct Eight {

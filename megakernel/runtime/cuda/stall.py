@@ -103,13 +103,14 @@ def _inside(waits: Sequence[Wait], oldest: Sequence[Wait]) -> Wait:
     - A loader waits. A consumer has not released a page.
     """
     consumers = [w for w in waits if w.consumer >= 0]
-    to_be_filled = {(w.index, 1 - w.expected) for w in waits if w.kind == "empty"}
-    unloaded = [w for w in oldest if w.consumer >= 0 and w.kind == "full" and (w.index, w.expected) not in to_be_filled]
+    unreleased = [w for w in waits if w.kind in ("empty", "free")]
+    to_be_filled = {(w.index, 1 - w.expected) for w in unreleased}
+    unfilled = [w for w in oldest if w.consumer >= 0 and w.kind in ("full", "filled")]
+    unloaded = [w for w in unfilled if (w.index, w.expected) not in to_be_filled]
     storer = [w for w in oldest if w.warp == _STORER]
     behind = [w for w in oldest if w.consumer >= 0]
     silent = len(consumers) < _CONSUMERS
     unstored = storer if silent or not behind else []
-    unreleased = [w for w in waits if w.kind == "empty"]
     others = sorted(waits, key=lambda w: (w.kind == "fetched", w.kind != "inputs", w.warp))
     return [*unloaded, *unstored, *unreleased, *storer, *others][0]
 

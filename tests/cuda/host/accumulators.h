@@ -1,6 +1,7 @@
 // The host's replacement for wgmma. It computes a consumer warp's 16 rows of a tile from shared-memory pages,
 // which have the same layout as on the device.
 #pragma once
+#include "../../../csrc/cuda/params.h"
 #include "../../../csrc/cuda/tensor_core.h"
 
 namespace mk {
@@ -15,13 +16,14 @@ class HostAccumulators {
   int col(int e) const { return 2 * e; }
 
   template <int kHalves>
-  void step(const unsigned char* a, const unsigned char* b0, const unsigned char* b1) {
+  void step(const unsigned char* ring, int stage) {
+    const unsigned char* a = ring + stage * (kStepPages * kPageBytes);
     // Elements are read from the pages once, because finding them takes longer than multiplying them. The
     // arrays are static, because a fibre's stack is small.
     static float left[kRows][kDepth], right[2 * 128][kDepth];
     for (int k = 0; k < kDepth; ++k) {
       for (int h = 0; h < kRows; ++h) left[h][k] = tile_element(a, row(h), k);
-      for (int c = 0; c < kHalves * 128; ++c) right[c][k] = tile_element(c < 128 ? b0 : b1, c % 128, k);
+      for (int c = 0; c < kHalves * 128; ++c) right[c][k] = tile_element(a, 128 + c, k);
     }
     for (int h = 0; h < kRows; ++h) {
       for (int c = 0; c < kHalves * 128; ++c) {

@@ -11,6 +11,15 @@
 namespace mk {
 namespace {
 
+// Whether each lane uses another shared-memory bank when a warp stores bf16 pairs (4 bytes) in eight rows.
+constexpr bool spread(int block) {
+  uint32_t banks = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    banks |= 1u << tile_offset(fragment_row(lane, 0), (8 * block + fragment_col(lane)) * 2) / 4 % 32;
+  return banks == ~0u && (block == 0 || spread(block - 1));
+}
+static_assert(spread(7));
+
 void run(HostWarp& warp, Block<HostWarp>& block, const Params& params, int32_t index) {
   set_up(warp, block, params, index);
   if (warp.warp() < kConsumerWarp) {

@@ -114,6 +114,7 @@ class HostWarp {
   void init(Barrier& barrier, int arrivals) { barrier.arrivals = barrier.pending = arrivals; }
   void sync_block() { meet(block_.all, kWarps); }
   void consumer_sync() { meet(block_.consumers, kConsumerWarps); }
+  bool all(bool held) { return held; }
   void sync_warp() {}
 
   template <class Idle = None>
@@ -172,7 +173,7 @@ class HostWarp {
     add_box(host_map(map), {{x, y, z}}, from);
   }
   void commit() {}
-  void wait_read(int) {}
+  void wait_read() {}
   void wait_stores() {}
   void fence_pages() {}
   void fence_async() {}

@@ -168,7 +168,7 @@ class Thread {
   void wait_bulk(uint32_t pending, bool read);
 
   void wgmma_fence();
-  void wgmma(void* const* d, uint64_t a, uint64_t b, bool accumulate);
+  void wgmma(void* const* d, int columns, uint64_t a, uint64_t b, bool accumulate);
   void wgmma_commit();
   void wgmma_wait(uint32_t pending, void* const* registers);
   void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);

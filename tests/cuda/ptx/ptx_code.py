@@ -295,10 +295,10 @@ def _ldmatrix(x: Translator, o: list[str], m: dict[str, str]) -> str:
 
 def _wgmma(x: Translator, o: list[str], m: dict[str, str]) -> str:
     names = [x.name(register) for register in _list(o[0])]
-    assert len(names) == 64 and o[4:] == ["1", "1", "0", "0"], o
+    assert 2 * len(names) == int(m["n"]) and o[4:] == ["1", "1", "0", "0"], o
     x.results.update(names)
     values = f"{x.value(o[1], 'b64')}, {x.value(o[2], 'b64')}, {x.value(o[3], 'pred')}"
-    return f"void* const d[] = {{{', '.join(f'&{name}' for name in names)}}}; T.wgmma(d, {values})"
+    return f"void* const d[] = {{{', '.join(f'&{name}' for name in names)}}}; T.wgmma(d, {m['n']}, {values})"
 
 
 HANDLERS: dict[str, Callable[[Translator, list[str], dict[str, str]], str]] = {

@@ -19,7 +19,7 @@ dots
   lane 1 skips a shuffle  device.cuh: return __shfl_sync(0xFFFFFFFFu, taken, 0)  shfl\.sync\.idx\.b32 (%\w+)\S*, (%\w+),.*  mov.b32 \1, \2
   neither consumers nor loaders fence  consumer.h: p.fence_async()  fence\.proxy\.async
   neither consumers nor loaders fence  loaders.h: p.fence_async()  fence\.proxy\.async
-  consumers do not fence their reads of pages  pages.h: if (generic_) p_.fence_pages()  fence\.proxy\.async
+  consumers do not fence their reads of pages  pages.h: ^p_.fence_pages()  fence\.proxy\.async
   loaders do not wait for empty pages  loaders.h: p.wait(block.empty[at.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   the storer does not wait for outputs  storer.h: p.wait(slot.outputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   consumers do not wait for inputs  consumer.h: p.wait(slot.inputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
@@ -33,10 +33,10 @@ dots
 tensor
   an item's signals release nothing  pages.h: signal_item(  red\.release  red.relaxed
   waits for counters acquire nothing  device.cuh: load_acquire(need.value  ld\.acquire  ld.relaxed
-  waits for barriers acquire nothing  device.cuh: bool held = try_wait(b, parity)  parity\.acquire  parity.relaxed
-  arrivals at ready release nothing  pages.h: p_.arrive(block_.ready  arrive\.release  arrive.relaxed
+  waits for barriers acquire nothing  device.cuh: try_wait(b, parity)  parity\.acquire  parity.relaxed
+  arrivals at ready release nothing  pages.h: p_.arrive(block_.stages[stage_of(stage_++).slot].ready  arrive\.release  arrive.relaxed
   the controller's arrivals release nothing  controller.h: p_.arrive(slot.fetched)  arrive\.release  arrive.relaxed
-  no syncwarp before an output page is ready  pages.h: p_.arrive(block_.ready  bar\.warp\.sync
+  no syncwarp before an output page is ready  pages.h: p_.arrive(block_.stages[stage_of(stage_++).slot].ready  bar\.warp\.sync
   no syncwarp before a task is handed over  controller.h: p_.arrive(slot.fetched)  bar\.warp\.sync
   no syncwarp after waits for an item's counters  loaders.h: wait_item(p, params, block.dims  bar\.warp\.sync
   no syncwarp after waits for stores  storer.h: if (stored) p.wait_stores()  bar\.warp\.sync
@@ -47,21 +47,27 @@ tensor
   tensor maps are not acquired  roles.h: p.acquire_map(params.maps[i])  fence\.proxy\.tensormap
   no fence after the initialisation of barriers  roles.h: p.sync_block()  fence\.mbarrier_init
   consumers do not wait for pages  pages.h: p_.wait(block_.full[page.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
-  the storer does not wait for output pages  storer.h: p.wait(block.ready[at.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
+  the storer does not wait for output pages  storer.h: p.wait(block.stages[at].ready  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   the parity of pages is always 0  block.h: n / kRing & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
+  the parity of stages is always 0  block.h: n / kStages & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
+  consumers do not wait for stages  pages.h: p_.test(full[0]  mbarrier\.test_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
+  loaders do not wait for empty stages  loaders.h: p.wait(stage.empty  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
+  loaders do not wait between pages and stages  loaders.h: p.wait(block.slots[slot_of(j - 1)].retired  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
+  a stage needs one arrival less  roles.h: p.init(stage.empty, kConsumerWarps)  (mbarrier\.init\S* \S+), \S+$  \1, 7
+  a consumer does not release a stage  pages.h: p_.arrive(block_.stages[stage_of(stage_ - 1).slot].empty  mbarrier\.arrive
   stores are not waited for  device.cuh: cp.async.bulk.wait_group 0  cp\.async\.bulk\.wait_group 0
   a page is released while it is stored  device.cuh: cp.async.bulk.wait_group.read 0  cp\.async\.bulk\.wait_group\.read 0
   stores are not committed  device.cuh: cp.async.bulk.commit_group  cp\.async\.bulk\.commit_group
   results are read before wgmma has ended  wgmma.cuh: wgmma.wait_group  aligned 0  aligned 1
   pages are released while wgmma reads them  wgmma.cuh: wgmma.wait_group  aligned 1  aligned 2
   no wgmma.fence  wgmma.cuh: wgmma.fence  wgmma\.fence
-  a page expects no bytes  loaders.h: p.expect(full, use.bytes())  expect_tx\.release(.*), \S+$  release\1, 1
+  a stage expects no bytes  loaders.h: p.expect(stage.full[inputs], loads ? bytes : 0)  expect_tx\.release(.*), \S+$  release\1, 1
   a page is empty before the other loader has passed it  roles.h: p.init(block.empty[i], kConsumerWarps + 1)  (mbarrier\.init\S* \S+), \S+$  \1, 8
   a consumer does not report the end  consumer.h: p.arrive(slot.retired)  mbarrier\.arrive
   signals go to the next counter  counters.h: p.signal(told.first, 1, scope_)  (red\S+ \[%\w+)\]  \1+4]
-  the coordinates of tiles are exchanged  loaders.h: p.load_tile(page  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
-  loads go to the page's second half  loaders.h: p.load_tile(page, map  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
-  pages of weights are not loaded  loaders.h: p.load_tile(page, map  cp\.async
+  the coordinates of tiles are exchanged  loaders.h: load_tiles(p, params, block, first  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
+  loads go to the page's second half  loaders.h: load_tiles(p, params, block, first  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
+  pages of weights are not loaded  loaders.h: load_tiles(p, params, block, first  cp\.async
   residuals are stored, not added  storer.h: p.add_tile(map(d.rank)  cp\.reduce(\S+)\.add(\S+)  cp\1\2
   fragments of A are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{)(\S+), (\S+), (\S+), (\S+)\}  \1\2, \4, \3, \5}
   fragments of B are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{[^}]*\}, \{)(\S+), (\S+)\}  \1\3, \2}

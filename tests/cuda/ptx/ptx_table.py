@@ -54,7 +54,7 @@ comparison-and-selection-instructions
   setp.{c:ltu|leu|gtu|geu}.{t:f32}   pred = t t     !({0} {c} {1})
   setp.nan.{t:f32}                   pred = t t     {0} != {0} || {1} != {1}
   setp.num.{t:f32}                   pred = t t     {0} == {0} && {1} == {1}
-  selp.{t:b32|b64|u16|u32|s32|u64|f32|f64}  t = t t pred  {2} ? {0} : {1}
+  selp.{t:b16|b32|b64|u16|u32|s32|u64|f32|f64}  t = t t pred  {2} ? {0} : {1}
 logic-and-shift-instructions
   and.{t:b16|b32|b64|pred}           t = t t        {0} & {1}
   or.{t:b16|b32|b64|pred}            t = t t        {0} | {1}
@@ -110,13 +110,14 @@ parallel-synchronization-and-communication-instructions
   mbarrier.arrive.{o:release|relaxed}.cta.shared::cta.b64  * shared  T.arrive({0}, 1, 0, {o})
   mbarrier.arrive.{o:release|relaxed}.cta.shared::cta.b64  * shared u32  T.arrive({0}, {1}, 0, {o})
   mbarrier.arrive.expect_tx.{o:release}.cta.shared::cta.b64  * shared u32  T.arrive({0}, 1, {1}, {o})
+  mbarrier.test_wait.parity.{o:acquire|relaxed}.cta.shared::cta.b64  pred = shared u32  T.wait({0}, {1}, {o})
   mbarrier.try_wait.parity.{o:acquire|relaxed}.cta.shared::cta.b64  pred = shared u32 u32  T.wait({0}, {1}, {o})
 warp-level-matrix-instructions
   mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32  * * * *  mma
   ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16  * *  ldmatrix
 asynchronous-warpgroup-level-matrix-instructions
   wgmma.fence.sync.aligned           -              T.wgmma_fence()
-  wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16  * b64 b64 pred * * * *  wgmma
+  wgmma.mma_async.sync.aligned.m64n{n:128|256}k16.f32.bf16.bf16  * b64 b64 pred * * * *  wgmma
   wgmma.commit_group.sync.aligned    -              T.wgmma_commit()
   wgmma.wait_group.sync.aligned      u32            T.wgmma_wait({0}, results)
 miscellaneous-instructions

@@ -119,7 +119,7 @@ void Thread::wgmma_fence() {
   meet(*this, "wgmma.fence", true, *this, [this](auto) { warp->wgmma_fenced = true; });
 }
 
-void Thread::wgmma(void* const* d, uint64_t a, uint64_t b, bool accumulate) {
+void Thread::wgmma(void* const* d, int columns, uint64_t a, uint64_t b, bool accumulate) {
   struct {
     void* const* d;
     uint64_t a, b;
@@ -132,16 +132,19 @@ void Thread::wgmma(void* const* d, uint64_t a, uint64_t b, bool accumulate) {
     if (!warp->wgmma_fenced) world->fail(*this, "no wgmma.fence precedes the first wgmma of a group");
     compare_warpgroup(*this, a, b);
     if (!warp->wgmma_party) warp->wgmma_party = world->party(*warp, ", its wgmma");
-    static float left[16][16], right[16][128], sums[16][128];
+    static float left[16][16], right[16][128], sums[16][256];
     fetch(*this, operand_of(*this, a, 64), warp->index % 4 * 16, left);
-    fetch(*this, operand_of(*this, b, 128), 0, right);
     memset(sums, 0, sizeof sums);
-    for (int row = 0; row < 16; ++row)
-      for (int k = 0; k < 16; ++k)
-        for (int column = 0; column < 128; ++column) sums[row][column] += left[k][row] * right[k][column];
+    for (int first = 0; first < columns; first += 128) {
+      fetch(*this, operand_of(*this, b, columns), first, right);
+      for (int row = 0; row < 16; ++row)
+        for (int k = 0; k < 16; ++k)
+          for (int column = 0; column < 128; ++column)
+            sums[row][first + column] += left[k][row] * right[k][column];
+    }
     for (int lane = 0; lane < kLanes; ++lane) {
       auto& results = warp->results[lane];
-      for (int i = 0; i < 64; ++i) {
+      for (int i = 0; i < columns / 2; ++i) {
         uint32_t bits;
         memcpy(&bits, all[lane]->d[i], sizeof bits);
         float before = all[lane]->accumulate ? std::bit_cast<float>(bits) : 0.0f;
