@@ -86,7 +86,7 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
 
 
 def _stored(access: Access, d: Dims) -> Bytes:
-    """Return the bytes that one declared access of n instructions stores in each rank's copy of the buffer: [n, tp]."""
+    """Return how many bytes each of n instructions stores in each rank's copy of a buffer: [n, tp]."""
     rows = np.maximum(access.row_end - access.row, 0).astype(np.int64)
     cols = np.maximum(access.col_end - access.col, 0)
     size = rows * cols * BUFFERS[access.buffer].resolve_dtype(d.model).itemsize

@@ -69,7 +69,8 @@ class Naming:
         return names + [f"{name}[{piece}]" for piece in range(count) for name in wide]
 
     def wide(self, buffer: Buffer, layer: int) -> tuple[list[str], int, int]:
-        """Return the tensors of the layer's MLP whose pieces count as experts, its width, and the number of pieces."""
+        """Return the tensors of the MLP that all tokens of a layer use, its width, and the number of its pieces. Each
+        piece counts as an expert. A layer without such an MLP has no names and no pieces."""
         config, family = self.config, FAMILIES[self.config.family]
         width, count, table = config.shared_ffn, config.shared_experts, family.shared
         if layer < config.dense_layers:

@@ -56,8 +56,8 @@ class Question:
     figures: dict[str, str]
 
     def answer(self, **given: Any) -> Figures:
-        """Compute the figures. `given` are the inputs; machines are Hardware. Raises MegakernelError if the question
-        cannot be answered for these inputs."""
+        """Compute the answer's figures. `given` are inputs that replace the defaults, with machines as Hardware. Raises
+        MegakernelError if the question cannot be answered for these inputs."""
         names = globals() | _NAMES | {one.name: one.default for one in self.inputs} | given
         if machine := names.get("machine"):
             names |= _quantities(machine)

@@ -179,7 +179,7 @@ class Answers:
         await self._news.wait()
 
     def _some(self, arrived: dict[int, list[Token]]) -> dict[int, list[Token]]:
-        """Return as many of the tokens as one call of `take` may return, and keep the others for the next call."""
+        """Return as many tokens as one call of `take` may return, and keep the rest for the next call."""
         taken, left = {}, self._most
         for index, tokens in arrived.items():
             if left:

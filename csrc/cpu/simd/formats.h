@@ -40,7 +40,7 @@ constexpr int kPrefetchBytes = 2048;
 template <class W>
 constexpr bool kInPairs = std::is_same_v<W, Bf16Pairs>;
 
-// Whether the code for activations of type T can use an instruction for pairs of bfloat16 weights (kInPairs).
+// Whether matmuls with activations of type T can multiply bfloat16 weights in pairs (kInPairs).
 template <class T>
 constexpr bool kMayPair = MK_LANES == 16 && std::is_same_v<T, Bf16>;
 
