@@ -1,12 +1,14 @@
-"""Measures decode of one sequence with and without `--speculate N`, on a text that repeats and on one that does not.
+"""Measures decode of one sequence with and without `--speculate N`, on three texts.
 
     python benchmarks/speed/speculation.py -o FILE
 
-The text `repeats` is a passage that the model must copy from the prompt, greedily. `does not repeat` is a story,
-sampled at temperature 1. End-of-sequence tokens are ignored, so that every run generates the same number of tokens. Two
-engines with the same weights take turns, A B A B, after one run of each that is not counted. A run's rate is the number
-of tokens after the first, divided by the time from the first to the last. Tokens and log-probabilities of all runs of a
-text must be bit-identical; otherwise the exit status is 1.
+The text `repeats` is a passage that the model must copy from the prompt, greedily. The other two are sampled at
+temperature 1: `does not repeat` is a story, and `false proposals` answers a prompt with a list of like lines, of which
+nearly all proposed tokens are wrong. End-of-sequence tokens are ignored, so that every run generates the same number of
+tokens. Two engines with the same weights take turns, A B A B, after one run of each that is not counted. A run's rate
+is the number of tokens after the first, divided by the time from the first to the last. A text's ratio is the median
+over all turns. Tokens and log-probabilities of all runs of a text must be bit-identical; otherwise the exit status is
+1.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ us, we were all going direct to Heaven, we were all going direct the other way. 
 queen with a plain face, on the throne of England; there were a king with a large jaw and a queen with a fair face, on
 the throne of France. In both countries it was clearer than crystal to the lords of the State preserves of loaves and
 fishes, that things in general were settled for ever."""
+LIST = "\n".join(f"Box {i} has {i * i % 97} apples and {i * 7 % 89} pears." for i in range(3, 23))
+MORE = f"{LIST}\n\nWrite twenty more lines like these, with other numbers."
 TEXTS = {
     "repeats": (f"Repeat the following passage word for word:\n\n{PASSAGE}", {"temperature": 0.0}),
+    "false proposals": (MORE, {"temperature": 1.0, "seed": 2}),
     "does not repeat": ("Write a long story about a lighthouse keeper.", {"temperature": 1.0, "seed": 1}),
 }
 
@@ -64,7 +69,7 @@ def compare(sides: dict[str, LLM], prompt: str, params: SamplingParams, rounds: 
         "prompt_tokens": len(first.prompt_token_ids),
         "tokens": len(first.token_ids),
         "tokens_per_s": rates,
-        "ratio": rates["speculate"] / rates["plain"],
+        "ratio": median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(*runs.values(), strict=True)),
         "same_bits": all((r.token_ids, r.logprobs) == (first.token_ids, first.logprobs) for r in results),
         "runs": runs,
     }
@@ -80,13 +85,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="tokens that each run generates (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each engine after a warm-up (default 5)")
     args = parser.parse_args()
-    how = {
-        "backend": args.backend,
-        "dtype": args.dtype,
-        "weights": args.weights,
-        "max_context": 2048,
-        "max_num_seqs": 1,
-    }
+    how: dict[str, Any] = {name: getattr(args, name) for name in ("backend", "dtype", "weights")}
+    how |= {"max_context": 2048, "max_num_seqs": 1}
     found = {}
     with LLM(args.model, **how) as plain, LLM(args.model, **how, speculate=args.speculate) as speculating:
         for name, (prompt, sampling) in TEXTS.items():
