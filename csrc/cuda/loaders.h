@@ -158,8 +158,8 @@ class Asked {
 };
 
 // Runs the weight loader or the input loader. Both go through the same list of pages. The weight loader fills
-// pages of weights, and the input loader pages of inputs. The other loader passes the page: it arrives at the
-// page's `empty` barrier.
+// pages of weights, and the input loader pages of inputs. The loader that does not fill a page only
+// arrives at the page's `empty` barrier.
 template <class P>
 MK_FN void load(P& p, Block<P>& block, const Params& params) {
   const bool inputs = p.warp() == kInputWarp;

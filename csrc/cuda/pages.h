@@ -9,7 +9,7 @@ namespace mk {
 template <class P>
 class Pages {
  public:
-  // `first`, `stage`: the instruction's first page and stage, numbered over all instructions of the block.
+  // `first`, `stage`: numbers of the instruction's first page and stage (block.h), counted since the launch.
   MK_FN Pages(P& p, Block<P>& block, const Params& params, const Task& task, uint32_t first, uint32_t stage)
       : p_(p), block_(block), params_(params), task_(task), first_(first), next_(first), stage_(stage) {}
 

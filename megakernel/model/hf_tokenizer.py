@@ -141,7 +141,7 @@ def _check_ids(declared: dict[str, Any], path: Path) -> None:
     more = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     for number in own + more:
         if not isinstance(number, int) or not 0 <= number < MOST_VOCABULARY:
-            raise MegakernelError(f"{path}: token id {number!s:.60} is not a number below {MOST_VOCABULARY}")
+            raise MegakernelError(f"{path}: token id {number!s:.60} is not from 0 to {MOST_VOCABULARY - 1}")
     for number, count in Counter(own).most_common(1):
         if count > 1:
             raise MegakernelError(f"{path}: {count} tokens of the vocabulary have the same id, {number}")

@@ -163,9 +163,9 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     """Divide tiles into parts (groups of KV heads) for SMs. A part can be cut only between KV blocks, not between rows:
     an SM takes the same time for a KV block even if the part has few rows.
 
-    A part should have as many KV heads as fill all units of the SM. It has fewer heads if one KV block of it would be a
-    large fraction of an instruction's share, because shares would then be unequal. If there are enough blocks for all
-    slots, a part may nevertheless have PASS_HEADS heads, because fewer would not keep memory busy.
+    A part should have enough KV heads for all warps of the SM. It has fewer if one of its KV blocks would be too much
+    work for the instructions' shares to be nearly equal. But if there are enough blocks for all slots, it is not
+    reduced below PASS_HEADS heads, because loads for fewer heads do not keep memory busy.
     """
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = pages.head_units(tiles.rows, dims)

@@ -31,7 +31,7 @@ from .spec import Contents, Cost, Cut, OperationSpec, activations, box, vector, 
 
 
 def share(d: Dims) -> float:
-    """Return the mean fraction of its rows that an instruction computes if all experts are chosen equally often."""
+    """Return the fraction of a tile's rows that its instruction computes if all experts are chosen equally often."""
     return (d.model.experts_per_token if d.by_expert else d.split.rank_experts) / max(d.model.experts, 1)
 
 

@@ -107,7 +107,7 @@ class Gpu:
     # -- memory
 
     def allocate(self, size: int) -> int:
-        """Allocate device memory filled with zeros, and return its address, which is a multiple of at least 256."""
+        """Allocate device memory filled with zeros, and return its address, a multiple of 256 bytes."""
         self.use()
         address = int(check(f"allocating {size / 1e9:.2f} GB", self.driver.cuMemAlloc(size)))
         self.fill(address, 0, size)
