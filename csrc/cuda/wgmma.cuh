@@ -85,15 +85,17 @@ class Accumulators {
     __device__ __forceinline__ float low(int block, int h, int) const { return v[4 * block + 2 * h]; }
     __device__ __forceinline__ float high(int block, int h, int) const { return v[4 * block + 2 * h + 1]; }
   };
-  template <int kCount>
+  template <int kCount, int kBegin = 0, int kEnd = 32>
   __device__ __forceinline__ Blocks<kCount> blocks(int first) const {
-    Blocks<kCount> out{};
-    MK_UNROLL for (int block = 0; block < 32; block += kCount) {
-      if (block == first) {
-        MK_UNROLL for (int i = 0; i < 4 * kCount; ++i) out.v[i] = v_[4 * block + i];
-      }
+    constexpr int kMiddle = (kBegin + kEnd) / 2;
+    if constexpr (kEnd - kBegin > kCount) {
+      return first < kMiddle ? blocks<kCount, kBegin, kMiddle>(first) : blocks<kCount, kMiddle, kEnd>(first);
+    } else {
+      Blocks<kCount> out;
+      MK_UNROLL for (int i = 0; i < 4 * kCount; ++i) out.v[i] = v_[4 * kBegin + i];
+      asm volatile("" ::: "memory");  // so that the compiler does not replace the branches by selections
+      return out;
     }
-    return out;
   }
 
   // Waits until all calls of step() but the last `kPending` have read their stages. If kPending is 0, the

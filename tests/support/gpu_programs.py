@@ -69,8 +69,7 @@ def make(
 
 
 def plan(forward: Forward, dims: Dims, table: StepTable, record: NDArray[np.int32]) -> list[list[int]]:
-    """Return the pages of an instruction, given by its record: for each page, its kind (0: weights, 1: inputs),
-    whether it has pieces of rows instead of tiles, and whether one copy fills all of it."""
+    """For each page of a record: 0 (weights) or 1 (inputs), whether it has pieces, whether one copy fills it."""
     pages = np.zeros((4096, 3), np.int32)
     words, record = dims_words(dims), np.ascontiguousarray(record)
     arguments = (a.ctypes.data for a in (words, forward.words(dims), table.words, record, pages))
