@@ -13,7 +13,7 @@ from megakernel.machine import Machine
 from megakernel.model.config import ModelConfig
 from megakernel.scheduler.options import Options
 from megakernel.targets import COL_UNIT, ROW_UNIT, UNITS
-from megakernel.targets.pages import DOT_INPUT_PAGES, dot_rows
+from megakernel.targets.pages import DOT_INPUT_PAGES, dot_rows, own_ring
 
 # How much attention work fits into the step table, the array with the inputs of one step. An attention item is a piece
 # of the work: some rows and KV heads of a sequence, and a range of its KV cache. One instruction computes the items of
@@ -149,7 +149,7 @@ class Spec:
             bias_entries=min(_BIAS_PER_ROW * self.logit_rows, _MAX_BIAS),
             mask_rows=min(self.logit_rows, MOST_MASKS),
         )
-        return Dims(self.split, bucket, Worker(int(self.units), machine.tiles.pages))
+        return own_ring(Dims(self.split, bucket, Worker(int(self.units), machine.tiles.pages)))
 
     def check(self) -> None:
         """Raise MegakernelError if a size is out of range, or if ranks cannot share the experts equally."""

@@ -14,7 +14,7 @@ from ..program import Program, check
 # The sizes that may differ between a backend's programs. All others depend on the model or on the engine's limits.
 _BUCKET = {
     "row_block", "tokens", "logit_rows", "items", "attention_slots", "partials", "bias_entries", "mask_rows",
-    "replicated_residual",
+    "replicated_residual", "ring_pages",
 }  # fmt: skip
 
 

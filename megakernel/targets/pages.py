@@ -98,11 +98,17 @@ def _int32(column: Column) -> NDArray[np.int32]:
 
 
 def one_row(dims: Dims) -> bool:
-    """Whether the special build of the CUDA interpreter for one token row runs programs of these sizes: they compute
-    one row on one GPU, without experts, and shared memory has room for their inputs beside the ring."""
+    """Whether the special build of the CUDA interpreter for one token row runs programs of these sizes."""
+    return dims.worker.ring_pages == ROW_PAGES
+
+
+def own_ring(dims: Dims) -> Dims:
+    """Return the sizes with the ring of the build that runs their programs. The build for one row runs those that
+    compute one row on one GPU, without experts, if shared memory has room for their inputs beside the ring."""
     alone, model = dims.bucket.tokens == dims.split.tp == 1, dims.model
     fits = 2 * max(model.hidden, model.ffn, model.heads * model.head_dim) <= COPY_BYTES
-    return alone and fits and dims.worker.units == Units.DOTS and not model.experts
+    own = alone and fits and dims.worker.units == Units.DOTS and not model.experts
+    return dims.changed(ring_pages=ROW_PAGES) if own else dims
 
 
 def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
@@ -111,8 +117,6 @@ def matmul_pages(phase: Phase, rows: Column, cols: Column, dims: Dims) -> Pages:
     out = np.empty((len(rows), 6), np.int32)
     of = ctypes.byref(dims.native), _words(phase, dims), len(rows)
     load().mk_matmul_pages(*of, rows.ctypes.data, cols.ctypes.data, out.ctypes.data)
-    if one_row(dims):
-        out[:, [1, 4]], out[:, 3] = 0, np.minimum(out[:, 0], ROW_PAGES)
     return Pages(*np.ascontiguousarray(out.T, np.int64))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Operation, Phase, Units
 from ...isa.record import Records
 from ...targets.launch import PAGES
-from ...targets.pages import CHUNK, HEAD_PART, PIECES, dot_rows, norm_fits
+from ...targets.pages import CHUNK, HEAD_PART, PIECES, ROW_PAGES, dot_rows, norm_fits
 
 _TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
 
@@ -40,7 +40,7 @@ def refusal(dims: Dims) -> str | None:
     """The reason why programs of these sizes cannot run on a GPU, in a few words, or None if they can."""
     if reason := model_refusal(dims.model):
         return reason
-    if dims.worker.ring_pages != PAGES:
+    if dims.worker.ring_pages not in (PAGES, ROW_PAGES):
         return "the program was not compiled for a GPU's shared memory: compile it for an h100 or h200"
     if not dims.bucket.kv_page == dims.bucket.kv_block == KV_BLOCK:
         return (
