@@ -23,8 +23,8 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Loads:
     """The bytes that each instruction loads. `weights` may be loaded before the instruction's waits end, because they
-    do not depend on other instructions. The inputs, `read`, are loaded afterwards. `regions` has the bytes of the
-    regions of buffers that each instruction declares to read, each counted once, even if it is loaded several times."""
+    do not depend on other instructions. The inputs, `read`, are loaded afterwards. `regions` has the bytes of
+    those regions of buffers that each instruction declares as read, each counted once, even if loaded several times."""
 
     weights: Floats
     read: Floats

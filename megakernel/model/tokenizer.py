@@ -191,7 +191,7 @@ _MARK = "THE-ANSWER-CONTINUES-HERE "
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if not messages:
-        raise MegakernelError("there is no message that the answer could continue")
+        raise MegakernelError("messages is empty, so there is no message that the answer could continue")
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{_MARK}"}]
 

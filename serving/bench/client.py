@@ -118,7 +118,7 @@ class ServerClient:
                 self.received += 1
                 *events, held = (held + piece).replace(b"\r\n", b"\n").split(b"\n\n")
                 if len(held) > _MOST_EVENT:
-                    raise ValueError(f"an event exceeds the benchmark's limit of {_MOST_EVENT} bytes")
+                    raise ValueError(f"the server streamed an event of more than {_MOST_EVENT} bytes")
                 for event in events:
                     data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
                     done = done or data == b"[DONE]"

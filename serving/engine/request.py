@@ -475,6 +475,6 @@ def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> P
 
 
 def _turns(slots: Slots, slot: Ints, count: Ints, rows: Mapping[str, NDArray[Any]]) -> Turns:
-    """Return the `Turns` of the sequences in the slots `slot`. `rows` holds the arrays for logit rows."""
+    """Return the `Turns` of some sequences, given their slots. `rows` has those fields that are about logit rows."""
     names = ("ticket", "sequence", "reader", "number")
     return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)

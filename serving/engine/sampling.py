@@ -213,7 +213,7 @@ class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Begun(msgspec.Struct, array_like=True, frozen=True):
-    """What the first token of a choice comes with. All but `admitted` come with a prompt's first choice only."""
+    """Facts that are sent with a choice's first token. Only the first choice of a prompt has those after `admitted`."""
 
     admitted: float  # when the choice was first admitted, in seconds of `perf_counter`
     cached: int = 0  # tokens of the prompt that were found in the prefix cache

@@ -53,7 +53,7 @@ class Abort(_Record):
 
 
 class Look(_Record):
-    """A query for the page of a traced step. The answer has the same `number`."""
+    """Asks for the timeline (an HTML page) of a traced step. The answer repeats the `number`."""
 
     number: int
 
