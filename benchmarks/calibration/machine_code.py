@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from sass import Code, Floor, disassemble, disassembler
+from sass import CODE_LINE, Code, Floor, disassemble, disassembler
 from steps import compiled
 
 from megakernel import machine as machines
@@ -137,9 +137,7 @@ class Paths:
     def _filled(self, copy: str, text: str, copies: int = 1) -> Floor:
         """Return the cycles in which a loader warp fills a shared-memory page with `copies` asynchronous copies.
 
-        The instructions are found by their source lines: `copy` is a part of the line that starts a copy, and `text` a
-        part of the line that advances to the next page.
-        """
+        `copy` is a part of the source line that starts a copy, and `text` of the one that advances to the next page."""
         waits, here = self._walk()
         copying = self._at("loaders.h", copy) & {*self._code.find("UBLKCP"), *self._code.find("UTMALDG")}
         page = self._floor("filling a page", waits, here & copying, here & self._at("plan.h", text))
@@ -177,11 +175,8 @@ class Paths:
         return self._at("dots.h", "second = pages.full(page + 1)", _WAIT)
 
     def _whole_piece(self) -> tuple[set[int], list[set[int]]]:
-        """Return the multiply-add instructions for a whole piece of an input row. A piece has DOT_PIECE elements.
-
-        The first value is a set with only the last multiply-add. The second value has one set for each of the others:
-        all multiply-adds that may take this place on the path.
-        """
+        """Return a set with only the last multiply-add for a whole piece of an input row (DOT_PIECE elements), and for
+        each of the others the set of multiply-adds that may take its place on the path."""
         products = self._at("dots.h", "multiply(sum_[0],", "FFMA")
         return {max(products)}, [products] * (PRODUCTS * VECTORS - 1)
 
@@ -213,15 +208,12 @@ class Paths:
         """Return the paths that a consumer warp takes once per instruction, and the hand-off between instructions."""
         begin, end = self._at("consumer.h", "p.wait(slot.inputs", _WAIT), self._arrivals("p.arrive(slot.outputs)")
         tensor = self._units == Units.TENSOR
-        matmul = "gemm<P>(c, m, pages)" if tensor else "dots(p, c, m, pages)"
         poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "load_acquire(need.value", "LDG")
         warps = [
             self._once(self._at("consumer.h", "p.fence_async()"), ends=end),
             self._once(self._at("storer.h", "p.wait(slot.outputs", _WAIT), ends=self._signals()),
             self._once(poll, ends=self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
         ]
-        if not self._one_row:  # whose consumers do not wait once more before `start` ends
-            warps.append(self._once(begin, ends=self._at("matmul.h", matmul, _WAIT)))
         # The simulator adds the trips: a fence, a signal and a poll.
         found = {"hand_off": sum(warps, Once(0.0, 0, 0.0))._replace(trips=0.0)}
         attention = self._at("bodies.h", "return attention(p")
@@ -249,7 +241,7 @@ class Paths:
         prepares = [self._at("norm.h", "prefetch(weights + k)")]
         if self._one_row:
             copied = [copies & set(self._code.find(name)) for name in ("LDG", "STS", "BAR.SYNC")]
-            prepares += [self._at("attention.h", "own_items(call) = {", "ST"), self._at("bodies.h", "->page = ", "ST")]
+            prepares += [self._at("attention.h", "own.first = ", "LD"), self._at("bodies.h", "early.page = ", "LD")]
         else:  # whose inputs pass through the ring
             free, here = self._walk()
             copying = here & self._at("loaders.h", "p.load_bytes(", "UBLKCP")
@@ -264,6 +256,14 @@ class Paths:
         names = _STORES.keys() - ({"partial"} if self._one_row else set())
         ends = {name: self._once(last, self._shuffles(), self._stores(name), ends=end) for name in names}
         return found | {f"end_{name}": one for name, one in ends.items()}
+
+    def layer_code(self) -> Once:
+        """Return how many bytes of the instruction cache the paths of a layer take, those of all warps together."""
+        self._code.visited.clear()
+        dots = self._units == Units.DOTS
+        for path in (self.once, *([self.passing, self.columns, self.unit] if dots else [self.tiles, self.step])):
+            path()
+        return Once(CODE_LINE * self._code.lines(self._code.visited), 0, 0.0)
 
     def _once(self, starts: set[int], *visits: set[int], ends: set[int]) -> Once:
         path = self._code.path(starts, *visits, ends=ends)
@@ -324,7 +324,8 @@ def paths_of(codes: dict[cuda.Build, Code]) -> dict[str, Once]:
     differ, the longer path counts."""
     found: dict[str, Once] = {}
     for build, code in codes.items():
-        for name, one in Paths(code, build).once().items():
+        paths = Paths(code, build)
+        for name, one in (paths.once() | {"layer_code": paths.layer_code()}).items():
             key = _key(name, build)
             found[key] = max(one, found.get(key, one))
     return found

@@ -58,8 +58,7 @@ class Case:
         sizes = {"context": self.context, "seqs": self.seqs, "options": chosen}
         program = compiled(self.config, self.machine, self.tokens, **sizes)
         costs = costs_of(self.machine)
-        # That day's code had no build for one row, and matrix units held two of the 4 1/3 k steps in the ring.
-        if chosen is self.chosen:
+        if chosen is self.chosen:  # no build for one row; matrix units held two of the 4 1/3 k steps in the ring
             costs = replace(costs, window_bytes=costs.ring_bytes, ahead_bytes=0.0, ahead_steps=7 / 3)
             program = replace(program, dims=program.dims.changed(ring_pages=PAGES))
         costs = costs.without(what) if what else costs

@@ -114,6 +114,7 @@ class Code:
     """All functions of a cubin."""
 
     instructions: list[Instruction] = field(default_factory=list)
+    visited: set[int] = field(default_factory=set)  # the instructions of all paths that `path` has found
 
     def find(self, opcode: str) -> list[int]:
         return [i for i, instruction in enumerate(self.instructions) if instruction.opcode.startswith(opcode)]
@@ -188,6 +189,7 @@ class Code:
                 while place != none:
                     found.append(place[1])
                     place = before[place]
+                self.visited.update(found)
                 return found[::-1]
             if (stage, i) in before or (i in first and cost.instructions):
                 continue

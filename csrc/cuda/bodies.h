@@ -22,18 +22,21 @@ struct Bodies {
   // Does what an instruction can do before its inputs are written: prefetches the weights of a norm or a
   // router and, in builds for one row, looks up step tables.
   template <class P>
-  MK_FN static void prepare(P& p, const Call& c) {
-    if (kOneRow && c.task->is(Operation::kMatmul)) {
+  MK_FN static void prepare(P& p, Call& c) {
+    Early& early = c.early;
+    early.operation = c.phase().operation;
+    early.normed = normed(c);
+    early.result = c.phase().result;
+    if (kOneRow && early.operation == Operation::kMatmul) {
       p.consumer_sync();  // all warps have left the previous instruction, so this one may use Scratch
-      if (c.phase().result == Result::kHeads && c.warp == 0 && p.lane() == 0) {
-        c.shared->position = c.step->positions[0];
-        c.shared->page = page_of_row(c, 0);
+      early.output = c.at<void>(c.phase().output);
+      if (early.result == Result::kHeads) {
+        early.position = c.step->positions[0];
+        early.page = page_of_row(c, 0);
       }
     }
-    if constexpr (kTogether) {
-      if (c.task->is(Operation::kAttention)) look_up_items(p, c);
-    }
-    if (normed(c)) prefetch_norm(p, c);
+    if (kTogether && early.operation == Operation::kAttention) look_up_items(c);
+    if (early.normed) prefetch_norm(p, c);
     if (kHasExperts && c.task->is(Operation::kRoute)) prefetch_router(p, c);
   }
 
@@ -50,23 +53,21 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
-    if (normed(c)) {
+    const Operation operation = kOneRow ? c.early.operation : c.phase().operation;
+    if (kOneRow ? c.early.normed : normed(c)) {
       norm(p, c);  // the only call, so that the code of `norm` exists only once
-    } else if (kOneRow && c.task->is(Operation::kMatmul)) {
+    } else if (kOneRow && operation == Operation::kMatmul) {
       copy_row(p, c);
     }
-    switch (c.phase().operation) {
+    // Operations of layers come first. `here` keeps the compiler from making one slow jump table of all.
+    if (operation == Operation::kMatmul || (kHasExperts && operation == Operation::kExperts))
+      return matmul(p, c, pages);
+    if (operation == Operation::kAttention) return attention(p, c, pages);
+    switch (static_cast<Operation>(here(static_cast<int32_t>(operation)))) {
       case Operation::kGather:
         return gather(p, c, operands<Run>(record));
       case Operation::kRope:
         return rope(p, c, operands<Run>(record));
-      case Operation::kExperts:
-        if constexpr (!kHasExperts) return;
-        [[fallthrough]];
-      case Operation::kMatmul:
-        return matmul(p, c, pages);
-      case Operation::kAttention:
-        return attention(p, c, pages);
       case Operation::kReduce:
         return reduce(p, c, operands<Tile>(record));
       case Operation::kSample:
@@ -78,9 +79,7 @@ struct Bodies {
       case Operation::kCombine:
         if constexpr (kHasExperts) combine(p, c, operands<Run>(record));
         return;
-      case Operation::kNorm:
-      case Operation::kJoin:
-      case Operation::kDrain:
+      default:
         return;
     }
   }

@@ -15,7 +15,7 @@ MK_FN void consume(P& p, Block<P>& block, const Params& params) {
     [[maybe_unused]] const uint64_t waiting = p.now();
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
-    const Call call{&params, &block.dims, &block.step, &block.scratch, &task, block.index, warp};
+    Call call{&params, &block.dims, &block.step, &block.scratch, &task, block.index, warp};
     Bodies::prepare(p, call);
     p.wait(slot.inputs, slot_parity(j), task.where);
     if (P::kTrace && warp == 0 && p.lane() == 0) block.begun = p.now();

@@ -141,8 +141,10 @@ MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, co
   const auto column = to.column(m.tile.col + col);
   MK_LOOP for (int r = p.lane(); r < m.rows(); r += P::kLanes) {
     const Pair t = dots.at(r);
-    auto row = to.row(is_experts(*c.task) ? Routes(*c.params, *c.dims).result(*c.task, r) : m.row() + r);
+    const int at = kOneRow ? 0 : m.row() + r;
+    auto row = to.row(is_experts(*c.task) ? Routes(*c.params, *c.dims).result(*c.task, r) : at);
     to.store(row, column, t.a, t.b);
+    if constexpr (kOneRow) return;
   }
 }
 
@@ -239,6 +241,7 @@ class DotHeads {
 template <class P, class Pages>
 MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   const int inner = m.phase.inner, rows = m.rows(), cols = m.tile.cols;
+  const bool two = m.two();
   const int pieces = ceil_div(inner, kPiece), inputs = dot_input_pages(m), own = c.warp * kPieceBytes;
   const bool normed = m.normed();
   if (kHasExperts && rows == 0) return;  // no row has chosen the expert
@@ -250,10 +253,10 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   // `heads` uses the block's scratch memory, so all warps must have left the previous instruction.
   if (kHeadNorms && m.phase.head_norm != Buffer::kNone) p.consumer_sync();
   const auto release_inputs = [&] { pages.release(held, inputs); };
-  for (int unit = 0; unit < cols; unit += unit_cols(m)) {
-    const int col = unit + (m.two() ? c.warp : 2 * c.warp);
+  for (int unit = 0; unit < cols; unit += two ? kPieces : 2 * kPieces) {
+    const int col = unit + (two ? c.warp : 2 * c.warp);
     sums.clear();
-    if (!kHeadNorms && m.phase.result == Result::kHeads && col < cols) heads.begin(c, m, unit);
+    if (!kHeadNorms && c.result() == Result::kHeads && col < cols) heads.begin(c, m, unit);
     int piece = 0;
     do {  // at least once: if the loop might not run, the compiler would clear the sums twice
       if (!kOneRow && page == held) {
@@ -280,8 +283,8 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
     } while (++piece < pieces);
     if (col >= cols) continue;
     sums.reduce(p, rows);
-    const Result of_experts = m.two() ? Result::kGated : Result::kNone;
-    switch (uses_dots(*c.dims) ? m.phase.result : of_experts) {
+    const Result of_experts = two ? Result::kGated : Result::kNone;
+    switch (uses_dots(*c.dims) ? c.result() : of_experts) {
       case Result::kHeads:
         heads.store(p, c, sums, m, unit);
         break;

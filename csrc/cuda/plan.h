@@ -301,11 +301,6 @@ MK_FN int32_t end_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot + 1];
 }
 
-// KV blocks [begin, end).
-struct KvBlocks {
-  int32_t begin, end;
-};
-
 // Returns which KV blocks (of 128 tokens) an attention work item reads. With a sliding window, rows attend
 // only to the last `span` tokens, so blocks before the window of the item's first row are left out.
 MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {

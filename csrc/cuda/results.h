@@ -56,11 +56,9 @@ class ToHeads {
 
   MK_FN Row row(int r) const {
     Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim,
-            c_.at<uint16_t>(c_.phase().output) + int64_t{r} * d_.q_cols(), nullptr, nullptr,
-            norm_ ? 0.0f : 1.0f};
-    const int32_t position = kOneRow ? c_.shared->position : c_.step->positions[r],
-                  token = position % kKvBlock;
-    const int32_t page = kOneRow ? c_.shared->page : page_of_row(c_, r);
+            c_.output<uint16_t>(d_.rank) + int64_t{r} * d_.q_cols(), nullptr, nullptr, norm_ ? 0.0f : 1.0f};
+    const int32_t position = kOneRow ? c_.early.position : c_.step->positions[r], token = position % kKvBlock;
+    const int32_t page = kOneRow ? c_.early.page : page_of_row(c_, r);
     if (page >= 0) {
       out.k = c_.at<uint16_t>(Buffer::K_CACHE) + k_index(d_, page, 0, 0) + token;
       out.v = c_.at<uint16_t>(Buffer::V_CACHE) + v_index(d_, page, 0, token);
@@ -165,7 +163,7 @@ class ToResidual : public To {
   using Row = float*;
   using Element = float;
 
-  MK_FN Row row(int r) const { return c_.at<float>(c_.phase().output) + int64_t{r} * c_.phase().width; }
+  MK_FN Row row(int r) const { return c_.output<float>(c_.dims->rank) + int64_t{r} * c_.phase().width; }
   MK_FN Pair pair(int col, Pair sums, Pair) const {
     if (!bias_) return sums;
     const Pair bias = *reinterpret_cast<const Pair*>(bias_ + col);
@@ -173,7 +171,7 @@ class ToResidual : public To {
   }
   MK_FN void store(Row row, int col, float a, float b) const {
     const Pair sums = pair(col, {a, b}, {});
-    c_.phase().result == Result::kStored ? store_pair(row + col, sums) : add_pair(row + col, sums);
+    c_.result() == Result::kStored ? store_pair(row + col, sums) : add_pair(row + col, sums);
   }
 };
 
@@ -207,9 +205,9 @@ class ToGated : public To {
   using Row = uint16_t*;
   static constexpr bool kTwo = true;
 
-  MK_FN explicit ToGated(const Call& c) : To(c), gelu_(c.phase().result == Result::kGeluGated) {}
+  MK_FN explicit ToGated(const Call& c) : To(c), gelu_(c.result() == Result::kGeluGated) {}
 
-  MK_FN Row row(int r) const { return c_.at<uint16_t>(c_.phase().output) + int64_t{r} * c_.phase().width; }
+  MK_FN Row row(int r) const { return c_.output<uint16_t>(c_.dims->rank) + int64_t{r} * c_.phase().width; }
   MK_FN Pair pair(int col, Pair gate, Pair up) const {
     return {value(col, gate.a, up.a), value(col + 1, gate.b, up.b)};
   }
@@ -250,7 +248,7 @@ class ToLogits : public To {
 
   MK_FN Row row(int r) const {
     const Sizes& d = *c_.dims;
-    return c_.copy<float>(c_.phase().output, r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
+    return c_.output<float>(r / d.own_logit_rows()) + int64_t{r} * d.vocab + d.first_vocab();
   }
   MK_FN void store(Row row, int col, float a, float b) const {
     const float cap = kWide ? c_.dims->logit_cap : 0.0f;

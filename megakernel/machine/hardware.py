@@ -20,6 +20,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Number = Annotated[float, Meta(ge=1e-30, le=1e30)]
 Cycles = Annotated[tuple[Annotated[float, Meta(ge=0, le=1e30)], ...], Meta(min_length=1, max_length=6)]
 ONE_ROW = "row_"
+_ONCE_A_STEP = ("other", "end_logits")  # paths that no layer takes
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,15 +213,18 @@ class Hardware(_Section, frozen=True):
 
     def path_seconds(self) -> dict[str, Path] | None:
         """Return how long each path (a part of the interpreter's machine code) takes, or None if the machine file has
-        no paths. In the interpreter's build for one token row, names of paths begin with ONE_ROW."""
+        no paths. In the interpreter's build for one token row, names of paths begin with ONE_ROW. A build whose code
+        of a layer fits in the instruction cache fetches it in no layer: the first layer's fetches are left out."""
         if self.paths is None:
             return None
         line, trip, found = self.paths["code_line"][0], self.paths["l2_trip"][0], {}
+        cached, live = self.paths["code_cache"][0], self.paths["layer_code"]
         for name, path in self.paths.items():
-            for prefix, figures in (("", path[:3]), (ONE_ROW, path[3:])):
-                if figures:
+            for prefix, at in (("", 0), (ONE_ROW, 3)):
+                if figures := path[at : at + 3]:
                     cycles, lines, trips = (*figures, 0.0, 0.0)[:3]
-                    cold = cycles + lines * line + trips * trip
+                    kept = live[at] <= cached and name not in _ONCE_A_STEP
+                    cold = cycles + (0.0 if kept else lines * line) + trips * trip
                     found[prefix + name] = Path(cold / self.clock_hz, cycles / self.clock_hz)
         return found
 

@@ -26,12 +26,6 @@ struct QueryRows {
   MK_FN int head(int i) const { return (begin + i) % heads; }
 };
 
-// What the step's tables say of a work item. `position` is the position of its first row. `blocks` are
-// the KV blocks that it reads: none if all come before the layer's sliding window.
-struct ItemWork {
-  int32_t seq, kv_head, kv_heads, split, position;
-  KvBlocks blocks;
-};
 MK_FN ItemWork item_work(const Call& call, int item) {
   const StepView& s = *call.step;
   return {s.item_seq[item],
@@ -42,21 +36,11 @@ MK_FN ItemWork item_work(const Call& call, int item) {
           visible_blocks(s, item, call.dims->span(call.task->where.layer))};
 }
 
-// The items [begin, end) of an attention instruction, and the work of the first. In builds for one row, each
-// warp looks them up before the inputs are there, and keeps them at the end of Scratch.rows.
-struct OwnItems {
-  int32_t begin, end;
-  ItemWork first;
-};
-MK_FN OwnItems& own_items(const Call& call) {
-  return reinterpret_cast<OwnItems*>(call.shared->rows + kCopyBytes)[call.warp];
-}
-template <class P>
-MK_FN void look_up_items(P& p, const Call& call) {
-  static_assert(!kTogether || kCopyBytes + sizeof(OwnItems) * kConsumerWarps + 512 <= kRowBytes);
-  const int begin = first_item(*call.step, *call.task), end = end_item(*call.step, *call.task);
-  if (p.lane() == 0) own_items(call) = {begin, end, begin < end ? item_work(call, begin) : ItemWork{}};
-  p.sync_warp();
+MK_FN void look_up_items(Call& call) {
+  Early& own = call.early;
+  own.begin = first_item(*call.step, *call.task);
+  own.end = end_item(*call.step, *call.task);
+  if (own.begin < own.end) own.first = item_work(call, own.begin);
 }
 
 template <class P, class Pages>
@@ -64,10 +48,7 @@ class AttentionItem {
  public:
   MK_FN AttentionItem(P& p, const Call& call, Pages& pages, int item)
       : p_(p), call_(call), d_(*call.dims), s_(*call.step), pages_(pages), item_(item) {
-    if constexpr (kTogether) {
-      const OwnItems& own = own_items(call);
-      read_ = item == own.begin ? own.first : item_work(call, item);
-    }
+    if constexpr (kTogether) read_ = item == call.early.begin ? call.early.first : item_work(call, item);
   }
 
   MK_FN void run() {
@@ -75,7 +56,7 @@ class AttentionItem {
       pages_.skip(1);
       store_zeros();
     } else {
-      if (no_blocks()) pages_.skip(1);
+      if (blocks().begin == blocks().end) pages_.skip(1);
       MK_LOOP for (int pass = 0; pass < units(); pass += kPassUnits) run_pass(pass);
       if (work().split >= 0) {
         if (!last_of_split()) return;
@@ -89,19 +70,11 @@ class AttentionItem {
 
  private:
   // Builds for one row have looked up the item already. Others do so at each call, to save registers.
-  MK_FN ItemWork work() const {
-    if constexpr (kTogether) return read_;
-    return item_work(call_, item_);
-  }
+  MK_FN ItemWork work() const { return kTogether ? read_ : item_work(call_, item_); }
   MK_FN KvBlocks blocks() const { return work().blocks; }
-  MK_FN bool no_blocks() const { return blocks().begin == blocks().end; }
   MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
 
-  MK_FN int32_t position(int row) const {
-    if constexpr (kTogether) return read_.position;
-    return s_.positions[row];
-  }
-
+  MK_FN int32_t position(int row) const { return kTogether ? read_.position : s_.positions[row]; }
   MK_FN int parts() const { return head_parts(d_); }
   // Returns which part of a head this warp computes. Successive warps compute the parts of one tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
@@ -113,7 +86,6 @@ class AttentionItem {
   // For each KV block, a narrow head has one page of keys and one of values; a wider head has two
   // of each for each of its parts.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
-  MK_FN int head_pages() const { return kv_pages(d_); }
 
   // A unit is a tile of 16 query rows with one part of one KV head. Processes up to eight units of the item
   // at once, one per warp, from number `begin` on. If the warps work together, processes one unit.
@@ -137,10 +109,10 @@ class AttentionItem {
     for (int block = blocks().begin; block < blocks().end; ++block) {
       item_ = here(item_);
       if (last < block * kKvBlock) {
-        pages_.skip(heads * head_pages());
+        pages_.skip(heads * kv_pages(d_));
         continue;
       }
-      pages_.skip(before * head_pages());
+      pages_.skip(before * kv_pages(d_));
       if constexpr (kWide) tile.clear();
       MK_LOOP for (int of = 0; of < parts(); ++of) {
         if (halves && second) pages_.skip(1);
@@ -172,7 +144,7 @@ class AttentionItem {
       }
       if constexpr (kWide) pages_.skip(2 * (parts() - 1 - part()));
       if (split) store_partials(tile, here(own), first, block);
-      pages_.skip((heads - 1 - before) * head_pages());
+      pages_.skip((heads - 1 - before) * kv_pages(d_));
     }
     if (own < 0 || split) return;
     const QueryRows q = query_rows(own, first);
@@ -268,8 +240,7 @@ class AttentionItem {
   // Returns the sinks, or null if the phase has none. A sink is a score for one of the rank's query
   // heads: it counts in the sum l but has no value.
   MK_FN const float* sinks() const {
-    if constexpr (!kHasExperts) return nullptr;
-    return call_.weights<float>(call_.phase().weights);
+    return kHasExperts ? call_.weights<float>(call_.phase().weights) : nullptr;
   }
 
   MK_FN QueryRows query_rows(int head, int begin) const {
@@ -321,8 +292,8 @@ class AttentionItem {
 
 template <class P, class Pages>
 MK_FN void attention(P& p, const Call& call, Pages& pages) {
-  const int begin = kTogether ? own_items(call).begin : first_item(*call.step, *call.task);
-  const int end = kTogether ? own_items(call).end : end_item(*call.step, *call.task);
+  const int begin = kTogether ? call.early.begin : first_item(*call.step, *call.task);
+  const int end = kTogether ? call.early.end : end_item(*call.step, *call.task);
   for (int item = begin; item < end; ++item) AttentionItem<P, Pages>(p, call, pages, item).run();
 }
 

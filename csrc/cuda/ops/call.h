@@ -30,9 +30,31 @@ struct Scratch {
   alignas(16) unsigned char rows[kRowBytes];  // bf16 rows that a matmul has normalised or copied
   uint64_t gathered[2][kConsumerWarps];
   float squares[2][kConsumerWarps][8];  // dots.h: a warp's sum of squares over its columns of a head, by row
-  int32_t position, page;               // in builds for one row: its position and KV page; no page: -1
   int32_t last;    // attention: whether this block was the last, and so merges partial results
   int32_t listed;  // sample.h: number of logits copied to the list of candidates
+};
+
+// KV blocks [begin, end).
+struct KvBlocks {
+  int32_t begin, end;
+};
+
+// What the step's tables say of a work item of attention. `position` is the position of its first row.
+// `blocks` are the KV blocks that it reads: none if all come before the layer's sliding window.
+struct ItemWork {
+  int32_t seq, kv_head, kv_heads, split, position;
+  KvBlocks blocks;
+};
+
+// What builds for one row look up before an instruction's inputs are there, and keep in registers.
+struct Early {
+  Operation operation;
+  bool normed;  // Bodies::normed
+  Result result;
+  void* output;            // of a matmul: where its row of results begins
+  int32_t position, page;  // of a QKV projection: the row's position and KV page; no page: -1
+  int32_t begin, end;      // of attention: its items
+  ItemWork first;          // its first item
 };
 
 // Pointers into the launch's parameters and the block's shared memory, for one consumer warp.
@@ -44,7 +66,9 @@ struct Call {
   const Task* task;
   int32_t block;  // number in the grid
   int32_t warp;   // 0 .. kConsumerWarps - 1
+  Early early{};
 
+  MK_FN Result result() const { return kOneRow ? early.result : phase().result; }
   MK_FN const Phase& phase() const { return task->phase; }
 
   // Returns the address of a rank's copy of a buffer, or of the part for the task's layer if the buffer has
@@ -56,6 +80,11 @@ struct Call {
   template <class T>
   MK_FN T* at(Buffer buffer) const {
     return copy<T>(buffer, dims->rank);
+  }
+  // Returns the address of row 0 of a matmul's results on a rank.
+  template <class T>
+  MK_FN T* output(int rank) const {
+    return kOneRow ? static_cast<T*>(early.output) : copy<T>(phase().output, rank);
   }
   // Returns the address of weights or of a bias, or null if the phase has none.
   template <class T>

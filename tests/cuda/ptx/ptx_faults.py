@@ -69,9 +69,9 @@ tensor
   loads go to the page's second half  loaders.h: load_tiles(p, params, block, first  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
   pages of weights are not loaded  loaders.h: load_tiles(p, params, block, first  cp\.async
   residuals are stored, not added  storer.h: p.add_tile(map(d.rank)  cp\.reduce(\S+)\.add(\S+)  cp\1\2
-  fragments of A are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{)(\S+), (\S+), (\S+), (\S+)\}  \1\2, \4, \3, \5}
-  fragments of B are exchanged  mma.cuh: asm volatile(  (mma\S+ \{[^}]*\}, \{[^}]*\}, \{)(\S+), (\S+)\}  \1\3, \2}
-  matrices are exchanged as they are loaded  mma.cuh: ldmatrix.sync  \{(\S+), (\S+), (\S+), (\S+)\}  {\1, \3, \2, \4}
+  fragments of A are exchanged  attention_mma.h: asm volatile(  (mma\S+ \{[^}]*\}, \{)(\S+), (\S+), (\S+), (\S+)\}  \1\2, \4, \3, \5}
+  fragments of B are exchanged  attention_mma.h: asm volatile(  (mma\S+ \{[^}]*\}, \{[^}]*\}, \{)(\S+), (\S+)\}  \1\3, \2}
+  matrices are exchanged as they are loaded  attention_mma.h: ldmatrix.sync  \{(\S+), (\S+), (\S+), (\S+)\}  {\1, \3, \2, \4}
   wgmma replaces its results  wgmma.cuh: asm volatile(  setp\.eq\.u32 p  setp.ne.u32 p
 experts dots
   the controller acquires nothing before it reads ROUTES  controller.h: wait_words(p_, params_, block_.dims, slot.task)  ld\.acquire  ld.relaxed
@@ -87,7 +87,6 @@ row dots
   a consumer does not release a page  pages.h: p_.arrive(block_.empty[  mbarrier\.arrive
   warps do not meet when they have copied a row of inputs  dots.h: ^p.consumer_sync()  bar\.sync
   warps that share a tile of attention do not meet  attention_mma.h: ^p.consumer_sync()  bar\.sync
-  lane 0 does not hand over the work items that it looked up  attention.h: ^p.sync_warp()  bar\.warp\.sync
 """  # noqa: E501
 
 
