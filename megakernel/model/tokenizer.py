@@ -21,8 +21,8 @@ class UnknownTokenizer(MegakernelError):
 
 
 class Limit(NamedTuple):
-    """How many token ids of a text are wanted: at most `most`. If the text has more, the `last` ones are wanted, or
-    TooLong is raised."""
+    """At most `most` token ids of a text are wanted. If it has more, the last ones are returned if `last` is set;
+    otherwise, TooLong is raised."""
 
     most: int
     last: bool = False

@@ -40,7 +40,7 @@ def check_parts(declared: dict[str, Any]) -> None:
                 _check_template(part)
             pattern = part.get("pattern")
             if "" in (part.get("prepend"), *(pattern.values() if isinstance(pattern, dict) else ())):
-                raise ValueError(f"its {kind} has an empty text, which is not allowed")
+                raise ValueError(f"the pattern or the prepended text of its {kind} is empty, which is not allowed")
             if name == "BPE":
                 _check_merges(part)
             if name == "Precompiled" and not _sound(part.get("precompiled_charsmap")):

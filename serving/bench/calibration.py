@@ -220,8 +220,8 @@ def _idle(cores: int) -> list[tuple[float, int, int]]:
 
 def _synchronisation(rounds: list[list[tuple[float, int, int]]]) -> tuple[float, float, float]:
     """Return the seconds of an instruction's set-up, of a launch and of a signal, from the shortest of the launches
-    that `_idle` timed. The first two come from launches on one worker. The cost of a signal is the additional time per
-    phase (operation) on all cores: a layer with one row is a chain of phases, and each phase waits for all workers."""
+    that `_idle` timed. The first two come from launches on one worker. The cost of a signal is a
+    phase's time on all cores minus its time on one. In a layer with one row, each phase waits for all workers."""
     shortest = map(min, zip(*rounds, strict=True))
     (few_s, few, phases), (many_s, many, _), (few_all_s, few_all, _), (many_all_s, many_all, _) = shortest
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))

@@ -95,8 +95,8 @@ struct Matrix {
   const int64_t stride;  // between rows, in elements
 
   explicit Matrix(int64_t rows_apart) : stride(rows_apart) {}
-  // Finds the strips of `count` successive SIMD vectors, which begin in row `row` and column `column`.
-  // Returns the row, at most `end`, up to which they can walk down.
+  // Finds the strips of `count` successive SIMD vectors, which begin in row `row` and column `column`. With
+  // them, all rows before the returned one can be read (Strip::down). It is at most `end`.
   virtual int find(int row, int column, int end, int count, S* strips) const = 0;
 };
 

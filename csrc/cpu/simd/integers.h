@@ -42,8 +42,8 @@ static_assert(kRowUnits * sizeof(Rounded) <= kRoundedBytes);
 MK_INLINE I32 word_numbers(int i) { return (lane_index() + i * kLanes) / 4; }
 
 // Chooses a unit's wide words (kWideWords), those with the largest magnitudes. The scale is the smallest
-// with which the other words fit 8 bits. `sum` becomes the inverse of the scale. If a value is not
-// finite, the scale is NaN. If all magnitudes are below 2^-100, the scale is zero.
+// with which the other words fit 8 bits. Until the sum is known, `sum` holds the inverse of the scale. If a
+// value is not finite, the scale is NaN. If all magnitudes are below 2^-100, the scale is zero.
 MK_INLINE void choose_words(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
   // The lowest four bits of each magnitude become 15 - (number of the word). The highest magnitude then says

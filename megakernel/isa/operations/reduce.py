@@ -1,4 +1,4 @@
-"""REDUCE adds the partial sums that each rank's matmul has stored, as the second half of an all-reduce."""
+"""REDUCE adds, on the owner of some rows, the partial sums that each rank's matmul has stored there."""
 
 from __future__ import annotations
 

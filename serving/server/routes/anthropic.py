@@ -165,7 +165,7 @@ class CountRequest(requests.Body):
         said += [message for turn in self.messages for message in turn.plain()]
         last = said[-1]
         goes_on = last["role"] == "assistant" and bool(last["content"].strip()) and "tool_calls" not in last
-        return conversation(said, tools, self.chat_template_kwargs or {}, continue_final=goes_on)
+        return conversation(said, "messages", tools, self.chat_template_kwargs or {}, continue_final=goes_on)
 
 
 class MessagesRequest(CountRequest, requests.Sampled):

@@ -189,14 +189,14 @@ class Templated(Strict):
 
 
 def conversation(
-    said: list[dict[str, Any]], tools: Tools, values: dict[str, Any], *, continue_final: bool = False
+    said: list[dict[str, Any]], field: str, tools: Tools, values: dict[str, Any], *, continue_final: bool = False
 ) -> Conversation:
-    """Return a conversation for a request of another API. `said` has the request's messages, converted to the form of
-    the chat API. Raises an HTTP error 400 if they exceed a limit."""
+    """Return a conversation for a request of another API. `said` has the messages of the request's field `field`,
+    converted to the form of the chat API. Raises an HTTP error 400 if they exceed a limit."""
     if len(said) > MAX_MESSAGES:
-        raise APIError(400, f"messages may have at most {MAX_MESSAGES} entries", param="messages")
+        raise APIError(400, f"{field} may have at most {MAX_MESSAGES} entries", param=field)
     if any(len(message.get("tool_calls", ())) > MAX_TOOLS for message in said):
-        raise APIError(400, f"messages.tool_calls may have at most {MAX_TOOLS} entries", param="messages")
+        raise APIError(400, f"one turn in {field} may have at most {MAX_TOOLS} tool calls", param=field)
     return Conversation(said, tools.told, values, continue_final)
 
 

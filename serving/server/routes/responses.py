@@ -189,7 +189,7 @@ class ResponsesRequest(requests.Sampled):
                 said[-1].setdefault("tool_calls", []).append(call)
         if not said:
             raise APIError(400, "input must have a message, function_call or function_call_output", param="input")
-        return chat.conversation(said, tools, chat.reasoning_values(None, self.reasoning))
+        return chat.conversation(said, "input", tools, chat.reasoning_values(None, self.reasoning))
 
 
 # -- the answer
