@@ -79,7 +79,12 @@ struct Bodies {
       case Operation::kCombine:
         if constexpr (kHasExperts) combine(p, c, operands<Run>(record));
         return;
-      default:
+      case Operation::kMatmul:
+      case Operation::kExperts:
+      case Operation::kAttention:
+      case Operation::kNorm:
+      case Operation::kJoin:
+      case Operation::kDrain:
         return;
     }
   }
