@@ -37,7 +37,7 @@ _CONTEXT = 1024
 _REPEATS, _ROUNDS = 40, 3
 _BEST_S, _LEAST_RUNS = 0.3, 5
 _LEAST_S = 1e-9  # seconds that stand for a cost too small to measure
-_FEW, _MANY = 2, 62  # numbers of layers of two otherwise equal models, whose times are compared
+_FEW, _MANY = 2, 62  # layers of two models whose times are compared; the models are equal otherwise
 _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
@@ -125,8 +125,8 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    """Return, for each size, the highest rate of all rounds, but at most `most`. Raises MegakernelError if
-    other processes disturbed every measurement of a rate."""
+    """Return the highest rate of each size in all `rounds`, but at most `most`. Raises MegakernelError if other
+    processes disturbed every measurement of a size."""
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):
         told = "cannot calibrate: other processes disturb every measurement: try again when the machine is idle"
@@ -163,8 +163,8 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
     """Measure the FLOP/s of one core. Return three dicts, whose keys are sizes: of a matmul tile, in rows; of
-    attention, in (query row, head) pairs; and of a norm, in rows. To cancel the cost of the launch and of the call,
-    each rate comes from the difference in time between launches that run an instruction once and many times."""
+    attention, in (query row, head) pairs; and of a norm, in rows. Each rate compares
+    launches that run an instruction once and many times, so that the cost of launch and call cancels."""
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
     dims = program.dims
@@ -219,9 +219,9 @@ def _idle(cores: int) -> list[tuple[float, int, int]]:
 
 
 def _synchronisation(rounds: list[list[tuple[float, int, int]]]) -> tuple[float, float, float]:
-    """Return the seconds of an instruction's set-up, of a launch and of a signal, from the shortest of the launches
-    that `_idle` timed. The first two come from launches on one worker. The cost of a signal is a
-    phase's time on all cores minus its time on one. In a layer with one row, each phase waits for all workers."""
+    """Return three times in seconds: an instruction's set-up, a launch and a signal. They come from the shortest
+    launches that `_idle` timed; set-up and launch from those on one worker. In a step with one row, each phase waits
+    for all workers. So a signal costs a phase's time on all cores minus the time on one."""
     shortest = map(min, zip(*rounds, strict=True))
     (few_s, few, phases), (many_s, many, _), (few_all_s, few_all, _), (many_all_s, many_all, _) = shortest
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))

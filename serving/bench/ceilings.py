@@ -12,8 +12,8 @@ from megakernel.runtime.cpu.native import probe_fma, probe_read, simd
 
 def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
     """Return the highest memory bandwidth and FLOP rate that `threads` threads ever reached on this machine. A
-    measurement of about one second runs now if there is no earlier result, if other processes kept the machine busy
-    in every earlier measurement, or if `anew` is set."""
+    measurement of about one second runs now if `anew` is set, or if there is no earlier result. It also runs if other
+    processes kept the machine busy in every earlier measurement."""
     name = kept.this_machine(simd())
     known = kept.recall(name, threads)
     if known is None or anew or not known.quiet:

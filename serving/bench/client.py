@@ -90,7 +90,7 @@ class ServerClient:
 
     async def discover(self) -> None:
         """Set `model` to the first model that the server lists, unless `model` is set already. Raises MegakernelError
-        if it lists none, and RefusedError if it answers with an error."""
+        if the server lists none. Raises RefusedError if the server answers with an error."""
         body = await self.get("/v1/models")
         try:
             self.model = self.model or msgspec.convert(msgspec.json.decode(body)["data"][0]["id"], str)
@@ -98,8 +98,8 @@ class ServerClient:
             raise MegakernelError(f"{self.url}/v1/models names no model: is this an OpenAI API?") from None
 
     async def get(self, path: str) -> bytes:
-        """Return the answer to a GET request. Raises RefusedError, and MegakernelError if the server does not
-        answer."""
+        """Return the answer to a GET request. Raises RefusedError if the server answers with an error. Raises
+        MegakernelError if the server does not answer."""
         try:
             return await self._whole("GET", path, b"")
         except ERRORS as e:
@@ -170,7 +170,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: bytes) -> AsyncIterator[_Connection]:
-        """Send a request and yield the connection, whose `body` is the answer."""
+        """Send a request and yield the connection, from which `body` reads the answer. Raises RefusedError."""
         connection, status = await self._ask(method, path, body)
         try:
             if status != 200:
@@ -232,7 +232,6 @@ class _Connection:
         return self._parser.get_status_code()
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the body of an answer in pieces as they arrive."""
         while self._pieces or not self._ended:
             pieces, self._pieces = self._pieces, []
             for piece in pieces:

@@ -1,5 +1,5 @@
-"""Sends workloads to servers: all requests at once or as a Poisson process, and to several servers in alternation (A B
-A B), so that other load on the machine affects all alike."""
+"""Sends workloads to servers, all requests at once or as a Poisson process. Several servers get them in alternation (A
+B A B), so that other load on the machine affects all servers alike."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def measure_latency(
 def latency_figures(every: list[Run]) -> dict[str, Any]:
     """Return the figures of `bench latency`. If the memory's rate was steady during some runs, only these count.
     Otherwise `errors` has a message. Decode figures come from the run with the median token rate, prefill figures from
-    the run with the median prefill. `step_s` is the median time of the run's steps, or the mean time if proposed tokens
-    were verified, because steps then differ in duration and in the number of tokens.
+    the run with the median prefill. `step_s` is the median time of the run's steps. If proposed tokens were verified,
+    it is the mean time, because such steps differ in duration and in the number of tokens.
 
     `roofline_fraction` is the minimum time at the hardware's ceilings, divided by the measured time. A fraction above
     1 means that the time or the ceilings are wrong, or that a cache held weights. `errors` then has a message."""
@@ -97,7 +97,7 @@ def latency_figures(every: list[Run]) -> dict[str, Any]:
 
 
 def _decode(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> tuple[list[tuple[Step, float]], Counts]:
-    """Return the steps of a run with their times, and the numbers of tokens."""
+    """Generate once, without cached prefixes. Return each step with its seconds, and the run's token counts."""
     steps: list[Step] = []
     llm.engine.reset_prefix_cache()
     before, began = llm.engine.stats.counts, perf_counter()

@@ -84,8 +84,8 @@ def report(outcomes: Sequence[Outcome], goodput: dict[str, float] | None = None)
 
 def cpu_time(spent: dict[str, float], tokens: int, duration: float) -> dict[str, Any]:
     """Return the CPU time of client and server, in total and per generated token, and how busy the client was.
-    `client_busy` is the part of the time, from 0 to 1, for which the client computed. `client_error` warns
-    that the client may have been the bottleneck."""
+    `client_busy` is the fraction of the time in which the client computed, from 0 to 1. `client_error` warns that the
+    client may have been the bottleneck."""
     busy = spent["client"] / duration
     error = f"the client was busy for {busy:.0%} of the time, so it may have been the bottleneck, not the server"
     return {

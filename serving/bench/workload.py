@@ -31,7 +31,7 @@ class Workload:
 
     name: str  # a description for reports
     jobs: Sequence[LoadJob]  # in the order of sending
-    vocab: int | None = None  # prompts of random token ids are below it; None: the prompts are text
+    vocab: int | None = None  # prompts are random token ids below this number; None: prompts are text
     seed: int = 0  # of the random token ids
 
     def again(self, number: int) -> Workload:

@@ -16,8 +16,8 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return forced tokens, those that must come next. There is an entry for each sequence that has a constraint and
-    for which a planned step samples a token."""
+    """Return, by sequence, the tokens that its constraint forces next. Only sequences for which a planned step samples
+    a token have an entry, and only if their constraint is not idle."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0

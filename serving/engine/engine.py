@@ -1,5 +1,5 @@
 """Continuous batching with chunked prefill. Each step is one launch of a compiled program. A step takes one token of
-every decoding sequence, then fills the rest of its token budget with chunks of prompts, in the order of arrival.
+every decoding sequence. Then it fills the rest of its token budget with chunks of prompts, in the order of arrival.
 docs/architecture.md says how steps are planned while launches run, and why this changes no token."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Step:
     tokens: Tokens
     # The following arrays have one element for each generated token.
     sequence: Objects
-    reader: NDArray[np.int64]  # `Request.reader`
+    reader: NDArray[np.int64]  # numbers of the processes that read the tokens
 
     @property
     def rows(self) -> list[int]:
@@ -80,7 +80,8 @@ class _Running:
 class _Results:
     """The result of each logit row of a step (a row that samples a token or scores a prompt token), one array element
     per row. `heard` is False if the row is ignored. This happens if the row's sequence had ended, or if a proposed
-    token before the row was wrong. The other arrays describe the tokens that were sampled, see `Step` and `Tokens`."""
+    token before the row was wrong. `first` says which sampled tokens are the first of their sequence. `Tokens`
+    describes `finish`."""
 
     def __init__(self, heard: NDArray[np.bool_]) -> None:
         self.heard = heard
@@ -270,21 +271,20 @@ class Engine:
 
     def _queues(self, turns: Turns) -> bool:
         """Whether the next step may be launched behind the running one, whose plan is `turns`. It may not if
-        constraints or proposed tokens need the running step's results, or if the host must read logits or hidden
-        states, or write the device buffer HISTORY, between the two launches."""
+        constraints or proposed tokens need the running step's results. Nor may it if, between the two launches, the
+        host must read logits or hidden states, or write the device buffer HISTORY."""
         batch = self._batch
         waits = self._speculation or batch.histories or batch.slots.constraints
         return self.backend.queues and not (waits or turns.read or turns.pooled)
 
     def _build(self, part: PlannedRows) -> tuple[Program, StepTable]:
-        """Choose the program of a planned step and build its step table, the inputs of the launch."""
         program = self.programs.get(len(part.tokens), max(len(part.turns.chunk), 1))
         return program, self._steps.build(program.dims, StepRows(*part))
 
     def _start(self, part: PlannedRows | None, built: tuple[Program, StepTable] | None, trace: bool) -> None:
         """Launch a planned step, unless all its sequences have ended in the meantime. Forced and proposed tokens are
         added first, because they depend on the results of the previous launch. `built` has the program and the step
-        table without them, if there was time to build these in advance."""
+        table without such tokens, if there was time to build both in advance."""
         if part is None:
             return
         batch = self._batch
@@ -441,7 +441,7 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
 
 
 def _begun(sequence: Sequence) -> Begun:
-    """Return what the first token of a sequence comes with."""
+    """Return the facts that are sent with the first token of a sequence."""
     request, state = sequence.request, None
     if sequence.choice:
         return Begun(sequence.admitted_at)

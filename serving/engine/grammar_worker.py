@@ -1,10 +1,10 @@
 """A process that compiles untrusted grammars, because a hostile grammar may take unlimited time or memory.
 
 The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
-of a notation and a text: "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON list of texts,
-"grammar" and a grammar in Lark's notation or GBNF, or "calls" and a grammar in Lark's notation for tool calls that a
-model may make. In a text of the notation "calls", schemas that do not compile are loosened, because tools may have any
-schema.
+of a notation and a text. The pairs are "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON
+list of texts, or "grammar" and a grammar in Lark's notation or GBNF. The notation "calls" goes with a grammar in Lark's
+notation for tool calls that a model may make. In such a text, schemas that do not compile are loosened, because tools
+may have any schema.
 
 The process answers each line with one line of JSON: {"text": a JSON list} or {"failed": the reason}. The list has the
 grammar in the notation of the library llguidance, the JSON Schema keywords that the grammar does not enforce, and the

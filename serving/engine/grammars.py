@@ -120,7 +120,7 @@ class Grammar(Constraint):
 
     @cached_property
     def matcher(self) -> LLMatcher:
-        """Follows the output. It is made when it is needed, because it takes memory."""
+        """A copy of the start matcher that reads the output. It is made on first use, because it takes memory."""
         return self._start.deep_copy()
 
     def follow(self, output: Ids) -> list[int]:
@@ -155,7 +155,7 @@ class Calls(Constraint):
         self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary
         self.left = grammar.left if grammar else ("tools",)
         self._call: Grammar | None = None  # follows the current call
-        self._read = 0  # tokens of the output before the current call, or outside of calls all that were read
+        self._read = 0  # number of output tokens before the current call; outside of calls, of all tokens read
         self._text = b""  # the end of the text since the last call
 
     def copy(self) -> Calls:
@@ -238,7 +238,7 @@ class Grammars:
         `most_bytes` of compiled grammars; the least recently used one is dropped first."""
         self._tokenizer, self._vocab, self._eos_ids = tokenizer, vocab, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # with its bytes
+        self._known: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # grammar, bytes
         self._kept_bytes, self._most_bytes = 0, most_bytes
         self._checker: LimitedProcess | None = None
         self._executor = LLExecutor(len(os.sched_getaffinity(0)))
@@ -274,8 +274,8 @@ class Grammars:
         return Calls(grammar, re.compile(wanted.trigger.encode()), self._vocabulary)
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """Return every list of token ids that writes one of `words`, all of which are forbidden: with a leading space
-        and without, at the beginning of a text and within one."""
+        """Return the lists of token ids that write one of the forbidden `words`: with a leading space and without, at
+        the beginning of a text and within one."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}

@@ -1,8 +1,8 @@
 """Adds up the time and the work of an engine's steps, and compares them with the hardware's limits.
 
 The main figure is sum(bound) / sum(wall). A step's bound is the least time that its tokens and its KV cache need at the
-measured ceilings (`megakernel.roofline`). Its wall time runs from the end of the previous step, or from the arrival of
-work, to its own end, so it includes the host's work between steps."""
+measured ceilings (`megakernel.roofline`). Its wall time begins when the previous step ends or, after
+a pause, when work arrives. So it includes the host's work between steps."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from time import perf_counter
 from megakernel.serving.engine.request import Sequence, Slots
 
 _SLOW = 5e-3  # If a client's masks took more seconds than this, it rests, but only while others have requests.
-_REST = 3  # The rest lasts this many times the seconds that the masks took.
-_FEW = 4  # After it, the client gets at most this many masks per step. The limit doubles after each quick step.
+_REST = 3  # A client rests this many times as long as its masks took.
+_FEW = 4  # After its rest, a client gets at most this many masks per step. The limit doubles after each quick step.
 _TRUSTED = 64  # Clients that may get this many masks are trusted, and their masks are computed together.
 
 

@@ -24,8 +24,7 @@ def weight_bytes(forward: Forward, split: Split, *, tied: bool) -> int:
 def pool_bytes(memory_bytes: float, weights: int, *, gpu: bool) -> float:
     """Return how many bytes of a machine's memory the KV pool may use, if the weights take `weights` bytes.
 
-    On a host, the pool gets a smaller share, because other programs use the memory too. A GPU has no other user.
-    """
+    On a host, the pool gets a smaller share, because other programs use the memory too. A GPU has no other user."""
     return max(GPU_SHARE * memory_bytes - weights, 0.0) if gpu else KV_SHARE * memory_bytes
 
 
@@ -39,14 +38,13 @@ def token_bytes(config: ModelConfig, dtype: Dtype, tp: int = 1, quantised_kv: bo
 def kv_capacity(
     model_limit: int, per_token: int, memory_bytes: float, pool: float, max_model_len: int | None, max_num_seqs: int
 ) -> tuple[int, int]:
-    """Return the maximum tokens of a sequence and the tokens of the KV pool, of `per_token` bytes each, in a memory of
-    `memory_bytes`.
+    """Return how many tokens a sequence may have, and how many the KV pool has. Each token takes `per_token` bytes, and
+    the memory has `memory_bytes`.
 
     The pool has room for `max_num_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It
     always has room for one such sequence, even if that takes more. Without `max_model_len`, a sequence may have as many
     tokens as the model allows and the pool holds. Raises MegakernelError if `max_model_len` exceeds the model's limit,
-    if one such sequence exceeds the memory, or if without `max_model_len` the pool has no room for a token.
-    """
+    or if one such sequence exceeds the memory. Without `max_model_len`, raises it if the pool cannot hold a token."""
     room = int(pool / per_token)
     if max_model_len is None:
         if room < 1:

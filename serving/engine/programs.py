@@ -40,8 +40,8 @@ class Programs:
         return bucket(tokens, self.most_tokens), bucket(logit_rows, self.most_logit_rows)
 
     def unpadded(self, tokens: int, more: int) -> int:
-        """Return how many token rows, at most `more`, can be added to a step of `tokens` rows so that they replace
-        padding, or fill a larger program without padding."""
+        """Return how many token rows, at most `more`, a step of `tokens` rows can gain without more padding: the new
+        rows replace padding, or fill a larger program."""
         full = next(size for size in reversed(buckets(self.most_tokens)) if size <= max(tokens + more, 1))
         return min(more, max(full, bucket(tokens, self.most_tokens)) - tokens)
 

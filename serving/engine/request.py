@@ -153,7 +153,7 @@ class Request:
 
 class Slots:
     """Arrays with the state of the running sequences. `order` lists their slots in order of admission. The next step is
-    planned before the running one has ended. So `length` also counts tokens that planned steps have yet to sample, and
+    planned before the running one has ended. So `length` also counts tokens that planned steps have yet to sample. And
     `computed` counts tokens whose K and V will be in the pages once all planned steps have run."""
 
     def __init__(self, dims: Dims) -> None:
@@ -173,7 +173,7 @@ class Slots:
         self.top = np.full(n, -1)
         self.holds = np.zeros(n, np.bool_)  # whether other choices wait until this one has computed the prompt
         self.constrained = np.zeros(n, np.bool_)  # whether the sequence has a `Constraint`, such as a grammar
-        self.constraints = 0  # how many running sequences have one
+        self.constraints = 0  # number of running sequences with a `Constraint`
         self.last_token_at = np.zeros(n)  # 0 for a sequence that has no token since its admission
         self.pages = SequencePages(dims)
         self.sampling = Sampling(2 * n + 1)  # one row per slot, then one for use before min_tokens is reached
@@ -224,14 +224,14 @@ class Slots:
         return self.pages.ids[slot, self.freed[slot] : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
 
     def passed(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many of its sequence's first pages no later step reads, because all tokens that
-        they hold have left the sliding windows of all layers. Pages that the prefix cache does not know yet stay."""
+        """Return, for each slot, how many of its sequence's first KV pages no later step reads: all their tokens have
+        left the sliding windows of all layers. Pages that the prefix cache does not know yet stay."""
         next_row = np.minimum(self.computed[slots], self.known[slots] - 1)
         blocks = self.dims.first_block(next_row)
         return np.minimum(blocks * (self.dims.bucket.kv_block // self.page), self.known_pages[slots])
 
     def drop(self, slot: int, count: int) -> list[int]:
-        """Remove all of the sequence's first `count` pages that it still has, and return them."""
+        """Remove those of the sequence's first `count` KV pages that it still has, and return their ids."""
         dropped: list[int] = self.pages.ids[slot, self.freed[slot] : count].tolist()
         self.freed[slot] = count
         return dropped
@@ -258,8 +258,8 @@ class Slots:
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def steady(self, slots: Ints) -> int:
-        """Return how many steps, with one token per sequence, the sequences in `slots` can run without further KV
-        pages and before one reaches its maximum length."""
+        """Return how many steps with one token per sequence can run before a sequence in `slots` needs another KV page
+        or reaches its maximum length."""
         return int((np.minimum(self.pages.count[slots] * self.page, self.limit[slots] - 1) - self.length[slots]).min())
 
     def place(self, slots: Ints, position: Ints) -> Ints:

@@ -77,7 +77,7 @@ class StructuredOutputsParams:
         return '{"type": "object"}' if self.json_object else self.json
 
     def source(self) -> tuple[str, str]:
-        """The name of the grammar's notation ("json", "regex", "choice", "grammar" or "calls") and its text."""
+        """Return the grammar's notation ("json", "regex", "choice", "grammar" or "calls"), and the grammar as text."""
         if (schema := self.schema) is not None:
             return "json", schema
         if self.choice is not None:
@@ -204,8 +204,8 @@ def _error(name: str, value: object, must: str) -> MegakernelError:
 
 
 class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens except the first, or of a part of them. `tops` has those of the most
-    likely ids per position. `choice` is the number of the prompt's first choice."""
+    """Log-probabilities of a prompt's tokens except the first, or of some of these tokens. `tops` has, by position,
+    the log-probabilities of the most likely ids. `choice` is the number of the prompt's first choice."""
 
     choice: int
     logprobs: list[float]
@@ -213,7 +213,7 @@ class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Begun(msgspec.Struct, array_like=True, frozen=True):
-    """Facts that are sent with a choice's first token. Only the first choice of a prompt has those after `admitted`."""
+    """Facts that are sent with a choice's first token. Only a prompt's first choice has the fields after `admitted`."""
 
     admitted: float  # when the choice was first admitted, in seconds of `perf_counter`
     cached: int = 0  # tokens of the prompt that were found in the prefix cache
@@ -231,7 +231,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
     finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
     top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
-    begun: dict[int, Begun]  # choice -> what its first token comes with
+    begun: dict[int, Begun]  # choice -> the facts that are sent with its first token
 
     def __len__(self) -> int:
         return len(self.choice)

@@ -122,7 +122,7 @@ class Waiting:
 
 class PagePool:
     """The KV pages with ids 0 to `pages` - 1. Each page counts its users, the sequences that read it. Once steps have
-    filled a page, it is identified by the hash of all tokens up to its end, so that sequences with the same prefix
+    filled a page, it is identified by the hash of all tokens up to its end. So sequences with the same prefix
     share it. A page without users stays in the cache until it is needed; the least recently used page goes first."""
 
     def __init__(self, pages: int) -> None:
@@ -155,7 +155,7 @@ class PagePool:
         return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Seq[int]) -> int:
-        """Return how many of `pages` no sequence uses. The pool counts these as free until `share` is called, so a
+        """Return how many of `pages` no sequence uses. The pool counts these as free until `share` is called. So a
         caller that will share them must subtract this number from the number of free pages."""
         return sum(not self._users[page] for page in pages)
 
@@ -373,9 +373,9 @@ class Batch:
         """Admit waiting sequences in turn while there are a free slot and enough KV pages for the next one's tokens.
 
         One free page is reserved for each running sequence whose pages cannot hold its longest possible output. At most
-        MOST_MASKS constrained sequences run, because a step has room for so many token masks. A sequence that was just
-        preempted is not admitted before the running launch has sampled its token, because the launch stores that token
-        in the sequence's old slot."""
+        MOST_MASKS constrained sequences run, because a step has room for so many token masks. The running launch
+        stores the token of a sequence that was just preempted in its old slot. So this sequence is not admitted before
+        that launch has ended."""
         if self.waiting and not self._slots:
             self._make_room()
         if not self.waiting or not self._slots:

@@ -28,10 +28,10 @@ MOST = 63  # maximum proposed tokens per sequence and step
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
 _SHARED_MEMORY = 0.99  # like _MEMORY, for the acceptance rate of all sequences together, which changes more slowly
 _MEMORY = 0.9  # acceptance rates are recent averages: at each verification, earlier counts are multiplied by this
-_BEGIN = 8.0  # a new sequence starts with the acceptance rate of all, which counts like at most this many tokens
+_BEGIN = 8.0  # a new sequence starts with the rate of all sequences, which counts like at most this many tokens
 _FADE = 0.98  # each declined proposal multiplies the counts by this, so that a sequence gets another chance
 _LOSS = 0.01  # time that wrong proposals may cost, as a fraction of the time for the sequence's tokens without them
-_CREDIT = 2.0  # maximum number of tokens, already gained, that wrong proposals may cost as well
+_CREDIT = 2.0  # maximum credit in tokens that a sequence saves for later proposals that turn out wrong
 _LEAST_MATCH = 2  # a proposal needs an earlier occurrence of at least this many last tokens
 _MOST_MATCH = 32  # how many of the last tokens are compared with earlier text, at most
 _TRIED = 8  # how many earlier occurrences of the last two tokens are compared, latest first
@@ -253,12 +253,9 @@ class Speculation:
     def propose(
         self, part: PlannedRows, batch: Batch, forced: Mapping[int, list[int]], *, room: int
     ) -> dict[int, list[int]]:
-        """Return at most `room` proposed tokens that a planned step should verify, by chunk (index of a sequence in
-        it).
-
-        `forced` are tokens to which a grammar leaves no alternative; the step computes them too. The returned tokens
-        have their KV pages already.
-        """
+        """Return at most `room` proposed tokens that a planned step should verify. The keys are chunks (indices of
+        sequences in the step). `forced` are tokens to which a grammar leaves no alternative; the step computes these
+        too. The returned tokens have their KV pages already."""
         more = sum(map(len, forced.values()))
         offers = self._offers(part, batch) if room > 0 else []
         cost = self._choose(offers, len(part.tokens) + more, len(part.turns.chunk) + more, room) if offers else 0.0
@@ -277,7 +274,7 @@ class Speculation:
         self._acceptance.learn(proposed, accepted)
 
     def _draft(self, sequence: Choice) -> Draft:
-        """Return the speculation state of a sequence. Its proposer has read all tokens."""
+        """Let a sequence's proposer read its new tokens, and return the speculation state of the sequence."""
         draft = self._drafts.get(sequence)
         if draft is None:
             draft = self._drafts[sequence] = Draft(self._proposer(sequence), self._acceptance.young())

@@ -68,8 +68,8 @@ class Replica:
 
 
 class PrefixRouter(RequestRouter):
-    """A router that sends requests whose prompts begin alike to the same replica, so that its prefix cache helps,
-    unless this replica has many more requests than others (see `choose`)."""
+    """A router that sends requests whose prompts begin alike to the same replica, so that its prefix cache helps. If
+    this replica has many more requests than others, another replica gets the request (see `choose`)."""
 
     def initialize_state(self, slack: int) -> None:
         self._slack = slack

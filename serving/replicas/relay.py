@@ -43,8 +43,8 @@ async def relay(
 ) -> None:
     """Send the client the answer to a request. `ask` passes the request to a replica and yields the head of the answer,
     then pieces of the body. If the replica is lost, another one continues the answer. The client must get nothing
-    twice. So events of a stream are sent only once their mark says which token they belong to, and any other answer is
-    sent when it is complete. If no replica runs for `stall_seconds`, the client gets a 503, or an error event."""
+    twice. So events of a stream are sent only once their mark says which token they belong to. Any other answer is sent
+    when it is complete. If no replica runs for `stall_seconds`, the client gets a 503, or an error event."""
     replay = Replay(secrets.randbits(64), int(time.time()))
     sent: Head | None = None  # status and headers that the client has got, if any
     attempts = 0

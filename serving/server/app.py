@@ -39,7 +39,7 @@ _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        """Return the body. Unlike Python's own decoder, this one refuses text that UTF-8 cannot represent."""
+        """Return the parsed body. Unlike Python's decoder, msgspec refuses text that UTF-8 cannot represent."""
         return msgspec.json.decode(await self.body())
 
 
@@ -177,7 +177,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     making = asyncio.Lock()
 
     async def openapi(request: Request) -> JSONResponse:
-        """Return the schema. The first request makes it, in a thread, and FastAPI keeps the corrected object."""
+        """Return the OpenAPI schema. The first request makes it in a thread, and FastAPI keeps the object."""
         async with making:
             if app.openapi_schema is None:
                 await asyncio.to_thread(lambda: _correct(app.openapi(), service))

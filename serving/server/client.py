@@ -137,7 +137,7 @@ class Answers:
             tokens.append(token)
 
     def begin(self, index: int, begun: Begun) -> None:
-        """Keep what the first token of the choice number `index` comes with."""
+        """Keep the facts that are sent with the first token of the choice number `index`."""
         self.admitted[index] = begun.admitted
         self.cached += begun.cached
         if begun.score is not None:
@@ -190,7 +190,7 @@ class Answers:
         return taken
 
     def _add(self, index: int, tokens: list[Token]) -> Delta:
-        """Append tokens to a choice. Returns what is new."""
+        """Append tokens to the choice number `index`, up to its end. Returns its new text and tokens."""
         transcript, metrics = self.transcripts[index], self._metrics
         delta = Delta(index, index // self.n)
         if transcript.finish_reason is not None:
@@ -258,8 +258,8 @@ class EngineClient:
     ) -> Answers:
         """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. `seed` makes
         the random seeds reproducible (see `messages.Submit`). Raises EngineDead if the engine is known to be dead.
-        `Answers.take` may raise an error later: Overloaded, EngineDead, or another MegakernelError if a prompt can
-        never run or if a constraint (such as a grammar) allows no next token."""
+        `Answers.take` may raise Overloaded or EngineDead later. It raises another MegakernelError if a prompt can
+        never run, or if a constraint (such as a grammar) allows no next token."""
         if self.dead is not None:
             raise self.dead
         answers = Answers(self, self._next, prompts, params, transcripts, metrics)

@@ -1,8 +1,8 @@
 """The conditions that a request must meet: API keys, allowed names of the server, and limits on its size.
 
 The comment beside each limit gives its reason. All work on the event loop delays every client, and so does every C call
-that does not release Python's global lock (GIL). So the server checks the size of a body before it reads the body, the
-number of JSON values before it parses them, and the size of a text before it tokenizes the text."""
+that does not release Python's global lock (GIL). So the server checks in advance: the size of a body before it reads
+the body, the number of JSON values before it parses them, and the size of a text before it tokenizes the text."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class AccessRules:
     origins: tuple[str, ...] = ()  # websites whose pages may read the answers in a browser (CORS); `*`: any
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raise a 400 for an invalid Host header, a 403 for one that is not allowed, a 401 for a missing or wrong
-        key."""
+        """Check the Host header and the API key. Raises a 400 for an invalid header. Raises a 403 for a name that is
+        not allowed. Raises a 401 for a missing or wrong key."""
         name = _name(host := headers.get(b"host", b"").decode("latin-1"))
         # Browsers always send the header. The checks of some balancers leave it out.
         if self.hosts is not None and b"host" in headers and path != _HEALTH and name not in self.hosts:

@@ -55,11 +55,11 @@ class _Job:
 class EngineLoop:
     """Runs `engine` in a thread. No other code may call the engine between `start` and the end of `close`.
 
-    Frontends (HTTP server processes) connect to `address`. At most `max_waiting` choices of one client may wait for
-    their first step, and at most twice as many of all clients together, so that no client alone fills the queue.
-    Further requests are refused. The callbacks in `on_step` run in the engine's thread after each step. They get the
-    step and its wall time in seconds, which begins when the previous step ended or, after a pause, when the step began.
-    `on_death` runs in that thread when the engine has failed."""
+    Frontends (HTTP server processes) connect to `address`. At most `max_waiting` choices of one client may wait. Of
+    all clients together, twice as many may wait, so that no client alone fills the queue. Further requests are refused.
+    The callbacks in `on_step` run in the engine's thread after each step. They get the step and its wall time in
+    seconds, which begins when the previous step ended or, after a pause, when the step began. `on_death` runs in that
+    thread when the engine has failed."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class EngineLoop:
         self._control.set(zmq.IDENTITY, CONTROL)
         self._control.connect(address)
         self._control_lock = threading.Lock()
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # that the engine's thread must make
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # calls for the engine's thread
         # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, _TIMELINE)}
         self._grammars = grammars
@@ -103,7 +103,7 @@ class EngineLoop:
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: OrderedDict[str, list[_Key]] = OrderedDict()  # by client: the jobs whose grammar waits
         self._compiles = False
-        self._looking: list[tuple[bytes, int]] = []  # frontends and numbers of the queries that wait
+        self._looking: list[tuple[bytes, int]] = []  # the queries that wait: frontend and number
         self._frontends: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._closing = False
@@ -275,7 +275,7 @@ class EngineLoop:
             self._socket.send_multipart([key[0], messages.encode(refusal)])
 
     def _check_room(self, asked: messages.Submit) -> None:
-        """Raise MegakernelError if a job has more choices than may ever wait, and Overloaded if too many wait now."""
+        """Raise MegakernelError if a job has more choices than may ever wait. Raise Overloaded if too many wait now."""
         n, count, most = asked.params.n, len(asked.prompts) * asked.params.n, self._max_waiting
         if count > most:
             raise MegakernelError(
@@ -370,13 +370,12 @@ class EngineLoop:
                 self.on_step.remove(observer)
 
     def _waiting(self) -> int:
-        """Return the number of choices that have not taken part in a step yet."""
+        """Return the number of unfinished choices that do not run, jobs that wait for their grammar included."""
         compiling = sum(len(asked.prompts) * asked.params.n for asked in self._compiling.values())
         return max(0, self._open_of.total() - self.engine.stats.running) + compiling
 
     def _tell(self) -> None:
-        """Write the engine's state and counters to the shared memory from which every HTTP server process reads
-        them."""
+        """Write the engine's state and counters to the shared memory that all HTTP server processes read."""
         stats = dict(vars(self.engine.stats)) | {"open": self._open_of.total(), "waiting": self._waiting()}
         self.row.put(**vars(stats.pop("counts")), **stats)
         self.row.count_cpu()

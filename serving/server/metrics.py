@@ -1,6 +1,6 @@
 """Prometheus metrics, with the names that routers and dashboards for vLLM expect. The counters are in shared memory
-(see `Board`) and not in prometheus_client's multiprocess mode, because that mode takes seven times as long to count a
-token, and because /health reads the engine's numbers too."""
+(see `Board`), because /health reads the engine's numbers too. Besides, prometheus_client's multiprocess mode takes
+seven times as long to count a token."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _FIELDS += [(name, len(bounds) + 2) for name, (_, bounds) in _HISTOGRAMS.items()
 
 
 class Metrics(Collector):
-    """Counts the requests of one frontend in row `number` of the board, whose memory all processes of the server share,
-    and reports the sums over all frontends. Only the event loop of the frontend may call the methods."""
+    """Counts the requests of one frontend in row `number` of the board, and reports the sums over all frontends. All
+    processes of the server share the memory of the board. Only the event loop of the frontend may call the methods."""
 
     def __init__(self, board: Board, number: int, *, kv_page: int, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -150,7 +150,7 @@ class Metrics(Collector):
 
 
 def _metric(kind: _Kind, name: str, what: str, *values: tuple[Mapping[str, str], float]) -> Metric:
-    """Return a metric with its values, each with its labels."""
+    """Return the metric called `name`. Each of `values` is a pair: labels, and the number that has these labels."""
     metric = kind(name, what, labels=[*values[0][0]])
     for labels, value in values:
         metric.add_metric([*labels.values()], value)

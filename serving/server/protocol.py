@@ -70,7 +70,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _probe(self, cycle: RequestResponseCycle) -> None:
         """Send an interim answer from time to time until the answer begins. If the client has left, its system replies
-        by resetting the connection. Otherwise, the server would not notice. Event streams send comments instead."""
+        with a reset, without which the server would not notice. Event streams send comments instead."""
         if not (cycle.response_started or self.transport.is_closing()):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.loop.call_later(PROBE_SECONDS, self._probe, cycle)

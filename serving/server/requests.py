@@ -181,7 +181,6 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, given: Any) -> Any:
-        """Raise an error for a field that the server refuses or does not know."""
         if cls.where and isinstance(given, dict):
             for name, value in given.items():
                 if name in cls.model_fields or name in cls.ignored or value is None:

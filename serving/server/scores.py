@@ -42,7 +42,7 @@ def raw_lists(pieces: Pieces) -> dict[str, msgspec.Raw]:
 
 
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
-    """Yield lists of the items, each of at most MOST_WORK log-probabilities if an item has `width`. Between two lists,
+    """Yield the items in lists of at most MOST_WORK log-probabilities. An item has `width` of these. Between two lists,
     other tasks of the event loop have their turn."""
     while part := list(islice(items, max(1, MOST_WORK // width))):
         yield part

@@ -43,7 +43,7 @@ class Start(msgspec.Struct, frozen=True):
     description: Description
     number: int = 0  # index of this process's row on the board, the counters in shared memory
     identity: str = ""  # name of this process in its messages to the engine; no later process gets the same name
-    names: list[str] | None = None  # of the model
+    names: list[str] | None = None  # names of the model in requests; None: only its own
     access: AccessRules = AccessRules()
     limits: Limits = Limits()
     drain_seconds: float = 10.0
@@ -80,9 +80,9 @@ class ThreadTurns:
 
 class Tools:
     """The functions that the model may call, in the OpenAI API's form, and which of them the answer may or must call.
-    `choice` is none, auto, required, or an object whose method `chosen` returns one of these, or `named` for a call of
-    the only function, and the names of the allowed functions; None allows all. `parallel` is false if at most one call
-    may come. The constructor raises an HTTP error 400 if these fields contradict each other."""
+    `choice` is "none", "auto", "required" or an object, whose method `chosen` returns a word and the names of the
+    allowed functions (None: all). The word is one of these, or "named" if the one allowed function must be called. If
+    `parallel` is false, at most one call may come. Raises an HTTP error 400 if these fields contradict each other."""
 
     def __init__(self, given: list[dict[str, Any]], choice: Any = None, parallel: bool | None = None) -> None:
         mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
@@ -223,8 +223,8 @@ class Service:
 
     def answers(self, prompts: list[TokenIds], params: SamplingParams, *, special: bool = False) -> Answers:
         """Submit prompts to the engine, and return their choices (completions). `special` keeps special tokens in the
-        text. Raises a 400 if the answer could be too large, EngineDead if the engine has stopped, and MegakernelError
-        for stop strings without a tokenizer."""
+        text. Raises a 400 if the answer could be too large. Raises EngineDead if the engine has stopped. Raises
+        MegakernelError for stop strings without a tokenizer."""
         _check_size(prompts, params)
         replay = REPLAYED.get()
         if self._seeds and params.seed is None and replay is None:

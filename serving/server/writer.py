@@ -85,8 +85,8 @@ class Replayed(Replay):
     """An answer that begins after the tokens that the client already has."""
 
     passed: dict[int, int] = {}  # choice -> number of its tokens generated so far
-    at: str = ""  # the current token
-    ids: int = 0  # the number of ids that its events have so far
+    at: str = ""  # the current token: its choice, and its number within the choice
+    ids: int = 0  # the number of ids that the events of the current token have so far
 
     def events(self, make: Callable[[Delta], bytes], delta: Delta) -> bytes:
         """Return the stream events for a choice's next token, `delta`, followed by a MARK. Return nothing if the client
@@ -148,7 +148,7 @@ class Said:
         self.items: list[Item] = []
         self.calls = 0  # number of items that are calls
         self.scores: Pieces = {}  # the log-probabilities that the whole answer shows
-        self.last = delta  # says why the choice has ended
+        self.last = delta  # the newest delta; the last one says why the choice has ended
 
     def read(self, delta: Delta) -> list[Piece]:
         """Return the pieces of new text."""
@@ -158,7 +158,7 @@ class Said:
         return self.reader.add(delta.text, delta.finish_reason)
 
     def put(self, piece: Piece) -> bool:
-        """Append a piece to the last item, or to a new one. Returns whether there is a new one."""
+        """Append a piece to the last item, or begin a new item with it. Returns whether a new item has begun."""
         if piece.kind == "arguments" or (piece.kind != "call" and self.items and self.items[-1].kind == piece.kind):
             self.items[-1].text += piece.text
         elif piece.kind == "call":
@@ -261,12 +261,12 @@ class Writer(ABC):
 
     @abstractmethod
     def _whole(self, choices: list[Said]) -> bytes:
-        """Return the whole answer."""
+        """Return as JSON the whole answer, which consists of `choices`."""
 
     def _json(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, whole: bool = False, **more: Any
     ) -> bytes:
-        """Return an answer of choices, or a chunk of it."""
+        """Return as JSON a `whole` answer that consists of choices, or otherwise a chunk of one."""
         return encode_json({**self.head, "object": self.objects[not whole], "choices": choices, "usage": usage, **more})
 
     def _plain(self, index: int, text: str) -> dict[str, Any]:
@@ -288,7 +288,6 @@ class Writer(ABC):
         return {**counts, "prompt_tokens_details": {"cached_tokens": self.answers.cached}}
 
     def _made(self) -> int:
-        """Return the number of generated tokens."""
         return self.answers.completion_tokens
 
 
@@ -359,7 +358,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._writer, self._timed, self._parts = writer, timed, 0
-        self._waits = False  # whether all that has been written is sent, so that events are whole
+        self._waits = False  # whether nothing is being sent now, so that a filler cannot come within an event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -39,7 +39,6 @@ class ChannelReader(Reader):
         return self._read_header(last) if self._header else self._read_message(last)
 
     def _read_header(self, last: bool) -> bool:
-        """Read the header of a message."""
         at = self._held.find(_MESSAGE)
         headed = not self._fresh or any(start.startswith(self._held[: len(start)]) for start in _HEADERS)
         if headed and at < 0 and len(self._held) <= _MOST_HEADER:
@@ -58,7 +57,6 @@ class ChannelReader(Reader):
         return bool(self._held)
 
     def _read_message(self, last: bool) -> bool:
-        """Read a message up to its end."""
         text = self._held
         at, mark = min(((text.find(mark), mark) for mark in _ENDS if mark in text), default=(-1, ""))
         kept = 0 if mark or last else max(beginning(text, mark) for mark in _ENDS)

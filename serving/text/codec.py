@@ -47,7 +47,7 @@ class Transcript:
     is None. `keeps` says whether log-probabilities are collected too.
 
     `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
-    transcript is `stop` but the last token has no finish reason, a stop string was found, and the caller must call
+    transcript is `stop` but the last token has no finish reason, a stop string was found. The caller must then call
     `Engine.stop`. Tokens that arrive later are dropped."""
 
     def __init__(self, params: SamplingParams, decoder: TextStream | None, keeps: bool = True) -> None:
@@ -202,8 +202,8 @@ class Codec:
     def constraint(
         self, functions: Functions | None, asked: StructuredOutputsParams | None, *, required: bool, several: bool
     ) -> StructuredOutputsParams | None:
-        """Return the format of an answer in which the model may call `functions`. If `required`, it must. If `several`,
-        it may call more than once. `asked` is the format of an answer without calls.
+        """Return the format of an answer in which the model may call `functions`, or must if `required` is set. With
+        `several`, it may call more than once. `asked` is the format of an answer without calls.
 
         If nothing is asked for, the model writes text, and only the calls that it begins have a format. If a JSON
         schema is asked for, the answer consists of calls or matches the schema; a model with channels (see

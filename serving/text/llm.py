@@ -43,10 +43,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """A loaded model that is ready to generate.
 
-    `model` is a known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, a folder, a .gguf file, random:NAME
-    for random weights, a model of transformers, a tuple of a configuration and an iterable of pairs (name, tensor),
-    or a Checkpoint. The last three have no tokenizer. `more` are the other fields of `EngineArgs`. `tp` and
-    `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
+    `model` is a known name such as smollm2-135m, ORG/NAME[@REV] on Hugging Face, a folder, a .gguf file, or random:NAME
+    for random weights. It may also be a model of transformers, a Checkpoint, or a tuple of a configuration and an
+    iterable of pairs (name, tensor). These three have no tokenizer. `more` are the other fields of `EngineArgs`. `tp`
+    and `max_context` are short for `tensor_parallel_size` and `max_model_len`."""
 
     def __init__(self, model: Any, tensor_parallel_size: int = 1, **more: Any) -> None:
         self.args = args = EngineArgs.of({"tensor_parallel_size": tensor_parallel_size, **more})
@@ -219,8 +219,8 @@ class LLM:
         return self.codec.need("use token ids")
 
     def warm(self, seconds: float) -> None:
-        """Read all weights once, and compile the programs for prompts of every length, the longest first, so that the
-        first request is answered as fast as later ones. No program is begun after `seconds`."""
+        """Make the first request as fast as later ones: read all weights once, and compile the programs for prompts of
+        every length, the longest first. No program is begun after `seconds`."""
         until, programs = monotonic() + seconds, self.engine.programs
         self.generate([[0]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         for tokens in (programs.most_tokens, *buckets(programs.most_tokens)):
@@ -258,7 +258,7 @@ class LLM:
         return self.codec.chat_ids(Conversation(messages))
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt, which is text or already token ids."""
         if isinstance(prompt, str):
             return self.codec.need("give token ids instead of text").encode(prompt)
         return list(prompt)
@@ -286,9 +286,9 @@ class LLM:
         """Replace weights between requests, in the types in which the model keeps them. `weights` are a model of
         transformers, or pairs of names, as in published files, and tensors of torch or NumPy.
 
-        They may be only some of the weights, but q, k and v of a layer must come together, as must gate and up, and a
-        layer's experts. Cached prefixes are dropped. Raises MegakernelError, before anything is replaced, for a name, a
-        shape or a type that does not fit, and if a request is running."""
+        They may be only some of the weights. But q, k and v of a layer must come together, and so must gate and up, and
+        a layer's experts. Cached prefixes are dropped. Raises MegakernelError if a name, shape or type does not fit, or
+        if a request is running. Nothing is replaced then."""
         new = replacement(self.config, weights)
         self.engine.load_weights(weight_types.Stored(new, self._kept), new.places())
 
@@ -304,7 +304,8 @@ class LLM:
 
 
 def _sampling(model: str | Checkpoint, source: str) -> dict[str, Any]:
-    """Return the model's defaults of sampling, with their names in SamplingParams, after a check of their values."""
+    """Return the model's default sampling parameters, by their names in SamplingParams. `source` is the value of the
+    flag --generation-config. Raises MegakernelError if a parameter is out of range."""
     if source == "vllm" or (source == "auto" and not isinstance(model, str)):
         return {}
     found = load_sampling(str(model)) if source == "auto" else read_sampling(Path(source))

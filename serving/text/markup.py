@@ -99,7 +99,7 @@ def _member(value: Any, key: str) -> Any:
 
 
 def _kinds(value: Any) -> set[str]:
-    """Return the names in JSON Schema of a value's type."""
+    """Return JSON Schema's names for the type of a value. An integer has two names."""
     if isinstance(value, bool):
         return {"boolean"}
     kinds = {int: {"integer", "number"}, float: {"number"}, str: {"string"}, list: {"array"}, dict: {"object"}}

@@ -100,7 +100,7 @@ class CallReader(Reader):
         return more
 
     def _outside(self, last: bool) -> bool:
-        """Read content up to the next mark."""
+        """Read content up to the next mark, a fixed text that begins or ends calls."""
         text = self._held
         if self._form.bare and self._fresh and (begun := "".join(text[:60].split())):
             if begun.startswith(_JSON_BEGINS):
@@ -133,7 +133,7 @@ class CallReader(Reader):
             self._fresh, self._said = False, True
 
     def _head(self, last: bool) -> bool:
-        """Read a call up to its arguments, or find that there is none."""
+        """Read a call up to its arguments, or find that the text is no call."""
         text = self._held
         for head in (_JSON_HEAD, _TAG_HEAD, _NAMED_HEAD):
             if (found := head.match(text)) and found[1] in self._functions:
@@ -152,7 +152,6 @@ class CallReader(Reader):
         return bool(text)
 
     def _arguments(self, last: bool) -> bool:
-        """Read the arguments of a call to their end."""
         if self._tags:
             used, told, done = self._tags.read(self._held)
             self._tell("arguments", told)

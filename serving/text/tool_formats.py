@@ -112,7 +112,6 @@ def _told(message: dict[str, Any], form: ToolFormat) -> dict[str, Any]:
 
 
 def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
-    """Return calls as the model writes them."""
     if form.final:
         return form.between.join(form.begin.format(call["name"]) + json.dumps(call[form.arguments]) for call in calls)
     texts = [json.dumps(call) for call in calls]
@@ -123,8 +122,8 @@ def _written(calls: Iterable[dict[str, Any]], form: ToolFormat) -> str:
 
 
 class CallsGrammar:
-    """Makes grammars for calls, in Lark's notation. `functions` maps names to the JSON schemas of parameters. The
-    key `title` that it adds to the schemas is their name in errors. An answer may have one call, or `several`."""
+    """Makes grammars for calls, in Lark's notation. `functions` maps names to the JSON schemas of parameters. Errors
+    show a schema's `title`, so each schema gets one that names the tool. An answer may have one call, or `several`."""
 
     def __init__(self, functions: Mapping[str, Any], form: ToolFormat, tokenizer: Tokenizer, *, several: bool) -> None:
         self._form, self._tokenizer, self._several = form, tokenizer, several
@@ -177,7 +176,7 @@ class CallsGrammar:
         return "\n".join([f"start: space ({start})", *rules])
 
     def _json(self) -> str:
-        """A call as a JSON object."""
+        """Return the rule for a call that is written as a JSON object."""
         heads = [f'{json.dumps(name)}, "{self._form.arguments}": ' for name in self._functions]
         calls = " | ".join(f"{json.dumps(head)} f{at}" for at, head in enumerate(heads))
         kind = f"({json.dumps(_KIND)})? " if self._form.bare else ""

@@ -44,7 +44,7 @@ class Task:
 
     model: str
     gguf: str | None  # the model file for peers that read GGUF
-    weights: str  # the type of its weights
+    weights: str  # the type of most weights, or the name of the file that has them
     dtype: str  # our own compute type, bf16 or f32
     threads: int  # as many as we use
     gpu: bool  # whether we use the GPU
@@ -102,7 +102,7 @@ class Contest:
             self._best[phase] = best
 
     def _try(self, phase: Timed, settings: Settings, least: float = math.inf) -> float:
-        """Return the seconds of the fastest run, where `least` is the best combination's time."""
+        """Time one or two runs with `settings`, and return the shorter time in seconds. `least` is the best so far."""
         seconds = self.peer.seconds(phase, settings)
         if seconds < min(_MUCH_LONGER * least, _LONG):
             seconds = min(seconds, self.peer.seconds(phase, settings))
@@ -115,9 +115,9 @@ class Contest:
         self.runs.append({f"{phase}_s": self.peer.seconds(phase, self._best[phase]) for phase in self._phases})
 
     def figures(self, ours: Mapping[str, Sequence[float]], steady: Sequence[bool] = ()) -> dict[str, Any]:
-        """Return the median, least and greatest rates of the peer and of us, and the median ratio of our rate to the
-        peer's in the same turn. `ours` holds the seconds of our runs by phase. If the machine's speed was `steady` in
-        some turns, only these count."""
+        """Return the median, lowest and highest rates of the peer, and ours. In a turn, we and the peer run once each,
+        and `ratio` is the median over turns of our rate divided by the peer's. `ours` holds the seconds of our runs by
+        phase. If the machine's speed was `steady` in some turns, only these count."""
         turns = [turn for turn, one in enumerate(steady) if one] or range(len(self.runs))
         by_phase = {phase: self._compare(phase, [ours[phase][turn] for turn in turns], turns) for phase in self._phases}
         first, *others = self._phases

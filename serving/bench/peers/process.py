@@ -1,6 +1,6 @@
-"""Runs a peer (another inference program) that is a Python library in a process of its own, so that its threads, memory
-and crashes do not affect our process. A module with the functions `settings` and `load` wraps the library (see
-`torch_llama`)."""
+"""Runs a peer (another inference program) that is a Python library. The peer gets a process of its own, because its
+threads, memory and crashes must not affect our process. A module with the functions `settings` and `load` wraps the
+library (see `torch_llama`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
-_timer: Callable[[Timed, Settings], float]  # of the peer, in its own process
+_timer: Callable[[Timed, Settings], float]  # times a run of the peer; set only in the peer's own process
 
 
 class Process:
@@ -60,7 +60,6 @@ def _silence() -> None:
 
 
 def _load(module: str, task: Task) -> dict[str, Any]:
-    """Load the peer that `module` wraps, and return its description."""
     global _timer
     _timer, about = import_module(module).load(task)
     return dict(about)

@@ -40,7 +40,7 @@ class ToolUseBlock(Strict):
 
 
 def _blocks(content: Any) -> Any:
-    """Return text as the list of blocks for which it is a short form."""
+    """Return `content` as a list of blocks. In the API, a plain text is a short form of one text block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -239,7 +239,6 @@ class _MessageWriter(ItemWriter):
         return _tell("content_block_stop", index=self.said.items.index(item))
 
     def _about(self, what: str, **content: Any) -> bytes:
-        """Return an event about the last block."""
         return _tell(f"content_block_{what}", index=len(self.said.items) - 1, **content)
 
     def _end(self) -> bytes:

@@ -346,6 +346,6 @@ class _ChatWriter(Writer):
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice in an event. Its four other fields are null."""
+    """Return a choice for a stream event that has nothing but `delta`: its four other fields are null."""
     empty = dict.fromkeys(("logprobs", "finish_reason", "stop_reason", "token_ids"))
     return {"index": index, "delta": delta, **empty}

@@ -163,7 +163,7 @@ class ResponsesRequest(requests.Sampled):
         return StructuredOutputsParams(json=wanted.schema_)
 
     def chosen(self) -> Tools:
-        """Return the tools, as OpenAI's other API has them, and the choice among them."""
+        """Return the tools in the form of /v1/chat/completions, and the choice among them."""
         told = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in self.tools or ()
@@ -275,14 +275,12 @@ class _ResponseWriter(ItemWriter):
         return events + self._event(response["status"], response=response)
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        """Return an event of the stream, with the next number."""
         name = f"response.{kind}"
         data = encode_json({"type": name, "sequence_number": self._next, **content})
         self._next += 1
         return event(data, name)
 
     def _tell(self, item: Item, kind: str, **content: Any) -> bytes:
-        """Return an event about an output item."""
         return self._event(kind, item_id=_id(item), output_index=self.said.items.index(item), **content)
 
     def _item(self, item: Item, status: Status) -> dict[str, Any]:
