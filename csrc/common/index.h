@@ -26,9 +26,9 @@ MK_DIMS_FN inline int64_t v_index(const D& d, int64_t page, int64_t head, int64_
   return ((page * d.rank_kv_heads() + head) * d.kv_page + token) * d.kv_row();
 }
 
-// Returns where a partial result of attention is stored in the buffer PARTIALS. The returned place is for one
-// row, one KV head and KV block 0. The results for the next KV blocks follow. `row` and `head` count from the
-// first row and KV head of the work item.
+// Returns the index in the buffer PARTIALS of attention's partial result for one row, one KV head and KV
+// block 0. The results for the next KV blocks follow it. `row` and `head` are counted from the work
+// item's first row and KV head.
 MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t row, int64_t head) {
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
@@ -45,7 +45,7 @@ MK_DIMS_FN inline int32_t first_visible(int32_t span, int32_t position) {
   return higher_of(position + 1 - span, 0);
 }
 
-// Ranks [begin, end).
+// The ranks from `begin` to `end` - 1.
 struct Ranks {
   int32_t begin, end;
 };

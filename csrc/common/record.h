@@ -14,8 +14,8 @@ static_assert(__builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows)
 // Returns the number of a record's phase, an operation of the model such as the QKV projection.
 MK_DIMS_FN inline int32_t record_phase(const int32_t* record) { return record[0] & 0xFF; }
 
-// A wait or a signal is one 32-bit word of a record. Returns its counter, as an index into a layer's
-// counters.
+// Returns which counter a wait or a signal (one 32-bit word of a record) names. The result is an index
+// into the counters of a layer.
 MK_DIMS_FN inline int32_t word_counter(int32_t word) { return (word & kCounterMask) - 1; }
 
 // Returns the rank whose counter a signal adds to. (A signal is a word of an instruction record that names a

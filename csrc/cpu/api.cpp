@@ -70,8 +70,8 @@ MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, int32_t cores
 // Aborts a running launch, waits until it has ended and frees the engine.
 MK_API void mk_destroy(mk_engine* engine) { delete engine; }
 
-// Repacks a weight matrix into the layout that the kernels read, in memory that the engine owns, and makes
-// the result the contents of the rank's `buffer` in `layer`. The matrix replaces an earlier one there.
+// Repacks a weight matrix into the layout that the kernels read. The result is in memory that the engine
+// owns, and becomes the contents of the rank's `buffer` in `layer`, in place of an earlier matrix.
 MK_API int32_t mk_pack(mk_engine* engine, int32_t rank, int32_t buffer, int32_t layer,
                        const mk::Matrix* matrix) {
   return guarded(

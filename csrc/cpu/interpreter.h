@@ -32,14 +32,13 @@ struct Delay {
   int64_t ns;      // 0: no delay
 };
 
-enum class Status : int32_t { kDone = 0, kRunning = 1, kFailed = -1 };  // as Python knows it
+enum class Status : int32_t { kDone = 0, kRunning = 1, kFailed = -1 };  // Python uses these values
 
 class Interpreter {
  public:
   // `cores` is the number of cores that this process may use. A launch that makes no progress for
   // `deadlock_seconds` is treated as a deadlock and aborted.
   Interpreter(const Dims& model, const Kernels& kernels, int threads, int cores, double deadlock_seconds);
-  // Aborts a running launch.
   ~Interpreter() { abort(); }
 
   // Makes `data` the memory of a rank's buffer.
@@ -84,8 +83,7 @@ class Interpreter {
     alignas(64) int rank = 0, worker = 0;
     int thread = 0;  // the thread that normally executes the stream
     int segment = 0, layer = 0;
-    // Index of the stream's next record (instruction) in the list of the segment.
-    int32_t next = 0;
+    int32_t next = 0;  // index of the stream's next record in the segment's list of records
     // The instruction that is being executed, or null if none has been fetched yet. Normally it is number
     // `next` of the segment. While a DRAIN is number `next`, it may be an instruction taken from a shared
     // queue instead.

@@ -39,7 +39,6 @@ void pack_plain(const Columns& columns, char* packed) {
   }
 }
 
-// Copies the scales of a quantised block to column c of a panel's scales.
 void copy_scales(const char* block, int c, Scale& out) { memcpy(&out.scale[c], block, 2); }
 
 void copy_scales(const char* block, int c, ScaleAndMinimum& out) {
@@ -60,7 +59,9 @@ void copy_scales(const char* block, int c, SuperScale& out) {
 
 void copy_scales(const char* block, int c, Exponent& out) { memcpy(&out.exponent[c], block, 1); }
 
-// Adds a bit field of a quantised block, shifted left by `shift`, to each of `values` (one byte each).
+// ORs one bit field of the quantised `block`, shifted left by `shift`, into each of `values`. The fields
+// have kWidth bits, and begin at byte kOffset. The lowest bits of kRun bytes belong to kRun successive
+// values, and their next higher bits to the next kRun values.
 template <int kOffset, int kWidth, int kRun, size_t kCount>
 void add_fields(const char* block, int shift, uint8_t (&values)[kCount]) {
   if constexpr (kWidth > 0) {
@@ -72,7 +73,7 @@ void add_fields(const char* block, int shift, uint8_t (&values)[kCount]) {
   }
 }
 
-// Stores 32 successive values of one row in column c of a unit (32 steps along K) of a panel.
+// Stores 32 successive values of a matrix row in column c of `out`, which covers 32 steps along K.
 template <int kBits>
 void store_values(const uint8_t* values, int c, Values<kBits>& out) {
   for (int j = 0; j < kUnit / 4; ++j) {

@@ -62,7 +62,7 @@ class Placement {
 
  private:
   enum class Move : int { kNone, kBegun, kDone };
-  // What is known of one thread of the pool, and the state of its move to another core.
+  // The core where a thread of the pool was last seen, and the state of its move to another core.
   struct alignas(64) Place {
     std::atomic<pid_t> id{0};  // the thread's id in the operating system; 0 until it starts
     std::atomic<int> core{0};  // the core on which the thread was last seen
@@ -77,7 +77,7 @@ class Placement {
   std::atomic<int> credit_{kMostCredit};
 };
 #else
-// Only Linux lets a process move its threads.
+// On other systems, threads stay on the cores that the system chooses.
 struct Placement {
   explicit Placement(int) {}
   void thread_starts(int) {}

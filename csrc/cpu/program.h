@@ -73,7 +73,6 @@ class Program {
   const Phase& phase(int rank, const int32_t* record) const {
     return phases_[int64_t{rank} * (kMaxPhases + 1) + record_phase(record)];
   }
-  // Returns the name of a record's phase.
   const char* name(const int32_t* record) const { return names_[record_phase(record)].c_str(); }
 
   const int32_t* record(int list, int32_t index) const {
@@ -96,12 +95,11 @@ class Program {
   std::atomic<int32_t>& counter(int rank, int32_t block, int32_t index) {
     return values_[(int64_t{rank} * (layers + 1) + block) * counters_ + index].value;
   }
-  // Returns the number of arrivals at a counter per launch.
   int32_t total(int rank, int32_t block, int32_t index) const {
     return totals_[block == 0 ? 0 : block == layers ? 2 : 1][int64_t{rank} * counters_ + index];
   }
-  // Returns the number of records that workers have claimed from a queue in `layer`. It is not reset between
-  // launches, so it grows from launch to launch, as counters do.
+  // Returns the number of records that workers have claimed from a queue in `layer`. The number is not
+  // reset between launches, so it grows from launch to launch, as counters do.
   std::atomic<int32_t>& claims(int queue, int32_t layer) {
     return claims_[int64_t{layer} * ranks * queues_ + queue].value;
   }

@@ -107,7 +107,7 @@ void Interpreter::run(int thread) {
   }
 }
 
-// Reserves the stream for this thread and returns whether that succeeded. It never succeeds after an abort.
+// Reserves the stream for this thread. Returns whether that succeeded, which is never so after an abort.
 bool Interpreter::hold(Cursor& c) {
   Hold free = Hold::kFree;
   return !aborted() && c.hold.load(std::memory_order_relaxed) == free &&

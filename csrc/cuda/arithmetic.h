@@ -98,8 +98,8 @@ MK_FN float one_over_root(float x) {
 #endif
 }
 
-// Returns gate * sigmoid(x). With x = gate, that is SiLU; with the exponent below, GELU's approximation by
-// tanh, because (1 + tanh(z)) / 2 = sigmoid(2 z).
+// Returns gate * sigmoid(x). If x is `gate`, the result is SiLU. If x is gelu_exponent(gate), the result
+// is GELU's approximation by tanh, because (1 + tanh(z)) / 2 = sigmoid(2 z).
 MK_FN float gated(float gate, float x) {
 #if defined(__CUDA_ARCH__)
   return __fdividef(gate, 1.0f + __expf(-x));

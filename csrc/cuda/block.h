@@ -54,9 +54,10 @@ struct Late {
   Where where;
 };
 
-// Where the weight loader prefetches into the L2 cache (loaders.h): page `page` of the weights of instruction
-// j, `pages` pages beyond the page that it loads next. `since`: when it last prefetched. `begin`: when it
-// asked for the first page of its instruction; 0: not yet.
+// How far the weight loader has prefetched into the L2 cache (loaders.h). It prefetches page `page` of
+// the weights of instruction j next. `pages` is the number of pages prefetched but not loaded yet, and
+// `since` the time of the last prefetch. `begin`, for traces, is the time at which the loader requested
+// the first page of the current instruction; 0: not yet.
 struct BlockAhead {
   uint32_t j, since;
   int32_t page, pages;
@@ -92,7 +93,7 @@ struct Page {
   int slot;
   // An mbarrier (hardware barrier) counts how often it has completed, and a wait names the parity of
   // that count. The parity alternates each time the slot is reused. Before a loader fills the page, it
-  // waits for the previous completion of `empty`: by then, all have released the slot's previous page.
+  // waits for the previous completion of `empty`: by then, no warp needs the slot's previous page.
   uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kRing), n / kRing & 1}; }

@@ -1,5 +1,5 @@
-// The consumer warps are the eight warps of a block that together compute each instruction: Bodies::run does
-// so, and Bodies::prepare does what is possible before the inputs are written.
+// The consumer warps are the eight warps of a block that together compute each instruction, in
+// Bodies::run. Before its inputs are written, Bodies::prepare does what is already possible.
 #pragma once
 #include "pages.h"
 

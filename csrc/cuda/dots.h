@@ -20,9 +20,9 @@ namespace mk {
 
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// The places of one piece of every input row, in bytes from `base`, which is the ring or Scratch::rows.
-// `first` is the place for row 0; each further row is `stride` bytes later. In the ring, places from
-// `end` on wrap around to its start. In Scratch, no place reaches `end`.
+// Where one piece of every input row lies, in bytes from `base`, which is the ring or Scratch::rows.
+// `first` is the offset for row 0; each further row is `stride` bytes later. In the ring, offsets from
+// `end` on wrap around to its start. In Scratch, no offset reaches `end`.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -68,8 +68,8 @@ class Dots {
       sum_[0].b += shuffle_xor(sum_[0].b, mask);
     }
   }
-  // Returns the sums of a row. Call it after reduce(), when lane i has the sums of row i only; a warp with a
-  // single lane has those of all rows.
+  // Returns the sums of a row, after reduce(). On the GPU, the result is valid only on lane `row`,
+  // because lane i has only the sums of row i. A warp with a single lane has the sums of all rows.
   MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
  private:
@@ -117,8 +117,8 @@ class Dots {
   Pair sum_[kDotRows];
 };
 
-// Copies the row of inputs to shared memory, where `dots` reads it. All consumer warps must have left
-// the previous instruction.
+// In builds for one row, copies the input row to shared memory, where `dots` reads it. All consumer
+// warps must have left the previous instruction.
 template <class P>
 MK_FN void copy_row(P& p, const Call& c) {
   constexpr int kStep = 8 * 32 * kConsumerWarps, kParts = higher_of(ceil_div(kMostInner, kStep), 1);
@@ -148,8 +148,8 @@ MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, co
   }
 }
 
-// Stores the results of a QKV projection. A head is normalised by the sum of the squares of all its columns,
-// so a warp keeps its results in registers until it has computed all its columns of the head.
+// Stores the results of a QKV projection. A head is normalised by the sum of the squares of all its
+// columns. So a warp keeps its results of a head in registers until it has computed all of them.
 template <class P>
 class DotHeads {
  public:

@@ -10,8 +10,8 @@ namespace mk {
 // then the blocks for the second weight page.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
-// Multiplies one chunk in steps along the inner length, one per stage. Two steps are in flight at a time. But
-// if a stage is not there yet, the one before is released first, because the loaders may need its room.
+// Multiplies one chunk in steps along the inner length, one per stage. Two steps are in flight at a
+// time. But if a stage is not filled yet, the previous one is released first: the loaders may need it.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN void multiply(Pages& pages, int steps, Accumulators& acc) {
   MK_LOOP for (int s = 0; s < steps; ++s, pages.advance()) {

@@ -81,7 +81,8 @@ MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, c
   p.sync_warp();
 }
 
-// Fills a loader's part of the stages of a matmul on tensor cores. `next` is the number of the next stage.
+// For a matmul on tensor cores, fills this loader's pages of each stage: inputs if `inputs` is set,
+// otherwise weights. `next` is the number of the next stage. Returns false after an abort.
 template <class P>
 MK_FN bool fill_stages(P& p, Block<P>& block, const Params& params, const Task& task, bool inputs,
                        uint32_t& next) {
@@ -124,7 +125,7 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
 template <class P>
 class Asked {
  public:
-  // Counts a page of the ring, filled by this loader or not.
+  // Counts one more page of the ring. `filled` says whether this loader filled it.
   MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kRing) - 1); }
 
   // Waits while kWindowPages or more of this loader's pages may be on their way, because every other
@@ -154,7 +155,7 @@ class Asked {
     return p.test(block.empty[at.slot], at.parity);
   }
 
-  uint32_t filled_ = 0;  // bit n: the loader has filled the last page but n
+  uint32_t filled_ = 0;  // bit n: whether this loader filled the page n places before the last
 };
 
 // Runs the weight loader or the input loader. Both go through the same list of pages. The weight loader fills

@@ -1,6 +1,6 @@
 // Runs a matmul on the CUDA cores (dots.h) or on the tensor cores (gemm.h). Dims.units makes this choice for
-// a whole program; experts always run on the CUDA cores. The two round differently, so programs compute the
-// same bits only if they have the same Dims.units.
+// a whole program; experts always run on the CUDA cores. These units round differently, so programs
+// compute the same bits only if they have the same Dims.units.
 #pragma once
 #include "dots.h"
 #include "gemm.h"

@@ -71,8 +71,8 @@ class Pages {
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, task_, row, count);
   }
 
-  // Return the numbers of this warp's next page and current stage; after an instruction, the next one's
-  // first.
+  // Return the numbers of this warp's next page and current stage. At the end of an instruction, these
+  // are the first page and stage of the next instruction.
   MK_FN uint32_t next() const { return next_; }
   MK_FN uint32_t stage() const { return stage_; }
 

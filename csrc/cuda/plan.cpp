@@ -11,8 +11,8 @@
 namespace mk {
 namespace {
 
-// The number of pages that a matmul instruction takes, by use. `held`: the most that it holds at once;
-// `held_inputs`: pages of inputs that stay in the ring together; `last`: output pages of its widest chunk.
+// The number of pages that a matmul instruction takes, by use. `held`: the most held at once;
+// `held_inputs`: input pages that stay in the ring together; `last`: output pages of its widest chunk.
 struct MatmulPages {
   int32_t weights, inputs, output, held, held_inputs, last;
 };

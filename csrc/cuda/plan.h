@@ -147,8 +147,8 @@ MK_FN bool by_pages(Result result) {
   }
   return false;
 }
-// Returns the number of columns per output page. Results for the residual, and those that a norm follows, are
-// float32, all others bf16.
+// Returns the number of columns per output page. Results of the kinds kResidual and kStored are float32,
+// all others bf16.
 MK_FN int32_t output_cols(const Matmul& m) {
   return m.phase.result == Result::kResidual || m.phase.result == Result::kStored ? 32 : 64;
 }
@@ -175,7 +175,6 @@ struct Chunk {
     const int32_t first = member == 2 && !m.two() ? kTileRows : 0, z = m.two() ? matrix + member - 1 : matrix;
     return page(m.phase.weights, col + first, z, lower_of(cols - first, kTileRows));
   }
-  // Returns page number `i` of the results.
   MK_FN PageUse output(int32_t i) const {
     const bool partial = m.phase.result == Result::kPartial;
     const int32_t y = partial ? d.reduce_place(m.tile.row) : m.tile.row;
@@ -213,7 +212,7 @@ MK_FN bool for_chunks(const Sizes& d, const Task& task, Each&& each) {
 // weight pages and then all input rows, so the inputs are loaded again in every lap. Piece p of input row r
 // has number p * rows + r.
 //
-// Returns the output columns per unit.
+// Returns the number of output columns per unit.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
 MK_FN int32_t dot_units(const Matmul& m) {
   // A shift replaces the integer division, which would take as long as the work on a page.
@@ -325,13 +324,13 @@ MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
 // Returns the number of pages for one KV block (128 tokens) of a KV head.
 MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4 * head_parts(d); }
 
-// Lists the pages of one attention work item. Its work is divided into units, of which each pass processes
-// kPassUnits (attention.h). A pass goes through the KV blocks and, in each block,
-// through the KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token]
-// are split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is
-// a page. If heads have at most kTileInner elements, one page has both halves of the keys, and one page has
-// all values. If heads have several parts, the pages of keys of the first part come first, and then those of
-// the second part; likewise for the values.
+// Lists the pages of one attention work item. Its work is divided into units, of which each pass
+// processes kPassUnits (attention.h). A pass goes through the KV blocks and, in each block, through the
+// KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token] are
+// split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is a
+// page. If heads have at most kTileInner elements, one page has both halves of the keys, and one page
+// has all values. If heads have several parts, the pages of keys of the first part come first, and then
+// those of the second part; likewise for the values.
 //
 // An item without KV blocks to read has one empty page, which becomes full once the item's counters are
 // complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.

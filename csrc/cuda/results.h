@@ -2,7 +2,7 @@
 //   row(r)     returns what `store` needs of output row r, such as addresses
 //   column(c)  returns what `store` needs of the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
-//   pair       returns what a matmul on tensor cores writes to a stage for two columns (of both if kTwo)
+//   pair       returns what a matmul writes to a stage for two columns; if kTwo, from gate and up
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -89,7 +89,7 @@ class ToHeads {
     return {Buffer::K_CACHE, element, int64_t{k} * kKvBlock, bias, scale};
   }
 
-  // Returns the angle of two adjacent columns.
+  // Returns the cosine and the sine of the RoPE angle of two adjacent columns.
   MK_FN static Pair angle(const Row& row, const Column& column) {
     return load_pair(row.rope + column.element);
   }

@@ -7,7 +7,7 @@
 
 namespace mk {
 
-// The operands of a part, which replace those of the record.
+// The operands of one part of an experts instruction. They replace the operands of its record.
 struct ExpertPart {
   int32_t row, rows;  // first token row of the part; number of those that have chosen the expert
   int32_t col, cols;
@@ -37,7 +37,7 @@ MK_FN int32_t most_dot_rows(int32_t inner) {
 // Finds rows in ROUTES, the router's choices. Even wrong contents cause no access outside the buffers.
 struct Routes {
   const int32_t* experts;       // [rows][count]
-  int32_t count;                // experts of a token
+  int32_t count;                // experts per token
   int32_t first, rank_experts;  // the rank's experts: the first and their number
   bool by_expert;
 
@@ -60,14 +60,14 @@ struct Routes {
     MK_LOOP for (int32_t place = 0; place < count; ++place) found |= at(row, place) == expert;
     return found;
   }
-  // Returns the i-th token row of a part.
+  // Returns the i-th of the part's token rows that have chosen the expert.
   MK_FN int32_t token(const Task& task, int32_t i) const {
     int32_t row = part_of(task).row;
     uint32_t chosen = part_of(task).chosen;
     MK_LOOP for (; !(chosen & 1) || i-- > 0; chosen >>= 1)++ row;
     return row;
   }
-  // Returns the row of the i-th result of a part (tokens of one expert). A token has a row for each expert.
+  // Returns the result row of the part's i-th token. Each expert of a token has a row of its own.
   MK_FN int32_t result(const Task& task, int32_t i) const {
     const int32_t row = token(task, i), expert = first + part_of(task).expert;
     int32_t place = 0;

@@ -14,7 +14,6 @@ MK_FN constexpr uint32_t tile_offset(int row, int byte) {
   return swizzle(static_cast<uint32_t>(row * kTileRowBytes + byte));
 }
 
-// Returns element (row, col) of a swizzled tile of bf16 elements.
 MK_FN float tile_element(const unsigned char* tile, int row, int col) {
   return from_bf16(*reinterpret_cast<const uint16_t*>(tile + tile_offset(row, 2 * col)));
 }
@@ -35,8 +34,9 @@ constexpr int kDescriptorStep = 32 / 16;
 // same layout for the 16 rows of a warp, repeated for every 8 columns.
 MK_FN constexpr int fragment_row(int lane, int half) { return lane / 4 + 8 * half; }
 MK_FN constexpr int fragment_col(int lane) { return lane % 4 * 2; }
-// Of matrix A (16 rows, 16 columns along k), a lane holds four 32-bit words, each with two elements adjacent
-// along k. `a_k` returns a word's first k. The word's row is fragment_row(lane, word % 2).
+// Of matrix A (16 rows, 16 columns along k), a lane holds four 32-bit words, each with two elements
+// adjacent along k. `a_k` returns the k of a word's first element; its row is fragment_row(lane, word %
+// 2).
 MK_FN constexpr int a_k(int lane, int word) { return lane % 4 * 2 + word / 2 * 8; }
 
 // ldmatrix.x4 loads four 8 x 8 matrices of 16-bit elements. Each lane passes the address of one row of one

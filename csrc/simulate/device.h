@@ -63,7 +63,6 @@ class Device {
     memory.add(now, missing, who);
     return 2;
   }
-  // Stores `bytes` bytes of cache entry `key`.
   void store(double now, int32_t key, double bytes) {
     cache_.write(key, bytes, filled(now));
     stored_ += bytes;

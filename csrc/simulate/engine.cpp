@@ -225,8 +225,8 @@ class Engine {
     run.rest_missing += devices_[w.rank].missing(now_, task.read_key, run.layer, task.read_bytes);
   }
 
-  // Passes the waits of the task that is being loaded, from number w.wait on. Stops at the first one that is
-  // not satisfied, whose counter wakes this worker when it is complete.
+  // Passes the waits of the task that is being loaded, from number w.wait on. Stops at the first wait
+  // that is not satisfied; when the counter of that wait is complete, it wakes this worker.
   bool pass_waits(Worker& w) {
     if (w.loaded == w.headed || w.wait < 0 || w.waiting) return false;
     Run& run = w.run(w.loaded);
@@ -413,8 +413,8 @@ class Engine {
     }
   }
 
-  // Returns the number of the block (set) of counters for which a task waits. The task adds to counters of
-  // this block or of the next one.
+  // Returns the number of the counter block (the counters of a layer) for which a task waits. The task
+  // adds to counters of this block or of the next one.
   int32_t block(const Run& run) const { return run.by_segment(0, run.layer, p_.layers); }
 
   // -- writing the trace

@@ -22,7 +22,7 @@
 namespace mk::simulate {
 
 constexpr int kDepth = 8;                        // length of the ring buffer `runs`: at least in_flight + 1
-enum Part { kHead, kBodyPart, kAhead, kParts };  // of a load
+enum Part { kHead, kBodyPart, kAhead, kParts };  // parts of a load
 
 // A task that a worker executes, and the times, in seconds, at which its parts begin and end. Times that
 // are still unknown are kNever.
@@ -74,9 +74,8 @@ struct Worker {
   double alarm = kNever;  // when the worker's alarm rings
   double due = kNever;    // the first time for which a part of the worker waits
 
-  // the worker's position in its instruction stream
+  // The worker's position in its instruction stream.
   int32_t record, segment = 0, layer = 0, task = 0, task_end = 0, current = -1;
-  // waiting
   int32_t wait = 0;      // index of the next wait of the task being loaded; -1: none left
   bool waiting = false;  // whether a counter wakes this worker
   Worker* next_waiter = nullptr;
@@ -107,10 +106,10 @@ inline bool claims(const Program& p, Worker& w) {
   return seek(p, w) && w.task == w.task_end && p.records[w.record].queue >= 0;
 }
 
-// Takes the worker's next task. If the current instruction is a drain, the worker claims an instruction
-// from a queue that all workers of its rank share, and takes that instruction's first task. If the queue's
-// first claims_end instructions have been claimed, the worker takes the drain's own task.
-// `claimed` [layers][ranks * queues] counts the instructions that have been claimed.
+// Takes the worker's next task. At a drain, the worker claims an instruction from a queue that all
+// workers of its rank share, and takes its first task. If the queue's first claims_end instructions have
+// been claimed, the worker takes the drain's own task. `claimed` [layers][ranks * queues] counts the
+// instructions that have been claimed.
 inline Run& take(const Program& p, Worker& w, std::vector<int32_t>& claimed) {
   if (w.task == w.task_end) {
     w.current = w.record;
@@ -164,7 +163,6 @@ inline double asked_for(const Costs& c, const Run& run) {
                   run.last_begin + c.latency_s + run.task->tail_s);
 }
 
-// Returns the trace entry of something that a worker does between two times.
 inline Interval interval(const Program& p, const Worker& w, const Run& run, Role role, IntervalKind kind,
                          double begin, double end, int32_t slot) {
   return {

@@ -79,11 +79,12 @@ class Reach {
     }
   }
 
-  // Returns the indices, in ascending order, of the pairs whose order the graph does not guarantee. A path
-  // from the earlier node to the later one guarantees it only if the path passes through a counter, because
-  // successive events of a stream may overlap. Two searches find the pairs. Hundreds of nodes signal the same
-  // counter, so the first search starts at that counter, once for all of them. The second search starts at
-  // the earlier node itself, but only for pairs without a path in the first one.
+  // Returns the indices, in ascending order, of the pairs whose order the graph does not guarantee. It
+  // is guaranteed by a path from the earlier node to the later one that passes through a counter. Other
+  // paths do not suffice, because successive events of a stream may overlap. Two searches find the
+  // pairs. Hundreds of nodes signal the same counter, so the first search starts at that counter, once
+  // for all of them. The second search starts at the earlier node itself, but only for pairs without a
+  // path in the first one.
   std::vector<int64_t> unordered(const std::vector<Pair>& pairs) const {
     std::vector<int64_t> which(pairs.size());
     std::iota(which.begin(), which.end(), 0);
@@ -125,7 +126,6 @@ class Reach {
           return Question{i, position_[pairs[i].later], number[source(i)] % kBits};
         });
 
-    // With n threads, each thread takes every n-th chunk.
     const size_t threads = std::min<size_t>(chunks, std::max(1u, std::thread::hardware_concurrency()));
     const auto work = [&](size_t first) {
       std::vector<int64_t> missed;

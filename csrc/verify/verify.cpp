@@ -10,7 +10,7 @@
 
 using namespace mk::verify;
 
-// See topological_order.
+// Calls topological_order (reach.h), which describes the arguments.
 MK_API int32_t mk_verify_order(const Graph* graph, int32_t* missing, int32_t* order) {
   try {
     return topological_order(*graph, missing, order);

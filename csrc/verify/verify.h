@@ -59,8 +59,8 @@ enum class What : int32_t {
 
 struct Found {
   What what;
-  int32_t earlier;  // row
-  int32_t later;    // row
+  int32_t earlier;  // row of the graph
+  int32_t later;    // row of the graph
   int32_t phase;
   int32_t place;
   int32_t row, row_end, col, col_end;

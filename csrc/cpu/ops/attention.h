@@ -8,10 +8,10 @@
 // With more, it reads a float32 copy of the block, so that the conversion is done only once. Quantised
 // keys are not copied, but multiplied in integers.
 //
-// A pair's result has the same bits whichever other pairs are computed with it, because every sum has a fixed
-// order: scores are summed over the elements of the head in order (with quantised keys, over groups of
-// kKvUnit elements, each an exact integer sum), l over the vector lanes in a fixed tree, and o over the
-// tokens in order, up to the pair's position.
+// A pair's result has the same bits whichever other pairs are computed with it, because every sum has a
+// fixed order. A score is summed over the head's elements in order; with quantised keys, over groups of
+// kKvUnit elements, each an exact integer sum. l is summed over the vector lanes in a fixed tree. o is
+// summed over the tokens in order, up to the pair's position.
 #pragma once
 #include <math.h>
 
@@ -36,8 +36,8 @@ constexpr int kDirectPairs = 2 * kDenseRows;
 // With `resume`, adds to C instead of replacing C. Only the first `last` lanes of the last vector are used.
 //
 // The rows of B may be tokens of several KV pages, so B need not be contiguous. B is read in runs: rows that
-// are evenly spaced in memory, such as the tokens of one page. For each run and each vector of columns, B
-// finds a strip (a pointer that walks down the rows).
+// are evenly spaced in memory, such as the tokens of one KV page. For each run, b.find() finds one
+// strip per vector of columns. A strip is a pointer that moves from row to row.
 template <int R, int V, class S>
 void dense_block(const float* a, int64_t lda, const Matrix<S>& b, int column, int last, int k, int end,
                  float* c, int64_t ldc, bool resume) {
@@ -87,10 +87,10 @@ inline void dense(int rows, int cols, const float* a, int64_t lda, const Matrix<
   if constexpr (V > 1) dense<V / 2>(rows, cols, a, lda, b, k, c, ldc, resume, column);
 }
 
-// Computes the attention scores of R queries, rounded to integers, with the first n (at most kLanes)
-// tokens of the quantised `keys`. The head's elements are divided into `units` quantisation blocks. For
-// each one, the integer sum of products is exact, and is multiplied by the scales of the key and the
-// query. These results are added in order (megakernel/isa/integers.py).
+// Computes the attention scores of R queries, which have been rounded to integers, for the first n (at
+// most kLanes) tokens of the quantised `keys`. A head has `units` quantisation blocks. Each gives an
+// exact integer sum of products, which is multiplied by the scales of the key and the query. The results
+// of the quantisation blocks are added in order (megakernel/isa/integers.py).
 template <int R>
 MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, const KeyWords& keys, int n,
                             float* scores) {
@@ -120,7 +120,7 @@ MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, co
   MK_UNROLL for (int i = 0; i < R; ++i) store(scores + int64_t{i} * d.kv_block, acc[i]);
 }
 
-// Computes scores of `rows` queries, R at a time, with tokens [begin, tokens) of a KV block.
+// Computes the scores of `rows` queries, R at a time, for the tokens [begin, tokens) of a KV block.
 template <int R = kIntegerRows>
 void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlock<int8_t>& cached, int begin,
                 int tokens, float* scores) {
@@ -134,7 +134,6 @@ void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlo
   if constexpr (R > 1) score_rows<R - 1>(d, queries, rows, cached, begin, tokens, scores);
 }
 
-// Computes the scores of `rows` queries with the tokens [begin, tokens) of a KV block (kv_block tokens).
 template <class T, class Kv>
 inline void score(const Dims& d, int rows, const float* queries, const CachedBlock<T>&, const Kv& kv,
                   int begin, int tokens, float* scores) {
@@ -164,8 +163,8 @@ __attribute__((noinline)) inline void merge_block(float& m, float& l, float* o, 
   }
 }
 
-// Adds a head's sink, if the phase has sinks, to its softmax state. A sink is a score without a value, so it
-// is merged as one more KV block, whose o is zero.
+// Adds a query head's sink, if the phase has sinks, to the head's softmax state. A sink is a score
+// without a value, so it is merged as one more KV block, whose o is zero.
 inline void merge_sink(const Call& call, int head, float& m, float& l, float* o) {
   static constexpr float kNothing[kMostHeadDim] = {};
   if (call.phase->weights == Buffer::kNone) return;
@@ -219,7 +218,8 @@ inline void softmax_row(const Dims& d, float* scores, int tokens, float scale, f
   l = sum(total);
 }
 
-// Returns the first token of a KV block that the query at `position` sees within the last `span` tokens.
+// Returns the first token that the query at `position` sees, counted from the start of KV block `block`.
+// The query sees at most the last `span` tokens.
 inline int first_token(const Dims& d, int span, int position, int block) {
   return higher_of(position + 1 - span - block * d.kv_block, 0);
 }
@@ -255,7 +255,6 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
   }
 }
 
-// Copies a query of `n` elements to float32.
 template <class T>
 inline void load_query(const T* q, int n, float* out) {
   for (int e = 0; e < n; e += kLanes) store(out + e, load(q + e, n - e), n - e);
@@ -271,8 +270,8 @@ inline void load_query(const T* q, int n, Rounded* out) {
   }
 }
 
-// Computes attention for the item's query rows [first, first + rows) and one of its KV heads. C is the type
-// of the KV cache.
+// Computes attention for the item's query rows [first, first + rows) and one of its KV heads. C is the
+// type of the KV cache's elements; int8_t means Q8_0.
 template <class T, class C>
 inline void attend(const Call& call, int first, int rows, int kv_head) {
   const Dims& d = *call.dims;

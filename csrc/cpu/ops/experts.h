@@ -20,7 +20,7 @@ inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   }
 }
 
-// Returns the rank's own index of the expert that ROUTES calls `number`, or -1 if the rank does not have it.
+// Returns the index of expert `number` among this rank's experts, or -1 if another rank has the expert.
 inline int own_expert(const Dims& d, int32_t number) {
   const int64_t own = int64_t{number} - d.first_expert();
   return own >= 0 && own < d.rank_experts() ? static_cast<int>(own) : -1;

@@ -18,8 +18,8 @@ MK_INLINE F32 shuffle_lanes(F32 v, I32 lanes) {
 #define MK_SHUFFLE(v, mask) __builtin_shuffle(v, mask)
 #endif
 
-// Applies RoPE to n columns, in pairs: (a, b) -> (a cos - b sin, b cos + a sin). n is even, and the first
-// column is the first of a pair. Then multiplies them by `scales`, if these are not null.
+// Applies RoPE to n columns, in pairs: (a, b) -> (a cos - b sin, b cos + a sin). n is even, and the
+// first column is the first of a pair. Then multiplies the columns by `scales`, if that is not null.
 template <class T>
 inline void rotate(const float* t, const float* rope, const float* scales, int n, T* out) {
   const I32 lane = lane_index();

@@ -1,4 +1,4 @@
-// The keys and values of a KV head as matrices that attention multiplies with, in the KV cache or in a
+// Presents the keys and values of a KV head as matrices to attention. They lie in the KV cache or in a
 // float32 copy.
 #pragma once
 #include <type_traits>
@@ -12,8 +12,9 @@ namespace mk::MK_SIMD {
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
 // Reads a matrix one SIMD vector at a time, and prefetches data that is needed soon. `now` is the
-// address of the vector in the first row; rows are `stride` elements apart. `now` can move right or
-// down. `next` is the address of the data to prefetch, and `fetch` prefetches one row of it.
+// address of the vector in the first row; rows are `stride` elements apart. right() and down() return
+// the strip that begins further right or further down. `next` is the address of the data to prefetch,
+// and `fetch` prefetches one row of it.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -88,15 +89,15 @@ struct ValuePage {
   }
 };
 
-// The matrix B of `dense`, whose rows are read by strips of type S. `dense` finds the strips by a
-// virtual function, so that it is compiled only once for each S. One call serves many rows.
+// The matrix B of `dense`, whose rows are read by strips of type S. `find` is virtual, so that `dense`
+// is compiled only once for each S. One call of `find` serves many rows.
 template <class S>
 struct Matrix {
   const int64_t stride;  // between rows, in elements
 
   explicit Matrix(int64_t rows_apart) : stride(rows_apart) {}
-  // Finds the strips of `count` successive SIMD vectors, which begin in row `row` and column `column`. With
-  // them, all rows before the returned one can be read (Strip::down). It is at most `end`.
+  // Finds one strip for each of `count` successive SIMD vectors; the first one begins in row `row` and
+  // column `column`. Returns the row, at most `end`, at which the strips end.
   virtual int find(int row, int column, int end, int count, S* strips) const = 0;
 };
 
@@ -139,11 +140,8 @@ struct Cache {
   int64_t page, head;      // elements from one page to the next, and from one KV head to the next
   const int32_t* pages;    // the sequence's page numbers
   int end;                 // the position after the last token that is read
-
-  // The numbers of the pages that the next KV head reads first and that can be prefetched. Null for the last
-  // head.
-  const int32_t* after;
-  float* scales;  // buffer for the scales of a KV block's values
+  const int32_t* after;    // numbers of the KV pages to prefetch for the next KV head; null: last head
+  float* scales;           // buffer for the scales of a KV block's values
 
   // `table` lists the sequence's KV pages. `kv_head` is the KV head to read. The caller reads tokens [first,
   // last) of several KV heads in turn, up to head_end - 1, so the data of the next head can be prefetched.
@@ -205,8 +203,8 @@ class CachedBlock {
   }
 
  private:
-  // Returns two addresses: that of page i of this KV block, and that of the page to prefetch meanwhile. The
-  // latter is page i of the next KV block or, after the last block, page i of the next KV head's first block.
+  // Returns two addresses: of KV page i of this KV block, and of the page to prefetch meanwhile. That is
+  // page i of the next KV block or, after the last one, of the next KV head's first block.
   Strip<T> strip(const T* page_0, int i) const {
     const T* now = page_0 + pages_[i] * cache_.page;
     const int later = i * d_.kv_page + d_.kv_block;

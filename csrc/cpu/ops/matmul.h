@@ -7,13 +7,11 @@
 
 namespace mk::MK_SIMD {
 
-// Adds the results to the residual: output[r] += t.
 inline void add_residual(const Call& call, int r, int first, int n, float* t) {
   float* x = call.output<float>() + int64_t{r} * call.dims->hidden + first;
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i, n - i) + load(t + i, n - i), n - i);
 }
 
-// Stores the results as they are: output[r] = t.
 template <class T>
 inline void store_plain(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;

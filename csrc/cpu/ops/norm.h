@@ -32,7 +32,7 @@ inline void add_norm(const Call& call, const Run& op) {
   }
 }
 
-// Normalises q over all its heads, and k likewise. Stores the heads of this rank, as `heads` does.
+// Normalises each row's q over all its heads, and k likewise. Stores this rank's heads as `heads` does.
 template <class T>
 inline void norm_qkv(const Call& call, const Run& op) {
   const Dims& d = *call.dims;

@@ -1,4 +1,4 @@
-// Chooses the experts of rows.
+// Chooses the experts of each row, in layers with a mixture of experts.
 #pragma once
 #include "../simd/gemm.h"
 

@@ -136,9 +136,9 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// Input rows A and output C of a matmul, for all its weight panels. block_rows rows are computed at a time.
-// `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the results `c` are ldc
-// floats apart.
+// The input rows A and the output C of a matmul, for all its weight panels. `block_rows` rows are
+// computed at a time. `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the
+// results `c` are `ldc` floats apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -247,8 +247,8 @@ class Inputs {
   float scale_[kPassRows];
 };
 
-// Takes a part of a matmul's output: the columns [first, first + columns) of one row, which begin at t. It
-// may change t.
+// Receives the columns [first, first + columns) of one row of a matmul's output, which begin at `t`. The
+// function may change them.
 using TakeResult = void (*)(const Call& call, int row, int first, int columns, float* t);
 
 // Runs a matmul for one tile of its output, inputs weights^T + bias, and passes the results to the callback
@@ -357,8 +357,7 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
   }
 }
 
-// Computes a tile of a matmul with all weights and the bias of the phase and consecutive rows, and passes
-// every output to `take`.
+// Computes a tile of consecutive rows with the phase's weights and bias. Passes the results to `take`.
 template <class T>
 void gemm(const Call& call, const Tile& tile, TakeResult take) {
   gemm<T>(call, tile, call.weights<Panel>(), call.bias(), take);

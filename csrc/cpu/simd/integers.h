@@ -15,7 +15,7 @@
 namespace mk::MK_SIMD {
 
 // 32 successive activations of a row (a unit), rounded to integers that share a scale. Integer s is byte
-// s of `words`. In the two words at `places`, 128 * (the byte of `high`) is added to byte s.
+// s of `words`. In the two words at `places`, 128 times its byte of `high` is added.
 struct Rounded {
   uint32_t words[kUnit / 4];
   uint32_t high[kWideWords];
@@ -94,8 +94,8 @@ MK_INLINE void round_unit(const float* x, Rounded* out) {
   out->sum = out->scale * static_cast<float>(out->halves[0] + out->halves[1]);
 }
 
-// Rounds 32 * units activations of a row to integers. Two loops are faster than one, because the processor
-// then works on more units at a time.
+// Rounds `units` units of 32 activations to integers. Two loops are faster than one, because the
+// processor then works on more units at a time.
 inline void round_row(const float* x, int units, Rounded* out) {
   for (int u = 0; u < units; ++u) choose_words(x + u * kUnit, out + u);
   for (int u = 0; u < units; ++u) round_unit(x + u * kUnit, out + u);

@@ -29,9 +29,9 @@ constexpr int kWideStride = kWideSteps * kPanel + 16;  // floats per converted p
 constexpr int kWidePanels = 4;  // maximum number of panels that a register block covers
 constexpr int kQueryRows = 64;  // (row, query head) pairs that share one pass over a KV block
 
-// Returns the number of floats from one row to the next in the float32 copy of a KV block's keys, which is
-// stored as [element of head_dim][token]. The number is not a power of two, so that rows map to different
-// cache sets.
+// Returns the number of floats from one row to the next in the float32 copy of a KV block's keys. The
+// copy has the shape [element of head_dim][token]. The number is not a power of two, so that rows map to
+// different cache sets.
 inline int64_t key_stride(const Dims& d) { return d.kv_block + 16; }
 
 // Says which rows of a matmul's inputs have been rounded to integers.
@@ -129,7 +129,7 @@ using Op = void (*)(const Call& call, const int32_t* record);
 
 struct Kernels {
   const char* name;
-  bool bf16_pairs;  // whether the processor has an instruction for pairs of bfloat16 values that is used
+  bool bf16_pairs;  // whether matmuls use the processor's instruction for pairs of bfloat16 values
   // `ops` and `send` are indexed by Operation.
   Op ops[kOperations];
   // Copies an instruction's results to other ranks. Null if the operation has no separate function for this.

@@ -118,7 +118,6 @@ struct PackedBlock {
 
 template <class... kPacked>
 struct Types {};
-// The packed form of each quantised type.
 using AllPacked =
     Types<PackedBlock<Dtype::Q8_0, Scale, 8, 1>, PackedBlock<Dtype::Q4_0, Scale, 4, 1>,
           PackedBlock<Dtype::Q4_1, ScaleAndMinimum, 4, 1>, PackedBlock<Dtype::Q5_0, Scale, 5, 1>,

@@ -66,7 +66,6 @@ MK_INLINE F32 load(const Bf16* p) {
   return (F32)(widen(v) << 16);
 }
 
-// Loads signed bytes.
 MK_INLINE F32 load(const int8_t* p) {
   I8 v;
   memcpy(&v, p, sizeof v);
@@ -79,7 +78,6 @@ MK_INLINE F32 load(const int8_t* p) {
 #endif
 }
 
-// Loads unsigned bytes.
 MK_INLINE U32 load_bytes(const uint8_t* p) {
   typedef uint8_t U8 __attribute__((vector_size(MK_LANES)));
   U8 v;
@@ -385,10 +383,10 @@ class ByteSums {
   I32 wide_{};
 };
 
-// Computes e^x. Splits x into n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction),
-// computes e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), and adds n to the exponent of
-// the result. The result is 0 for x below -87.3 (no subnormal numbers), 2.2e38 for x above 88.3, and NaN for
-// NaN.
+// Computes e^x. Splits x into n ln 2 + r with an integer n and |r| <= ln 2 / 2 (Cody-Waite reduction).
+// Computes e^r with a Taylor polynomial of degree 7 (truncation error 5e-9), then adds n to its
+// exponent. The result is 0 for x below -87.3 (no subnormal numbers), 2.2e38 for x above 88.3, and NaN
+// for NaN.
 MK_INLINE F32 exp(F32 x) {
   constexpr float kMagic =
       12582912.0f;  // 1.5 * 2^23: adding it to x rounds x to an integer, in the low mantissa bits of the sum

@@ -1,8 +1,8 @@
-// Attention. The step's tables assign work items (some rows, heads and KV blocks of one sequence) to each
-// attention instruction. The query rows of an item that share a KV head are divided into tiles of 16, and
-// each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. In builds
-// for one row, all of them process the same tile. The keys and values arrive in shared-memory pages (plan.h).
-// A warp skips the pages of KV heads that its tile does not use.
+// Attention. The step's tables assign work items (some rows, heads and KV blocks of one sequence) to
+// each attention instruction. The query rows of an item that share a KV head are divided into tiles of
+// 16. Each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. In
+// builds for one row, all warps process the same tile. The keys and values arrive in shared-memory pages
+// (plan.h). A warp skips the pages of KV heads that its tile does not use.
 //
 // A warp has registers for the results of kHeadPart elements of a head. If heads have two parts, two warps
 // process each tile: both compute all scores, and each computes the results of its own part.
@@ -79,12 +79,12 @@ class AttentionItem {
   // Returns which part of a head this warp computes. Successive warps compute the parts of one tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
   MK_FN int row() const { return kOneRow ? 0 : s_.item_row[item_]; }
-  MK_FN int rows() const { return kOneRow ? 1 : s_.item_rows[item_]; }  // not of padding
+  MK_FN int rows() const { return kOneRow ? 1 : s_.item_rows[item_]; }  // not for padding items
   MK_FN int of_head() const { return head_units(d_, rows()); }
   MK_FN int units() const { return work().kv_heads * of_head(); }
 
-  // For each KV block, a narrow head has one page of keys and one of values; a wider head has two
-  // of each for each of its parts.
+  // For each KV block, a narrow head has one page of keys and one page of values. A wider head has two
+  // pages of keys and two of values for each of its parts.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
 
   // A unit is a tile of 16 query rows with one part of one KV head. Processes up to eight units of the item

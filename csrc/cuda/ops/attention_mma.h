@@ -1,7 +1,8 @@
 // Attention's arithmetic on the tensor cores: 16 query rows attend to a KV block. One warp does this. In
 // builds for one row, each consumer warp computes the scores of 16 tokens, exchanges probabilities with
-// the others, and computes 16 elements of the head, with additions in the same order. Keys are stored as
-// [element][token] and values as [token][element], so ldmatrix.trans loads both as the B matrix of mma.
+// the others, and computes 16 elements of the head. The order of additions does not change. Keys are
+// stored as [element][token] and values as [token][element], so ldmatrix.trans loads both as the B
+// matrix of mma.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -9,8 +10,8 @@
 
 namespace mk {
 
-// Computes c += a * b on the tensor cores; a is [16][16], b is [16][8], and each lane passes its part of
-// them.
+// Computes c += a * b on the tensor cores. `a` is [16][16], `b` is [16][8]. Each lane passes its
+// elements.
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -239,7 +240,7 @@ class AttentionTile {
     }
   }
 
-  // Merges one more score without a value into each row i: value(i), the sink of the row's head.
+  // Merges value(i), the sink of row i's head, into each row i. A sink is a score that counts only in l.
   template <class Value>
   __device__ void add_sinks(Value value) {
     MK_UNROLL for (int half = 0; half < kHalves; ++half) {
@@ -287,7 +288,7 @@ class AttentionTile {
   // computes. kHalves: how many groups of eight rows can have a query row.
   static constexpr int kScores = kTogether ? 2 : kKvBlock / 8, kOutputs = kTogether ? 2 : kHeadPart / 8,
                        kHalves = kMostGroup > 8 ? 2 : 1;
-  // What the warps exchange about a KV block: for each warp, its sums and its part of the probabilities.
+  // Data that the warps exchange about a KV block: each warp's sums and its part of the probabilities.
   struct Shared {
     float sum[kConsumerWarps][2][32];
     uint32_t probability[kConsumerWarps][4][32];

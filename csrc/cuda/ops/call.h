@@ -34,19 +34,19 @@ struct Scratch {
   int32_t listed;  // sample.h: number of logits copied to the list of candidates
 };
 
-// KV blocks [begin, end).
+// The KV blocks from `begin` to `end` - 1.
 struct KvBlocks {
   int32_t begin, end;
 };
 
-// What the step's tables say of a work item of attention. `position` is the position of its first row.
+// An attention work item, as the step's tables describe it. `position` is the position of its first row.
 // `blocks` are the KV blocks that it reads: none if all come before the layer's sliding window.
 struct ItemWork {
   int32_t seq, kv_head, kv_heads, split, position;
   KvBlocks blocks;
 };
 
-// What builds for one row look up before an instruction's inputs are there, and keep in registers.
+// Values that builds for one row look up before the inputs are written, and keep in registers.
 struct Early {
   Operation operation;
   bool normed;  // Bodies::normed
@@ -71,8 +71,8 @@ struct Call {
   MK_FN Result result() const { return kOneRow ? early.result : phase().result; }
   MK_FN const Phase& phase() const { return task->phase; }
 
-  // Returns the address of a rank's copy of a buffer, or of the part for the task's layer if the buffer has
-  // layers.
+  // Returns the address of a rank's copy of a buffer. If the buffer has layers, this is the address of
+  // the task's layer in that copy.
   template <class T>
   MK_FN T* copy(Buffer buffer, int rank) const {
     return static_cast<T*>(params->at(rank, buffer, task->where.layer));
@@ -94,7 +94,7 @@ struct Call {
   }
 };
 
-// Returns the value of one lane of the warp. A warp has 32 lanes, or 1 on the host.
+// Returns the `value` that lane number `lane` of the warp passes. A warp has 32 lanes, or 1 on the host.
 MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #if defined(__CUDA_ARCH__)
   return __shfl_sync(0xFFFFFFFFu, value, lane);

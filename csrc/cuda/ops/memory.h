@@ -3,7 +3,7 @@
 #pragma once
 #include "../arithmetic.h"
 
-// Unrolls a loop four times, so that several of its loads from memory are in flight.
+// MK_UNROLL_n unrolls a loop n times, so that several of its loads from memory are in flight.
 #if defined(__CUDACC__)
 #define MK_UNROLL_4 _Pragma("unroll 4")
 #define MK_UNROLL_2 _Pragma("unroll 2")
@@ -31,7 +31,7 @@ MK_FN Words load_words(const void* from) {
   return out;
 }
 
-// Reads data that is constant during a launch.
+// Reads data that is constant during a launch; only such data may come from the L1 cache.
 MK_FN Words read_words(const void* from) {
 #if defined(__CUDA_ARCH__)
   return *static_cast<const Words*>(from);
@@ -72,7 +72,6 @@ MK_FN void store_words(void* to, const Words& value) {
 
 MK_FN void store_word(void* to, uint32_t value) { *static_cast<uint32_t*>(to) = value; }
 
-// Two float32 values, aligned to 8 bytes.
 struct alignas(8) Pair {
   float a, b;
 };
@@ -96,7 +95,6 @@ MK_FN void add_pair(float* to, const Pair& value) {
   to[0] += value.a, to[1] += value.b;
 #endif
 }
-// Stores two values, rounded to bf16.
 MK_FN void store_pair(uint16_t* p, float a, float b) { *reinterpret_cast<uint32_t*>(p) = pack_bf16(a, b); }
 MK_FN void store_pair(uint16_t* to, const Pair& value) { store_pair(to, value.a, value.b); }
 
@@ -137,7 +135,6 @@ MK_FN void store_eight(float* to, const Eight& value) {
   }
 }
 
-// Returns eight values, rounded to bf16.
 MK_FN Words pack_eight(const Eight& value) {
   Words words;
   MK_UNROLL for (int i = 0; i < 4; ++i) words.w[i] = pack_bf16(value.v[2 * i], value.v[2 * i + 1]);

@@ -40,9 +40,9 @@ class Norm {
     }
   }
 
-  // For each i in [row, row + rows), normalises row source(i) of the inputs, multiplies it by the weights,
-  // and stores the result as row i of the output, on every rank that needs it, or as row i - row of Scratch.
-  // If source(i) is kNone, zeros are stored; if it is kSkip, nothing is stored.
+  // For each i in [row, row + rows), normalises row source(i) of the inputs and multiplies it by the
+  // weights. The result becomes row i of the output on every rank that needs it, or row i - row of
+  // Scratch. If source(i) is kNone, zeros are stored; if it is kSkip, nothing is stored.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
@@ -134,7 +134,7 @@ class Norm {
   const bool own_;
   const float *x_, *weight_;
   const int width_, first_;
-  NormPart weights_;  // in builds for one row, which load them before the inputs
+  NormPart weights_;  // used by builds for one row, which load them before the inputs
   Team<P> team_;
 };
 

@@ -12,7 +12,8 @@ static_assert(2 * kRouteRows * kMostExperts * sizeof(float) <= sizeof(Scratch::r
 
 MK_FN float sigmoid(float x) { return 1.0f / (1.0f + exp_fast(-x)); }
 
-// A row's last `count` experts are shared: the router does not choose them. Stores these experts.
+// Stores a row's last `count` experts, which the router does not choose: numbers `first_expert`,
+// `first_expert` + 1 and so on, each with `weight`.
 template <class P>
 MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_expert, float weight) {
   const int64_t at = int64_t{row + 1} * call.dims->experts_per_token - count;
@@ -23,7 +24,7 @@ MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_exp
 }
 
 // Chooses the experts of a row. `logits` has the row's logits and, kRouteRows * kMostExperts further on,
-// room for the weights. A logit of NaN counts as -infinity. Later, NaN marks the chosen experts.
+// room for the weights. A logit of NaN counts as -infinity. The logits of chosen experts become NaN.
 template <class P>
 MK_FN void choose_experts(P& p, const Call& call, int row, float* logits) {
   const Sizes& d = *call.dims;

@@ -282,7 +282,7 @@ class Sampler {
     return (wanted - above + each - 1) / each;
   }
 
-  // Returns the larger of the upper halves of a and b, and the larger of the lower halves.
+  // Each word has two 32-bit halves. Returns the larger upper half of a and b and the larger lower half.
   MK_FN static uint64_t widen(uint64_t a, uint64_t b) {
     const uint64_t high = 0xFFFFFFFF00000000u;
     return greater(a & high, b & high) | greater(a & ~high, b & ~high);
