@@ -24,9 +24,9 @@ _DEFAULT = Options()
 
 def compile_program(spec: Spec, stages: Stages | None = None) -> Program:
     """Compile a program for `spec`. The result depends only on `spec`; `stages` keeps intermediate results for later
-    calls with other options. The backend that launches the program must have the same limits, the same types and the
-    same matmul units, so an engine decides `options.matmul` before it compiles its first program. Raises
-    MegakernelError for values out of range."""
+    calls with other options. The backend that launches the program must have the same limits, types and matmul units.
+    So an engine decides `options.matmul` before it compiles its first program. Raises MegakernelError for values out of
+    range."""
     if spec.tp not in _RANKS:
         raise MegakernelError(f"cannot compile for tensor parallel size {spec.tp}: it must be {_RANKS_TEXT}")
     if spec.config.layers > rec.MOST_LAYERS:

@@ -27,10 +27,10 @@ def seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machi
 
 
 def phase_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> float:
-    """Return the predicted seconds in which a rank executes all its instructions of one phase (an operation, such as
-    the QKV projection), if its workers have no other work. Arithmetic, memory and links overlap. Memory time is that of
-    the whole rank at full bandwidth: if only few workers read, each gets more than an equal share. The latency of one
-    signal is added, or of two signals if the phase stores to other ranks."""
+    """Return the predicted seconds in which a rank executes all its instructions of a phase, if its workers have no
+    other work. A phase is an operation, such as the QKV projection. Arithmetic, memory and links overlap. Memory time
+    is that of the whole rank at full bandwidth: if only few workers read, each gets more than an equal share. The
+    latency of one signal is added, or of two signals if the phase stores to other ranks."""
     work = cost(phase, columns, dims)
     arithmetic = _arithmetic(phase, columns, dims, machine, work) + machine.costs.dispatch_s
     memory, link = _traffic_seconds(phase, columns, dims, machine, work)

@@ -64,8 +64,8 @@ class Group:
 
 
 class TaskGroup(NamedTuple):
-    """One execution of a group of tasks. `group` is its index in Dependencies.groups. `copy` numbers the executions: 0
-    for the prologue, then one number for each of up to two layers, then the epilogue."""
+    """One execution of a group of tasks. `group` is the group's index in Dependencies.groups. `copy` numbers the
+    executions: 0 for the prologue, then one number for each of up to two layers, then the epilogue."""
 
     group: int
     copy: int

@@ -11,7 +11,7 @@ from megakernel.isa import Dtype, Forward
 from megakernel.isa import record as rec
 from megakernel.program import Program, Segment, check
 
-# how many arrivals each counter gets in layer 0, and in each later layer: two arrays [ranks, counters]
+# The number of arrivals that each counter gets in layer 0, and in each later layer: two arrays [ranks, counters].
 Totals = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 

@@ -57,8 +57,8 @@ _SUMMED = (Result.RESIDUAL, Result.STORED)  # results that ranks must sum if eac
 
 def split(forward: Forward, part: Split) -> Forward:
     """Divide the phases (operations) among `part.tp` ranks. If ranks share the weights of a matmul whose result is
-    added to the residual, each rank computes a partial sum, and a reduction over the ranks is inserted. Every rank
-    computes the whole result of a phase whose `rows` is EVERY."""
+    added to the residual, each rank computes a partial sum. An inserted reduction over the ranks adds up these sums.
+    Every rank computes the whole result of a phase whose `rows` is EVERY."""
     attended = {phase.output for phase in forward if phase.operation is Operation.ATTENTION}
 
     def divided(phase: Phase) -> list[Phase]:

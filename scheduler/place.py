@@ -33,7 +33,7 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     panel, the tasks run column by column, so that a weight tile read from memory serves the whole panel. If arithmetic
     limits one of two neighbouring matmul stages, and links or memory limit the other, their panels alternate, so that
     both resources are busy. Norms, reductions and sampling between two stages are placed well after the producers of
-    their inputs and well before their consumers, so that neither they nor the consumers wait.
+    their inputs and well before their consumers. So neither they nor the consumers wait.
 
     Panels alternate only with `options.interleave`."""
     kind = ordinals(segment)

@@ -17,9 +17,9 @@ from megakernel.targets.pages import DOT_INPUT_PAGES, dot_rows, own_ring
 
 # How much attention work fits into the step table, the array with the inputs of one step. An attention item is a piece
 # of the work: some rows and KV heads of a sequence, and a range of its KV cache. One instruction computes the items of
-# one attention slot. The table has room for one item per row and _ITEMS_PER_SLOT more per slot, so that a step with few
-# rows can divide each row's attention by KV head and by KV range. At most _SPLIT_ROWS rows may be divided by KV range
-# at the same time, into at most _MAX_PARTIALS partial results.
+# one attention slot. The table has room for one item per row and _ITEMS_PER_SLOT more per slot. So a step with few rows
+# can divide each row's attention by KV head and by KV range. At most _SPLIT_ROWS rows may be divided by KV range at the
+# same time, into at most _MAX_PARTIALS partial results.
 _ITEMS_PER_SLOT = 4
 _SPLIT_ROWS, _MAX_PARTIALS = 4, 16384
 # The maximum number of partial results on GPUs, where every attention slot may divide one row by KV range.
@@ -31,7 +31,7 @@ _BIAS_PER_ROW, _MAX_BIAS = 512, 65536
 # masks take 4 MB for a vocabulary of 128,000 tokens.
 MOST_MASKS = 256
 # With a queue, workers claim attention instructions at run time. There are this many instructions per worker, and a
-# step's attention is divided equally among them where possible, so that a worker that finishes early can claim more.
+# step's attention is divided equally among them where possible. So a worker that finishes early can claim more.
 _CLAIMS = 4
 # The maximum number of row blocks (groups of token rows that share counters) of a program, over all ranks. This limit
 # keeps compilation under a minute, and makes counter indices fit into an encoded instruction.
@@ -127,8 +127,8 @@ class Spec:
         logit biases and masks depend only on the sizes and on the number of workers.
 
         With a divided residual, row blocks (groups of rows) are so short that each rank owns at least one, if there are
-        enough rows. The length of a row block is rounded up to a multiple of the rows that the target stores at once,
-        so that no store extends into the next block."""
+        enough rows. The length of a row block is rounded up to a multiple of the rows that the target stores at once.
+        So no store extends into the next block."""
         machine = self.tiled
         rows = self.tokens if self.split.replicated_residual else ceil_div(self.tokens, self.tp)
         unit = ROW_UNIT[self.units]

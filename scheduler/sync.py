@@ -159,7 +159,6 @@ class _Graph:
         return self.tasks.segments[self.groups[g].segment][self.groups[g].tasks]
 
     def signals(self, g: int, words: Sequence[int]) -> Signals:
-        """Return `words` as the signals of all tasks of a group."""
         return Signals(self.groups[g].segment, self.groups[g].tasks, self.groups[g].members, words)
 
     def _kind(self, g: int) -> tuple[int, ...]:
@@ -241,7 +240,7 @@ def _attention_grids(graph: _Graph) -> Links:
 
 
 def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
-    """Return which tasks of the producer's phase compute inputs of which KV-head group: [tasks, head groups]."""
+    """Return a mask [tasks, KV-head groups]: whether a task of the producer's phase computes inputs of a group."""
     attention, made = graph.phase_tasks(item), graph.phase_tasks(producer)
     rank_dims = graph.tasks.dims.ranks[graph.groups[item].rank]
     return head_groups(made.phase, made.columns, attention.phase, rank_dims, int(attention.columns["group_heads"][0]))
@@ -439,7 +438,6 @@ def _arrivals(signals: Sequence[Words], tp: int, counters: int) -> tuple[Totals,
 
 
 def _gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the values of each key, in the order of `pairs` (key, value)."""
     out: dict[K, list[V]] = defaultdict(list)
     for key, value in pairs:
         out[key].append(value)

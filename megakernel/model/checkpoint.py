@@ -35,7 +35,7 @@ class WeightRows(NamedTuple):
 
 
 def vector(values: NDArray[np.float32]) -> WeightRows:
-    """The rows of a vector."""
+    """Return `values` as rows of a float32 vector, one element per row."""
     return WeightRows(Dtype.F32, values.reshape(-1, 1).view(np.uint8))
 
 
@@ -47,7 +47,7 @@ class Storage:
     layers: tuple[tuple[StoredRows, ...], ...]
 
     def bits(self, inner: int) -> float:
-        """The mean bits per weight if a row has `inner` weights. Padding of a row's last block counts too."""
+        """Return the mean bits per weight, with padding, of rows that have `inner` weights."""
         parts = [part for layer in self.layers for part in layer]
         size = sum(part.rows * part.dtype.row_bytes(inner) for part in parts)
         return 8 * size / (inner * sum(part.rows for part in parts))
@@ -90,7 +90,7 @@ def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[Weigh
 
 
 def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
-    """Return the columns that rank `split.rank` has of the rows `part`, as a view."""
+    """Return, as a view, those columns of the rows `part` that rank `split.rank` has."""
     return WeightRows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
 
 
@@ -107,7 +107,7 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
 
 
 def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) -> list[WeightRows]:
-    """Return `checkpoint.rows(...)`. Raises MegakernelError if they do not have the sizes in `split`."""
+    """Return `checkpoint.rows(...)`. Raises MegakernelError if these rows do not have the sizes in `split`."""
     rows = checkpoint.rows(buffer, layer, split)
     count, inner = sum(share.size for share in row_shares(buffer, split)), column_share(buffer, split).size
     if sum(len(data) for _, data in rows) != count or any(d.shape[1] != t.row_bytes(inner) for t, d in rows):
@@ -145,7 +145,7 @@ def floats(parts: Iterable[WeightRows], shape: tuple[int, int], dtype: Dtype) ->
 
 
 def converted(rows: Sequence[WeightRows], inner: int, dtype: Dtype) -> list[WeightRows]:
-    """Return rows of `inner` weights in the float type `dtype`. Parts that have this type are not copied."""
+    """Return rows of `inner` weights in the float type `dtype`. Rows that have this type already are not copied."""
     return [
         part
         if part.dtype is dtype

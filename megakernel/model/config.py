@@ -183,14 +183,13 @@ class Keys:
         return flag
 
     def fields(self, table: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-        """Return the values of several fields. `table` has each field's key, and the value if the key is absent, which
-        also determines the type; None stands for a count that must not be absent."""
+        """Return the values of several fields. `table` has each field's key and default. The default is the value if
+        the key is absent, and it determines the type. If it is None, the field is a count that must not be absent."""
         read: dict[type, Callable[[str, Any], Any]] = {bool: self.flag, float: self.number}
         return {name: read.get(type(default), self.count)(key, default) for name, (key, default) in table.items()}
 
     def sampling(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the sampling parameters in the file. `names` maps the keys that the file may
-        have to names of SamplingParams."""
+        """Return the file's sampling parameters. `names` maps each possible key to a name of SamplingParams."""
         given = {key: name for key, name in names.items() if self.get(key) is not None}
         whole = ("top_k", "max_tokens")
         return {name: self.count(key) if name in whole else self.number(key) for key, name in given.items()}

@@ -60,7 +60,7 @@ class Naming:
         """The tensors that contain the rows of a buffer, in order. NAME[i] is piece i of a tensor (see `_Pieces`)."""
         config, parts = self.config, self._parts(buffer)
         if not (config.experts and weight(buffer).per_expert):
-            # Dense layers have no router. That of the first layer with experts is read in its place, but not used.
+            # Dense layers have no router. So the router of the first layer with experts is read, but not used.
             routed = max(layer, config.dense_layers) if buffer in (Buffer.W_ROUTER, Buffer.B_ROUTER) else layer
             return [part.format(routed) for part in parts]
         wide, _, count = self.wide(buffer, layer)
@@ -254,7 +254,7 @@ def _expected(config: ModelConfig) -> list[tuple[Buffer, int]]:
 
 
 def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
-    """Raise MegakernelError unless the file has all tensors of the configuration (with `some`, a part) and no other."""
+    """Raise MegakernelError if a tensor is unknown, has a wrong shape or, unless `some` is set, is missing."""
     expected = expected_shapes(naming)
     # GGUF files leave out biases that are zero.
     biases = [p.bias for p in forward(naming.config) if p.bias is not None and naming.format == "gguf"]
@@ -275,7 +275,7 @@ def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
 
 
 def _check_shape(tensors: TensorFile, name: str, shape: tuple[int, ...]) -> None:
-    """Raise MegakernelError if a tensor has another shape. Some files leave out axes of length 1, or add them."""
+    """Raise MegakernelError if a tensor's shape is not `shape`. Axes of length 1 do not count: files may lack them."""
     found = tensors.shapes.get(name, shape)
     if [size for size in found if size > 1] != [size for size in shape if size > 1]:
         raise MegakernelError(

@@ -61,7 +61,7 @@ _NO_MODELS = {
 
 
 class _Cursor:
-    """Reads values from the bytes of a file, one after another, starting at `offset`."""
+    """Reads values from the bytes of a file, one after another. The next value begins at byte `offset`."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self._path, self._data, self.offset = path, data, 0
@@ -161,7 +161,7 @@ class GgufFile:
             )
 
     def _open(self, path: Path) -> dict[str, Any]:
-        """Add the tensors of the file `path`, and return the file's metadata."""
+        """Read the header of the file `path`: add its tensors to those of this object, and return its metadata."""
         data = map_file(path)
         try:
             return self._parse(path, _Cursor(path, data), data)

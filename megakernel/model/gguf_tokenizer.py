@@ -46,10 +46,9 @@ _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # used if
 
 
 def open_gguf_tokenizer(metadata: Mapping[str, Any], source: str, eos_ids: Iterable[int]) -> Tokenizer | None:
-    """Open the tokenizer of the GGUF file `source`, which has the metadata `metadata`. Else like `ggml_tokenizer`.
+    """Open the tokenizer of the GGUF file `source`, whose metadata is `metadata`, as `ggml_tokenizer` does.
 
-    Conversations begin with BOS even if the template does not write it, as in llama.cpp. In transformers, they do not.
-    """
+    Conversations begin with BOS even if the template does not write it, as in llama.cpp (unlike in transformers)."""
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     texts = {name: text for name, key in keys.items() if isinstance(text := metadata.get(key), str)}
     templates = {name: ChatTemplate(text, source) for name, text in texts.items()}

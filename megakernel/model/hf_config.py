@@ -23,8 +23,8 @@ _READ = {
 }  # fmt: skip
 
 # Keys of config.json that never change the logits, in groups; a group's name is the reason. Some further keys are
-# recognised by their names. Keys that begin with "_" are notes, keys with "drop" are for training, keys with "flash"
-# choose a kernel, and keys that end with "_token_id" name tokens that a forward pass treats like any other.
+# recognised by their names. Keys that begin with "_" are notes, keys with "drop" are for training, and keys with
+# "flash" choose a kernel. Keys that end with "_token_id" name tokens that a forward pass treats like any other.
 _HARMLESS = {
     "for training": """aux_loss_alpha gradient_checkpointing ignore_index initializer_factor initializer_range
         label_smoothing neftune_noise_alpha use_reentrant_checkpointing z_loss""",
@@ -121,7 +121,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     known = _READ | _IGNORED | family.config_keys
     known |= {key for key in raw if key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")}
     if isinstance(kinds := raw.get("layer_types"), list) and all(kind == "full_attention" for kind in kinds):
-        known.add("layer_types")  # what most families have
+        known.add("layer_types")  # a list without sliding windows changes nothing
     for key in sorted(set(raw) - known):
         if value := raw[key]:
             if isinstance(value, dict):  # an error shows the start of the value
@@ -160,7 +160,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
 
 
 def _text_part(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """The settings of the language model inside a model that also sees images. For other models, return `raw`."""
+    """Return the settings of the language model inside a model that also sees images, or `raw` for other models."""
     families = [f for f in FAMILIES.values() if raw.get("architectures") in [[name] for name in f.inside]]
     if not families:
         return raw
@@ -197,7 +197,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """If layers with a sliding window have RoPE settings of their own, return `raw` with those of other layers."""
+    """If layers with sliding windows have RoPE settings of their own, return `raw` with the other layers' settings."""
     table = raw.get("rope_parameters")
     if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}

@@ -13,8 +13,8 @@ _LARGEST = 2**31 - 1
 # The maximum number of tokens of a vocabulary, because there are arrays of this length, such as a row of logits. The
 # largest published vocabularies have 2^18 tokens.
 MOST_VOCABULARY = 1 << 24
-# Limits of a tokenizer.json: the length of a token (published ones have up to 1,024 characters), the number of
-# components, and how many times longer all components together may make a text. Published ones make it 3 times as long.
+# Limits of a tokenizer.json: the length of a token, the number of components, and how many times longer all components
+# together may make a text. Published files have up to 1,024 characters per token, and make texts 3 times as long.
 MOST_TOKEN_CHARACTERS, MOST_TOKENIZER_PARTS, MOST_TOKENIZER_GROWTH = 1 << 13, 64, 16
 # The maximum length of a chat template. Jinja parses in linear time. The longest published one has 20,000 characters.
 MOST_TEMPLATE_CHARACTERS = 1 << 20

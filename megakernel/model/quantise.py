@@ -44,7 +44,6 @@ def _half(a: F32) -> tuple[NDArray[np.uint8], F32]:
 
 
 def _steps(a: F32, scale: F32) -> F32:
-    """Return a / scale rounded to integers, or zero where the scale is zero."""
     return np.rint(np.divide(a, scale, out=np.zeros_like(a), where=scale != 0))
 
 

@@ -31,7 +31,6 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
 
 
 def _routed(family: str, experts: int, per_token: int, *sizes: Any) -> ModelConfig:
-    """The configuration of a model with experts. `sizes` are the first fields of ModelConfig."""
     config = ModelConfig(*sizes)
     return replace(config, family=family, experts=experts, experts_per_token=per_token, normalised_routes=True)
 
@@ -63,7 +62,7 @@ _CHUNK = 1 << 18  # 64-bit words generated at a time; each has the bits of four 
 
 
 class RandomCheckpoint:
-    """A Checkpoint of random bfloat16 weights and biases, with log-uniform magnitudes and random signs. Activations
+    """A Checkpoint of random bfloat16 weights and biases, with magnitudes in [2^-7, 2^-5) and random signs. Activations
     stay finite at any depth.
 
     Norm weights are float32, uniform in [0.5, 1.5). If all were 1, a test could not notice that a norm uses another

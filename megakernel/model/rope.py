@@ -29,13 +29,12 @@ def rope_table(config: ModelConfig, layer: int = 0) -> NDArray[np.float32]:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, context: int | None = None) -> NDArray[np.float32]:
-    """Return RoPE's inverse frequencies, theta ** (-2i / head_dim) for i < head_dim / 2, scaled as `rope` says, as a
-    float32 array [head_dim / 2]. `context` is the longest context in tokens (None: any); only LongRoPE uses it.
+    """Return RoPE's inverse frequencies, float32 [head_dim / 2]. For pair i, this is theta ** (-2i / head_dim), scaled
+    as `rope` says. `context` is the longest context in tokens (None: any); only LongRoPE uses it.
 
-    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`, so that tokens far into a
+    Every operation rounds to float32, in the order of Hugging Face's `modeling_rope_utils`. So tokens far into a
     context are rotated by the same angle as there. Only the power may differ, by one unit in the last place: here it is
-    correctly rounded. Llama 3's scaling follows "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`.
-    """
+    correctly rounded. Llama 3's scaling follows "The Llama 3 Herd of Models" (2024) and Meta's `apply_scaling`."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = np.power(np.float64(np.float32(rope.theta)), exponent.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1) / power
@@ -78,7 +77,7 @@ def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
     pairs = len(power)
 
     def pair(turns: float) -> float:
-        """The number of the RoPE pair (a real number) that turns `turns` times within the original context."""
+        """Return the number of the RoPE pair that turns `turns` times in the original context. It may be fractional."""
         return pairs * math.log(rope.original_context / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = pair(rope.high_freq_factor), pair(rope.low_freq_factor)

@@ -27,7 +27,7 @@ from .hf_config import read_hf_config
 from .split_experts import split_experts
 
 _FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
-_DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # bytes have quantised weights (split_experts.py)
+_DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # U8 tensors have quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 # Prefixes of tensor names, each with the usual prefix that replaces it. Embedding models, which have no LM head, have
@@ -197,8 +197,8 @@ def safetensors_naming(config: ModelConfig) -> Naming:
 
 
 def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Raise MegakernelError if the configuration says that the LM head and the embedding table are the same matrix
-    (tied), but the file has a different LM head. Inference engines disagree about which one to use."""
+    """Raise MegakernelError if the file's LM head differs from its embedding table, but the configuration says that
+    they are the same matrix (tied). Inference engines disagree about which one to use."""
     if not config.tied or _HEAD not in tensors.shapes:
         return
     same = tensors.shapes[_HEAD] == tensors.shapes.get(_EMBED) and all(

@@ -85,7 +85,7 @@ class _Split:
         if kind != "_blocks":
             inputs = shape[1] if kind == "" else 1
             return np.ascontiguousarray(self._files.rows(stored, expert * inputs, (expert + 1) * inputs)[:, own].T)
-        # Blocks in GGML's order.
+        # Return MXFP4 blocks with their values in GGML's order.
         first, end = (expert * shape[1] + own.start) * shape[2], (expert * shape[1] + own.stop) * shape[2]
         codes = self._files.rows(stored, first, end).view(np.uint8)
         scales = self._files.rows(stored.removesuffix("_blocks") + "_scales", first // shape[2], end // shape[2])

@@ -1,9 +1,8 @@
 """Renders one chat template in a process of its own, because a template is a program from an unknown author.
 
-The first line of standard input is the template. Each further line has the values to render, and is answered by a line
-of JSON: {"text": ...}, {"broken": ...} or {"failed": ...}. The operating system ends the process if it uses too much
-time or memory. The script imports nothing from the package, so that it starts quickly.
-"""
+The first line of standard input is the template, and each further line has the values for one rendering. Every line is
+answered by a line of JSON: {"text": ...}, {"long": ...}, {"broken": ...} or {"failed": ...}. The operating system ends
+the process if it uses too much time or memory. To start quickly, the script imports nothing from the package."""
 
 from __future__ import annotations
 

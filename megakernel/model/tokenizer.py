@@ -28,7 +28,7 @@ class Limit(NamedTuple):
     last: bool = False
 
 
-# A long text is counted in pieces of _PIECE characters. A cut can divide a token, so up to _MORE may be too many.
+# Long texts are counted in pieces of _PIECE characters. If a cut divides a token, up to _MORE tokens are too many.
 _PIECE, _MORE = 1 << 16, 16
 
 
@@ -84,7 +84,7 @@ class Tokenizer:
         return [*self._before, *ids, *self._after] if add_special else ids
 
     def _wanted(self, text: str, limit: Limit) -> str:
-        """Return a long text, or its end if only the `last` tokens are wanted. Raises TooLong."""
+        """Return `text` or, if it is certainly too long, its end. Raises TooLong instead unless `limit.last` is set."""
         left = limit.most
         for at in range(0, len(text), _PIECE):
             piece = text[max(0, len(text) - at - _PIECE) : len(text) - at] if limit.last else text[at : at + _PIECE]

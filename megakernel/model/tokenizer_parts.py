@@ -66,8 +66,8 @@ def _check_template(part: dict[str, Any]) -> None:
 
 
 def _check_merges(model: dict[str, Any]) -> None:
-    """Raise ValueError for a merge whose parts together are longer than every token, or whose second part lacks the
-    prefix of parts inside a word. The package removes the prefix without looking, and aborts if it cuts a character."""
+    """Raise ValueError for a merge that is longer than every token, or whose second part lacks the prefix
+    `continuing_subword_prefix`. The package removes this prefix without looking, and aborts if it cuts a character."""
     prefix, merges, tokens = model.get("continuing_subword_prefix") or "", model.get("merges"), model.get("vocab")
     longest = max((len(text.encode()) for text in (*tokens, "")) if isinstance(tokens, dict) else [0])
     longest += len(f" {prefix}".encode())

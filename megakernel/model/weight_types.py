@@ -119,7 +119,7 @@ class Stored:
 
 
 def for_contexts(checkpoint: Checkpoint, tokens: int) -> Checkpoint:
-    """Return `checkpoint` for contexts of at most `tokens` tokens, which determine LongRoPE's frequencies."""
+    """Return `checkpoint` for contexts of up to `tokens` tokens, because LongRoPE's frequencies depend on them."""
     config, rope = checkpoint.config, checkpoint.config.rope
     if not rope.short_factors or tokens > rope.original_context:
         return checkpoint

@@ -76,7 +76,7 @@ def moves(dims: Dims, position: Ints) -> bool:
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return the KV blocks [begin, end) that rows at positions `first` to `last` see with the longest window."""
+    """Return which KV blocks [begin, end) rows at positions `first` to `last` attend to with the longest window."""
     begin = dims.first_block(first)
     return begin, last // dims.bucket.kv_block + 1
 
@@ -143,7 +143,7 @@ def _distinct(*arrays: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class _Parts:
-    """How tiles are divided into parts, which are groups of KV heads. Each array has one element per tile."""
+    """How query tiles are divided into parts, which are groups of KV heads. Each array has one element per tile."""
 
     wide: Ints  # number of KV heads in a part; a divisor of the rank's KV heads
     cost: Ints  # cost of a part, in a unit that differs between CPUs and GPUs
@@ -152,7 +152,7 @@ class _Parts:
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Divide tiles into parts of one KV head, for CPUs. A part costs its number of (row, KV token) pairs."""
+    """Divide query tiles into parts of one KV head, for CPUs. A part costs its number of (row, KV token) pairs."""
     before = tiles.first * dims.bucket.kv_block
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows - before)
     share = dims.split.rank_kv_heads * int(cost.sum()) / dims.bucket.attention_slots
@@ -165,8 +165,7 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
     A part should have enough KV heads for all warps of the SM. It has fewer if one of its KV blocks would be too much
     work for the instructions' shares to be nearly equal. But if there are enough blocks for all slots, it is not
-    reduced below PASS_HEADS heads, because loads for fewer heads do not keep memory busy.
-    """
+    reduced below PASS_HEADS heads: loads for fewer heads do not keep memory busy."""
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = pages.head_units(tiles.rows, dims)
     share = heads * int(blocks.sum()) / dims.bucket.attention_slots
@@ -178,11 +177,10 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 class _Line:
-    """All attention work on one line, which the module's docstring describes. Arrays have one element per tile.
+    """All attention work, laid out on a line and then cut into equal shares. Arrays have one element per query tile.
 
     Lengths on the line are counted in grains. A grain is the smallest piece of work that is not cut: a run of KV blocks
-    if the part is cut between KV blocks, otherwise one row.
-    """
+    if the part (group of KV heads) is cut between KV blocks, otherwise one row."""
 
     def __init__(self, dims: Dims, tiles: _Tiles) -> None:
         self.divided = divided = (_core_parts if dims.worker.units == Units.CORE else _gpu_parts)(dims, tiles)
@@ -206,7 +204,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The items into which the tiles are divided. Each array has one element per item."""
+    """The attention items into which the query tiles are divided. Each array has one element per item."""
 
     slot: Ints  # in ascending order
     tile: Ints
@@ -217,13 +215,13 @@ class _Pieces:
 
     @property
     def partly(self) -> NDArray[np.bool_]:
-        """Whether an item is less than one part. Otherwise it has one or more whole parts of its tile."""
+        """Whether an item is less than one part (group of KV heads). Otherwise, it has whole parts of one tile."""
         partly: NDArray[np.bool_] = self.length % self.line.grains[self.tile] != 0
         return partly
 
 
 def _ends(dims: Dims, line: _Line) -> _Ends:
-    """Divide the line (_Line) into equal shares. The end of a share moves to a border of its part if that is close."""
+    """Return the ends of equal shares, one per slot. An end moves to a near border between parts (KV-head groups)."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)
@@ -238,7 +236,7 @@ def _ends(dims: Dims, line: _Line) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """If not all partial results have room, move ends from inside the last split parts to the parts' borders."""
+    """If partial results lack room, move ends of shares inside the last split parts (KV-head groups) to borders."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])
@@ -248,7 +246,7 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
 
 
 def _pieces(dims: Dims, tiles: _Tiles) -> _Pieces:
-    """Divide tiles into items: at ends of shares, borders of tiles, and around each part that contains an end."""
+    """Divide query tiles into items: at ends of shares, borders of tiles, and around each part with an end inside."""
     line = _Line(dims, tiles)
     ends = _unsplit(dims, tiles, line, _ends(dims, line))
     grains = line.grains[ends.tile]

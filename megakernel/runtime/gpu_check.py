@@ -51,7 +51,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """A mask of the rows of REDUCE that have no token. A GPU stores zeros there, because it stores whole boxes."""
+    """Return a mask of REDUCE's rows without a token. A GPU stores zeros there, because it stores whole boxes."""
     rows = np.arange(d.bucket.tokens)
     kept = rows if d.split.replicated_residual else rows[d.owner(rows) == d.split.rank]
     padding = np.ones(d.split.tp * d.own_rows, bool)
@@ -64,8 +64,8 @@ def check_instructions(
     gpu: CudaBackend, reference: ReferenceBackend, program: Program, table: StepTable, *, repeats: int = 20
 ) -> Iterator[str | None]:
     """Compare the GPU with the reference for all phases (operations) of a step, in order. For each phase, yield None if
-    the GPU's results are right, otherwise a description of the difference, which also names the first instruction that
-    is wrong when it runs alone.
+    the GPU's results are right, otherwise a description of the difference. This text also names the first instruction
+    that is wrong when it runs alone.
 
     Before the call, create the reference with the program's sizes, and call `prepare` for it. The GPU runs each phase
     `repeats` times, and must give the same bits every time. A failed launch counts as a difference.
@@ -132,11 +132,9 @@ class _Twins:
         self._mirror: _State = {}
 
     def state(self) -> _State:
-        """Return a copy of the reference's buffers."""
         return {key: self._reference.buffer(*key).copy() for key in _keys(self._reference)}
 
     def restore(self, state: _State) -> None:
-        """Set the reference's buffers."""
         for key, array in state.items():
             self._reference.buffer(*key)[:] = array
 

@@ -158,7 +158,6 @@ def move_rows(table: StepTable, rows: StepRows, before: StepRows | None = None) 
 
 
 def _padded(values: NDArray[Any], length: int) -> NDArray[np.int64]:
-    """Return `values`, extended to `length` with -1."""
     out = np.full(length, -1)
     out[: len(values)] = values
     return out
@@ -260,9 +259,8 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
     """Return the step table that runs `chunks`, each in its own slot. `check_step` lists the rules.
 
     Token rows are in the order of the chunks, and logit rows in the order of the chunks' samples. All other rows are
-    padding. Raises MegakernelError if the chunks exceed a capacity of the program (the message names the field of
-    Dims), or if a token is outside the vocabulary.
-    """
+    padding. Raises MegakernelError if the chunks exceed a capacity of the program; the message names the field of Dims.
+    Also raises it if a token is outside the vocabulary."""
     lengths = [len(chunk.tokens) for chunk in chunks]
     if not all(lengths):
         raise MegakernelError("a chunk has no tokens")

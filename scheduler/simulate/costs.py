@@ -46,7 +46,7 @@ class TaskCosts:
     launch_s: float
     window_bytes: float = 0.0  # bytes in flight to one worker; small accesses to memory wait behind these bytes
     ahead_bytes: float = 0.0  # weights that one worker prefetches into the last-level cache when its ring is full
-    page_bytes: float = 0.0  # how many bytes of weights it prefetches at a time
+    page_bytes: float = 0.0  # how many bytes of weights a worker prefetches at a time
     ring_bytes: float  # bytes that a worker can load before its arithmetic needs them
     stage_bytes: float = 0.0  # bytes that must have arrived together before arithmetic on them starts
     ahead_steps: float = 0.0  # how many k steps of loads may be ahead of the arithmetic of matrix units

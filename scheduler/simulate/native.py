@@ -44,8 +44,8 @@ def run(
     work: Work, costs: TaskCosts, most: int, most_s: float = inf, further_layers: int = 0
 ) -> tuple[ctypes.Structure, Intervals]:
     """Simulate one step of `work`. The result's `step_s` includes `further_layers` more layers, each of which takes as
-    long as the second one, and is infinity if a step takes `most_s` seconds or more. Returns the result (the struct
-    Result) and up to `most` intervals of the trace, in the order in which they ended."""
+    long as the second one. `step_s` is infinity if a step takes `most_s` seconds or more. Returns the result (the
+    struct Result) and up to `most` intervals of the trace, in the order in which they ended."""
     arrays = ("records", "tasks", "waits", "signals", "stores", "key_bytes")
     program = _structure("Program")(
         offsets=tuple(array.ctypes.data for array in work.offsets),

@@ -1,9 +1,8 @@
 """Prepares the simulator's input: the waits, signals, loads, arithmetic and stores of each task of a program.
 
-A task is an instruction or, in attention, one or several consecutive attention items, the pieces of work that the step
-table assigns to an instruction (see `_starts_task`). The simulated cache of each device holds entries with integer
-keys: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer.
-"""
+A task is an instruction or, in attention, one or several consecutive attention items (see `_starts_task`). Items are
+the pieces of work that the step table assigns to an instruction. The simulated cache of each device holds entries with
+integer keys: a weight tile, one KV head of a sequence in one layer, or a row block of an activation buffer."""
 
 from __future__ import annotations
 
@@ -414,9 +413,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Ite
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     """Return, for each attention item, whether it begins a new task of the simulator. An item continues the previous
-    item's task if both items have one row with its whole context, and have the same row block, KV heads and counters to
-    wait for.
-    """
+    item's task if both items have one row with its whole context. Both must also have the same row block, KV heads and
+    counters to wait for."""
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
     own = view.item_row // view.dims.bucket.row_block

@@ -266,7 +266,7 @@ class Unrolled:
 
     def _cycle(self, stuck: Mask) -> list[int]:
         """Return a cycle of the graph. `stuck` marks the nodes on or behind a cycle. Each of these has a predecessor
-        that is also stuck, so walking back from predecessor to predecessor must come to a node for the second time."""
+        that is also stuck. So walking back from predecessor to predecessor must come to a node for the second time."""
         graph = self._any_order
         inside = stuck[graph.source] & stuck[graph.target]
         predecessor = np.full(self.rows, -1)

@@ -18,7 +18,7 @@ coverage  Every element that an instruction reads was written exactly once, in t
           phase whose value the instruction needs. Every output is written.
 data      Each read begins after the end of the write that it needs. Each overwrite begins after the end of the previous
           write and of all reads of that write's value. Only edges count that exist for every step table and every way
-          to claim a queue. So a record of a queue is ordered only after its own waits, and an instruction after a drain
+          to claim a queue. So a record of a queue is ordered only after its own waits. An instruction after a drain
           is ordered after the queue's records only if it waits for their counters.
 epochs    With several ranks, every stream ends after all work of all ranks, so launches never overlap.
 
@@ -42,24 +42,24 @@ Experts. A table that the step itself writes says which experts have which rows.
 a place for every expert, so the proof holds for every table (megakernel/isa/operations/experts.py).
 
 Three layers prove any number of layers. The body, the instructions of one layer, runs once per layer. Each run waits
-only for counters of its own block and signals only its own block and the next one, so an edge never leads to an earlier
+only for counters of its own block and signals only its own block and the next one. So an edge never leads to an earlier
 layer. (The prologue counts with layer 0, the epilogue with the last block.) A cycle therefore lies inside the prologue
-and layer 0, inside one later layer, or inside the epilogue, and all layers after the first have the same edges. A path
-between events of layers l and l + 1 stays in these two layers, so for l >= 1 such a path exists for every l or for
+and layer 0, inside one later layer, or inside the epilogue. All layers after the first have the same edges. A path
+between events of layers l and l + 1 stays in these two layers. So for l >= 1, such a path exists for every l or for
 none. Every layer writes the same elements, so two accesses of an element without a write between them are at most one
 layer apart. So if neighbouring layers are ordered, all accesses of an element are ordered. The only exception is data
 that the prologue writes and every layer reads: its reader in layer 0 must follow the write, and each later reader must
-follow the same reader one layer earlier. The partial results of split attention belong to one (row, KV head), so the
+follow the same reader one layer earlier. The partial results of split attention belong to one (row, KV head). So the
 order of items in successive layers, proved for ATTN, also orders the partial results.
 
 One launch proves any number of launches. The host (with one rank) or the exit barrier (with several ranks) separates
-launches. Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k, except
-joins at the end of a stream, which only wait for conditions that stay true. So when an instruction of launch k + 1
-begins, every counter has exactly k times its total, every queue has been claimed exactly k times its length, the last
-item of every split has reset its count, SPLITS, to 0, and all reads of launch k are done. Launch k + 1 finds the same
-state as launch 1, and its waits, for k + 1 times the total, need all of its own arrivals. An aborted launch may stop
-anywhere. The backend then ends all workers of all ranks and resets counters, claims and SPLITS to 0, the state before
-launch 1. Activations need no reset, because nothing reads what its launch did not write."""
+launches. Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k. The only
+exceptions are joins at the end of a stream, which only wait for conditions that stay true. So when an instruction of
+launch k + 1 begins, every counter has exactly k times its total, and every queue has been claimed exactly k times its
+length. The last item of every split has reset its count, SPLITS, to 0, and all reads of launch k are done. Launch k + 1
+finds the same state as launch 1, and its waits, for k + 1 times the total, need all of its own arrivals. An aborted
+launch may stop anywhere. The backend then ends all workers of all ranks and resets counters, claims and SPLITS to 0,
+the state before launch 1. Activations need no reset, because nothing reads what its launch did not write."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ _GATE_UP, _DOWN = "mlp.experts.{expert}.gate_proj mlp.experts.{expert}.up_proj",
 
 
 def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOWN) -> dict[Buffer, Weight]:
-    """The weights of experts. The arguments are names in safetensors files. GGUF files have one tensor for all experts
-    of a layer."""
+    """Return the tensor names of the router and of the experts. The arguments are names in safetensors files. In GGUF
+    files, the names are the same for all families, and one tensor has the weights of all experts of a layer."""
     return {
         B.W_ROUTER: of_layer(router, "ffn_gate_inp"),
         B.W_GATE_UP: of_layer(gate_up, "ffn_gate_exps ffn_up_exps"),
@@ -114,7 +114,7 @@ OLMOE = Family(
 
 
 def read_qwen3(config: Keys) -> dict[str, Any]:
-    """Read the numbers of experts and, if use_sliding_window is true, the window, which then holds for all layers."""
+    """Read the numbers of experts, and the window that all layers have if `use_sliding_window` is true."""
     windowed = config.flag("use_sliding_window") and config.raw.get("sliding_window", 4096) is not None
     return ({"window": config.count("sliding_window", 4096)} if windowed else {}) | counts(config)
 
@@ -153,7 +153,7 @@ def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dens
 
 
 def read_pieces(config: Keys, shared: int, layers: int) -> dict[str, Any]:
-    """Read the experts. By default, there are `shared` shared experts and `layers` dense layers."""
+    """Read the experts. By default, `shared` of them serve all tokens, and the first `layers` layers have none."""
     config.only("moe_layer_end_index", -1, config.count("num_hidden_layers") - 1)
     ffn, layers = config.count("moe_intermediate_size"), config.count("first_k_dense_replace", layers)
     wide = config.count("shared_expert_intermediate_size", ffn * config.count("n_shared_experts", shared))
@@ -248,7 +248,7 @@ ERNIE4_5_MOE = replace(
 
 
 def read_gpt_oss(config: Keys) -> dict[str, Any]:
-    """Read the windows and the experts. The type in which experts are stored may be MXFP4."""
+    """Read the sliding windows and the numbers of experts. No quantised type except MXFP4 may be declared."""
     if (quantised := config.get("quantization_config")) is not None:
         given = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
         Keys(given, f"{config.source}: quantization_config").only("quant_method", "mxfp4")

@@ -147,7 +147,7 @@ HUNYUAN = Family(
     only={"mlp_bias": (False,), "norm_type": ("rms",), "num_experts": (1,), "use_cla": (False,)}
     | {"use_qk_norm": (True,), "use_rotary_pos_emb": (True,)},
     aliases={"attention_head_dim": "head_dim"},
-    # Keys that describe images, groups of shared keys (use_cla) or tasks.
+    # These keys concern images, tasks, or layers that share K and V, which only models with `use_cla` have.
     keys="cla_share_factor class_num dense_list im_end_id im_newline_id im_start_id mask_init_id org_vocab_size pad_id "
     "pool_type sep_id text_end_id text_start_id",
     defaults={"rms_norm_eps": 1e-5, "alpha": 1.0},
@@ -269,7 +269,7 @@ SEED_OSS = Family(
 
 
 def _smollm3(config: Keys) -> dict[str, Any]:
-    """Read which layers have RoPE. A list has 1 for these and 0 for others; without it, every n-th layer has none."""
+    """Read which layers have RoPE: those with a 1 in `no_rope_layers` or, without it, all except every n-th."""
     layers, interval = layers_of(config), config.count("no_rope_layer_interval", 4)
     rotated = None if config.get("no_rope_layers") is None else config.numbers("no_rope_layers")
     if interval < 1 or (rotated is not None and len(rotated) < len(layers)):

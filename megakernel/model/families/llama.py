@@ -92,7 +92,7 @@ LLAMA = Family(
     gguf=("llama",),
     adjacent=("gguf",),
     fields=BIASES,
-    # Some inference engines ignore the sliding window. All agree on contexts that fit into one window.
+    # Some inference engines ignore the sliding window. So contexts are limited to one window, on which all agree.
     read=lambda config: {"longest": config.count("sliding_window")} if config.get("sliding_window") else {},
     keys="sliding_window",
 )

@@ -33,7 +33,7 @@ def forward_olmo(c: ModelConfig, f: Family) -> Forward:
 
 
 def _followed(c: ModelConfig, f: Family, before_attention: Phase, before_mlp: Phase) -> Forward:
-    """Return a step with norms after attention and the MLP. The last two arguments are the phases before these."""
+    """Return a step in which norms follow attention and the MLP, and the last two arguments precede them."""
     return Forward.of(
         BEFORE,
         [
@@ -82,7 +82,6 @@ def _gemma2(config: Keys) -> dict[str, Any]:
 
 
 def _gemma3(config: Keys) -> dict[str, Any]:
-    """Read which layers have windows, and their RoPE base."""
     every = config.count("sliding_window_pattern", 6)
     if every < 1:
         raise MegakernelError(f"{config.source}: sliding_window_pattern is {every}; it must be at least 1")
@@ -91,7 +90,7 @@ def _gemma3(config: Keys) -> dict[str, Any]:
 
 
 def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
-    """Read the windows and their RoPE base. llama.cpp assumes most of the other numbers."""
+    """Read the windows, and the RoPE base of layers with windows. llama.cpp assumes most of the other numbers."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     # The 27B models, with 46 or 62 layers, divide scores by the root of a size other than that of their heads.
     size = max(1, hidden / max(heads, 1) if layers in (46, 62) else config.count("attention.key_length", 256))
@@ -163,7 +162,7 @@ def _exaone4(config: Keys) -> dict[str, Any]:
 
 
 def _gguf_exaone4(config: Keys) -> dict[str, Any]:
-    """Read the windows, which llama.cpp expects in the 32B model only."""
+    """Read which layers have sliding windows. llama.cpp expects windows in the 32B model only."""
     windowed = read_gguf_windows(config, 4)
     return windowed | {"nope_layers": windowed.get("full_layers", ())}
 

@@ -79,15 +79,14 @@ def add_matmul(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias:
 def gated_matmul(
     name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Buffer | None = None, gelu: bool = False
 ) -> Phase:
-    """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up, or gelu(gate) * up, approximated by tanh"""
+    """gate, up = inputs[r] weights^T + bias; output[r] = silu(gate) * up; with `gelu`, GELU by tanh replaces SiLU"""
     result = Result.GELU_GATED if gelu else Result.GATED
     return Phase(name, Operation.MATMUL, Rows.OWN, weights, inputs, output, result, bias)
 
 
 def route(name: str, inputs: Buffer, router: Buffer, output: Buffer, bias: Buffer | None = None) -> Phase:
-    """output[r] = the experts of row r, which a softmax of inputs[r] router^T + bias chooses; ROUTE_WEIGHTS[r] = the
-    weights of these experts
-    """
+    """output[r] = the experts of row r, which a router chooses by inputs[r] router^T and by the bias; ROUTE_WEIGHTS[r]
+    = the weights of these experts"""
     return Phase(name, Operation.ROUTE, Rows.OWN, router, inputs, output, bias=bias)
 
 
@@ -102,7 +101,7 @@ def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Bu
 
 
 def add_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """output[r] += the sum over j of inputs[r, j], which `weights` made, times the weight of the j-th expert of r"""
+    """output[r] += the sum over j of inputs[r, j], computed with `weights`, times the weight of row r's j-th expert"""
     return Phase(name, Operation.COMBINE, Rows.OWN, weights, inputs, output, Result.RESIDUAL)
 
 

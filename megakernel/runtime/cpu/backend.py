@@ -110,7 +110,7 @@ class CpuBackend:
                 self._put(rank, buffer, layer, array_of(checkpoint, buffer, layer, self.dims.ranks[rank].split))
 
     def _tie(self, rank: int) -> None:
-        """Make the rank's LM head use the rank's rows of the packed embedding table."""
+        """Make the rank's LM head use the rank's rows of the embedding table, which is already packed for matmuls."""
         panels = self.dims.ranks[rank].split.first_vocab // native.PANEL_COLUMNS
         table = self._lib.mk_bound(self._engine, rank, Buffer.EMBED, 0)
         self._lib.mk_bind(self._engine, rank, Buffer.LM_HEAD, 0, table + panels * ctypes.sizeof(native.CPanel))
@@ -120,7 +120,7 @@ class CpuBackend:
         shape = self._shape(rank, buffer)
         parts = [WeightRows(dtype, np.ascontiguousarray(data)) for dtype, data in rows]
         ends = np.cumsum([len(data) for _, data in parts])
-        if (ends % max(shape[-2], 1) % native.PANEL_COLUMNS).any():  # a panel would have rows of two parts
+        if (ends % max(shape[-2], 1) % native.PANEL_COLUMNS).any():  # a panel would mix two parts
             kinds = {part.dtype for part in parts}
             if len(kinds) > 1:
                 parts = converted(parts, shape[-1], Dtype.F32)
@@ -132,7 +132,7 @@ class CpuBackend:
             raise native.error()
 
     def _put(self, rank: int, buffer: Buffer, layer: int, array: NDArray[np.generic]) -> None:
-        """Store the rank's part of a buffer of vectors, and tell the native engine where it is."""
+        """Store the rank's part of a buffer of vectors, and give the buffer's address to the native engine."""
         shape = self._shape(rank, buffer)
         if (rank, buffer) not in self._arrays:
             self.bind(rank, buffer, _aligned((len(BUFFERS[buffer].layers(self.dims.model)), *shape), array.dtype))
@@ -298,8 +298,6 @@ class CpuBackend:
 
 
 class _Launch:
-    """A launch on all ranks."""
-
     def __init__(self, backend: CpuBackend, program: Program, handle: int, table: StepTable, trace: bool) -> None:
         self._backend, self._lib, self._engine = backend, backend._lib, backend._engine
         self._program, self._handle, self._table, self._traced = program, handle, table, trace

@@ -12,7 +12,7 @@ from ...library import load, structure
 
 CPart, CMatrix = (structure("cpu/packing.h", name) for name in ("Part", "Matrix"))
 CPanel, CProgram = structure("cpu/simd/packed.h", "Panel"), structure("cpu/program.h", "ProgramSource")
-PANEL_COLUMNS = 16  # columns of a packed matrix's panel
+PANEL_COLUMNS = 16  # a panel: the output columns (weight rows) that a packed matrix stores together
 
 
 def matrix(stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> ctypes.Structure:

@@ -39,8 +39,8 @@ _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 @dataclass(frozen=True)
 class Build:
-    """A variant of the interpreter: whether it records traces, which units compute matmuls, which work it leaves out,
-    and whether it has the code for models with experts, or for those with wide norms and heads. This code makes other
+    """A variant of the interpreter: whether it records traces, which units compute matmuls, and which work it leaves
+    out. It may have the code for models with experts, or for those with wide norms and heads. This code makes other
     models slower.
 
     A build for one row runs only programs of one model that compute one row on one GPU. Its `constants` are the

@@ -83,7 +83,7 @@ class Gpu:
         return int(check("asking the GPU", self.driver.cuDeviceGetAttribute(name, self._device)))
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """Return the free and the total bytes of the GPU's memory."""
         self.use()
         status, free, total = self.driver.cuMemGetInfo()
         check("asking the GPU", (status,))
@@ -142,7 +142,7 @@ class Gpu:
             self.synchronise()
 
     def download(self, address: int, size: int) -> NDArray[np.uint8]:
-        """A copy of device memory."""
+        """Return a copy of `size` bytes of device memory."""
         self.use()
         out = np.empty(size, np.uint8)
         if size:
@@ -151,8 +151,8 @@ class Gpu:
         return out
 
     def send(self, address: int, pinned: NDArray[np.uint8], sent: Event) -> None:
-        """Start a copy to the device, even while a kernel runs. The copy ends with the
-        event `sent`, for which later work in `stream` waits."""
+        """Start a copy to the device, even while a kernel runs. Later work in `stream` waits for its end, event
+        `sent`."""
         self.use()
         self._send(address, pinned, self._side)
         sent.record(self._side)

@@ -45,7 +45,6 @@ class Tables:
         gpu.upload(self._base, whole)
 
     def __getitem__(self, name: str) -> int:
-        """Address of an array."""
         return self._base + self._offsets[name]
 
     def clear(self) -> None:

@@ -62,7 +62,7 @@ def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
 
 
 def _tiles(buffer: Buffer, per_layer: int, rows_of_box: int, dims: Dims, pages: int) -> MapLayout:
-    """The map for tiles of a buffer that has `per_layer` matrices in each layer. A box has `rows_of_box` rows."""
+    """Return the map for tiles of a buffer with `per_layer` matrices in each layer. A box has `rows_of_box` rows."""
     spec = BUFFERS[buffer]
     shape, item = spec.shape(dims, pages), spec.resolve_dtype(dims.model).itemsize
     rows, columns = math.prod(shape[:-1]) // per_layer, shape[-1]

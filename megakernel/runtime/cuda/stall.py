@@ -215,7 +215,7 @@ def _block(program: Program, wait: Wait) -> int:
 
 
 def _exists(program: Program, wait: Wait) -> bool:
-    """Whether a recorded wait is possible: its instruction, and the counter or barrier, exist in the program."""
+    """Whether a recorded wait is possible: what it waits for is known, and its instruction exists in the program."""
     if wait.kind not in AWAITED or wait.segment >= len(SEGMENTS):
         return False
     if wait.segment < 0:

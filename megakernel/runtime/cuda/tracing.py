@@ -83,7 +83,7 @@ class Tracing:
 
 
 def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Intervals:
-    """Convert a block's intervals to nanoseconds of the GPU's global timer, by the block's clock values."""
+    """Convert a block's intervals to ns of the GPU's global timer. `stamps` are (cycles, ns) at its begin and end."""
     out = intervals.copy()
     cycles, ns = float(stamps[2] - stamps[0]), float(stamps[3] - stamps[1])
     for name in ("begin", "end"):

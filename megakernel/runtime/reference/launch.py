@@ -54,7 +54,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """An instruction as it runs in one layer. Each layer has a block of counters; this layer's is `block`."""
+    """An instruction as it runs in one layer. `block` is the number of this layer's block of counters."""
 
     rank: int
     worker: int
