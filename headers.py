@@ -77,8 +77,7 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
 
 
 # Methods of these records are translated to C++, so that Python and C++ compute the same sizes. C++ computes the sizes
-# in _DERIVED once per program, except those in _QUICK. It computes at each use the sizes in _QUICK, and _FUNCTIONS,
-# which have arguments.
+# in _DERIVED once per program, but those in _QUICK at each use, like the _FUNCTIONS, which have arguments.
 _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
@@ -106,8 +105,7 @@ def _c(node: ast.expr) -> str:
         case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):  # a + b, a < b
             return f"({_c(left)} {_SIGNS[type(op)]} {_c(right)})"
         case ast.UnaryOp(ast.USub(), ast.BinOp(ast.UnaryOp(ast.USub(), a), ast.FloorDiv(), b)):
-            # -(-a // b) is a / b rounded up, because Python's // rounds towards minus infinity. C++'s / rounds towards
-            # zero.
+            # -(-a // b) is a / b rounded up: Python's // rounds towards minus infinity. C++'s / rounds towards zero.
             return f"(({_c(a)} + {_c(b)} - 1) / {_c(b)})"
         case ast.IfExp(test, yes, no):  # example: yes if test else no
             return f"({_c(test)} ? {_c(yes)} : {_c(no)})"

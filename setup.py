@@ -41,15 +41,15 @@ KERNEL_FLAGS = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 KERNELS = Path("csrc/cpu/kernels.cpp").resolve()
 SIMD = {"portable": (4, [])}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    # Only processors from before 2013 take the portable code here. With -O1, it is as fast and compiles in two thirds
-    # of the time.
+    # Only processors from before 2013 take the portable code here. With -O1, it is as fast and compiles in 2/3 of the
+    # time.
     SIMD["portable"] = (4, ["-O1"])
     SIMD["avx2"] = (8, ["-mavx2", "-mfma", "-mf16c"])
     SIMD["avx512"] = (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"])
 
 
 def compiler() -> str:
-    """The C++ compiler's command."""
+    """Return the C++ compiler's command. If there is no compiler, end with a message."""
     wanted = os.environ.get("CXX")
     for name in [wanted] if wanted else ["c++", "g++", "clang++"]:
         if shutil.which(name.split()[0]):
@@ -81,7 +81,7 @@ class BuildNative(build_ext):
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
         optimise = GCC_KERNEL_FLAGS if "Free Software Foundation" in version else []
         jobs: list[tuple[Path, list[str], Path]] = []
-        for name, (lanes, simd_flags) in reversed(SIMD.items()):  # first what takes longest
+        for name, (lanes, simd_flags) in reversed(SIMD.items()):  # what takes longest is compiled first
             defines = [f"-DMK_SIMD={name}", f"-DMK_LANES={lanes}"]
             jobs.append((KERNELS, optimise + KERNEL_FLAGS + simd_flags + defines, objects / f"kernels_{name}.o"))
         for source in [together, *(path for path in reversed(sources) if path.parent.name != "cpu")]:

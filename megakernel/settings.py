@@ -113,7 +113,7 @@ def within(kind: Callable[[str], Any], least: float, most: float, what: str) -> 
 
 
 def matching(pattern: str, what: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Return a function that converts a text that matches `pattern`. The error for other texts says that they are
+    """Return a function that converts texts that match `pattern`. The error for other texts says that they are
     `what`."""
 
     def read(text: str) -> Any:

@@ -77,7 +77,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _VerbHelp(_Help):
-    """Lists the verbs in groups, which argparse cannot do: the epilog has lines "title:" and "verb  what"."""
+    """Lists the verbs in groups, which argparse cannot do. A line of the epilog is a group's title or a verb's use."""
 
     def add_argument(self, action: argparse.Action) -> None:
         if not isinstance(action, argparse._SubParsersAction):
@@ -173,14 +173,14 @@ def _drop_output() -> None:
 
 
 def _dashed(argument: str) -> str:
-    """Return a flag with hyphens for underscores, because vLLM takes both. Other arguments remain as they are."""
+    """Return a flag with hyphens for underscores, because vLLM accepts both spellings. Others remain as they are."""
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
 
 def _about_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, hints: Mapping[str, str]) -> str:
-    """Return the error message for flags that the verb of `parser` does not have. `unknown` are these flags. `hints`
-    says, for some flags, what to use instead. The message includes the hint for the first unknown flag."""
+    """Return the error message for the flags in `unknown`, which the verb of `parser` does not have. `hints` says what
+    to use instead of some flags. The message has the hint for the first unknown flag."""
     flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
     near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
     hint = hints.get(flag) or (f"did you mean {near[0]}?" if near else "")

@@ -61,9 +61,9 @@ def run_latency(args: argparse.Namespace) -> int:
 def latency(
     llm: LLM, ids: list[int], tokens: int, runs: int, ceilings: Ceilings, peers: Sequence[Contest] = ()
 ) -> dict[str, Any]:
-    """Run the model `runs` times, and return the figures of `bench latency`: the speed of prefill and decode, the
-    hardware's maximum rates (`ceilings`), and a comparison with each of `peers`, other inference programs. After
-    each of our runs, every peer runs once too, so that changes in the machine's speed affect all programs alike."""
+    """Run the model `runs` times. Return the speed of prefill and decode, the hardware's maximum rates (`ceilings`),
+    and a comparison with each of `peers`, other inference programs. After each of our runs, every peer runs once too,
+    so that changes in the machine's speed affect all programs alike."""
     from megakernel.serving.bench.offline import latency_figures, measure_latency
 
     with output.progress("measuring decode and prefill") as advance:
@@ -170,8 +170,8 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def _batch(load: Workload, most: int) -> tuple[int, int, int]:
-    """Return the number of sequences, of tokens per prompt, and of decode steps. Raises MegakernelError if the prompts
-    or the answers of `load` differ in length."""
+    """Return three numbers for a comparison: sequences, tokens per prompt, and decode steps. Raises MegakernelError if
+    `load` is not suitable, for example because its prompts differ in length."""
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(

@@ -103,7 +103,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _ceilings(args: argparse.Namespace, servers: list[ServerClient]) -> Ceilings | None:
-    """Return the maximum rates of the machine that the user names; otherwise those that a server reports, or None."""
+    """Return the maximum rates of the machine that the user names. If none is named, return the rates that a server
+    reports, or None if no server does."""
     if args.machine == "host":
         return host_ceilings(machine.cpu_count())
     if args.machine:

@@ -36,8 +36,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The fields that this program reads from a streamed event of a chat completion."""
-
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
@@ -55,7 +53,7 @@ class PartialAnswer:
     tokens: int | None = None
     finish_reason: str | None = "stopped"
     text: str = ""
-    _moments: list[float] = field(default_factory=lambda: [perf_counter()])  # the begin, and when each piece arrived
+    _moments: list[float] = field(default_factory=lambda: [perf_counter()])  # when it began, and when each piece came
 
     def add(self, text: str) -> None:
         self.text += text
@@ -135,7 +133,8 @@ class RemoteModel:
         self.name = str(self._client.model)
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """See `LocalModel.count`. Only megakernel and vLLM have `/tokenize`, which may refuse long conversations."""
+        """Like `LocalModel.count`. The server counts at `/tokenize`, which only megakernel and vLLM have. If the
+        context is known, a refused conversation of several messages counts as too long."""
         try:
             answer = self._run(self._client.post("/tokenize", {"model": self.name, "messages": messages}))
             found = msgspec.json.decode(answer, type=_Count)
@@ -170,7 +169,7 @@ class RemoteModel:
             raise MegakernelError(f"{self._client.url} ended its answer before it was complete: send the message again")
 
     def _run(self, request: Coroutine[Any, Any, T]) -> T:
-        """Wait for a request. Ctrl-C cancels it. Raises MegakernelError if it fails."""
+        """Run `request` and return its result. Ctrl-C cancels it. Raises MegakernelError if the request fails."""
         from megakernel.serving.bench.client import ERRORS, RefusedError
 
         async def run() -> T:

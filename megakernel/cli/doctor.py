@@ -26,7 +26,7 @@ _PACKAGES = (
     "megakernel", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "perfetto", "torch", "cuda-bindings",
     "cupy-cuda13x",
 )  # fmt: skip
-_SEEDS, _REPEATS = 3, 20  # per checked case: random inputs, and runs with each, which must give the same bits
+_SEEDS, _REPEATS = 3, 20  # per case: sets of random inputs, and runs with each set, which must give equal bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
 _FLAGS = """

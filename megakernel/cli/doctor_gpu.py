@@ -182,8 +182,8 @@ def _compile(case: Case) -> Program:
 
 def _step(program: Program, seed: int, change: int) -> Any:
     """Return a step with two sequences. One decodes a token with a context so long that several work items share its
-    attention; the other is a short prompt, which is left out if the step has only one row. Steps that differ only in
-    `change` have other tokens."""
+    attention. The other is a short prompt, which is left out if the step has only one row. Two steps that differ in
+    `change` have different tokens, and are otherwise equal."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()

@@ -102,8 +102,8 @@ def answer(
 
 
 def as_json(result: RequestOutput) -> dict[str, Any]:
-    """Return a result in the form that `--json` prints: the fields of the first completion, and if there are several,
-    also a list of all completions."""
+    """Return a result in the form that `--json` prints: the fields of the first completion. If there are several, a
+    list of all completions is added."""
     from megakernel.serving.text.vllm import plain
 
     names = ("token_ids", "text", "finish_reason", "stop_reason", "ttft_s", "tpot_s")

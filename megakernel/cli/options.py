@@ -32,8 +32,8 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class Verb(NamedTuple):
-    """What a verb needs besides its description in __init__.py: its flags, values of `args` that no flag sets, and the
-    function that executes it and returns the exit status."""
+    """What a verb needs besides its description in __init__.py: flags, values of `args` that no flag sets, and a
+    function. The function executes the verb and returns the exit status."""
 
     flags: tuple[Flags, ...]
     defaults: dict[str, Any]
@@ -44,7 +44,7 @@ VERBS: dict[str, Verb] = {}
 
 
 def verb(name: str, *flags: Flags, **defaults: Any) -> Callable[[Run], Run]:
-    """Let the function below execute the verb `name`."""
+    """Return a decorator. The function that it decorates executes the verb `name`."""
 
     def declare(run: Run) -> Run:
         VERBS[name] = Verb(flags, defaults, run)
@@ -60,7 +60,7 @@ STORED = "weights kv_cache_dtype activations"
 def add_flags(parser: argparse._ActionsContainer, table: str, *, unset: bool = False) -> None:
     """Add flags. A line of `table` names settings, or declares a flag of this verb alone as in megakernel/settings.py.
     After the line [TITLE], flags belong to a group with this title. After [one of] or [at most one of], they exclude
-    each other. With `unset`, a flag that is not given is None. So the verb can tell it from a given flag."""
+    each other. With `unset`, a flag that is not given is None, so that the verb knows this."""
     into = parser
     for line in lines(table):
         if line.endswith("one of]"):
@@ -131,7 +131,7 @@ def file_to_write(text: str) -> Path:
 
 
 def token_ids(text: str) -> list[int]:
-    """Parse `1,2,3` for argparse."""
+    """Parse token ids, such as `1,2,3`. Raises ArgumentTypeError for any other text."""
     try:
         return [int(part) for part in text.split(",")] if text else []
     except ValueError:

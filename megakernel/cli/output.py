@@ -22,7 +22,7 @@ stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_w
 
 def emit(result: dict[str, Any]) -> None:
     """Print one JSON object on standard output. Infinity and NaN, which JSON lacks, become null."""
-    encoded = msgspec.json.encode(result, enc_hook=float)  # numbers of NumPy are not known to msgspec
+    encoded = msgspec.json.encode(result, enc_hook=float)  # msgspec does not know NumPy's numbers
     sys.stdout.write(msgspec.json.format(encoded, indent=0).decode() + "\n")
 
 
@@ -44,7 +44,7 @@ def speed(tokens: int | None, finish_reason: str | None, ttft_s: float | None, t
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """A text with the achieved rates and the machine's maximum rates, in GB/s and in GFLOP/s (GOP/s for integers)."""
+    """Return a text with the achieved and the maximum rates, in GB/s and in GFLOP/s (GOP/s for integers)."""
     ceilings = figures["ceilings"]
     read = f"{figures['read_GBps']:.1f} of {ceilings['read_bytes_per_s'] / 1e9:.1f} GB/s"
     return f"{read}, {figures['gflops']:.0f} of {ceilings['flops'] / 1e9:.0f} G{ceilings['unit']}"

@@ -46,11 +46,11 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
     settings.setdefault("allowed_hosts", ["*"] if names is None else sorted(names))
     if address is None:
         fetch(given["model"])  # download the model once, not once per replica
-    asked = threading.Event()  # a signal to end has arrived
+    asked = threading.Event()  # set when a signal to end has arrived
 
     def interrupt(*_: object) -> None:
         asked.set()
-        raise KeyboardInterrupt  # Ray may swallow it
+        raise KeyboardInterrupt  # Ray may swallow this exception
 
     try:
         with on_interrupt(interrupt), output.busy(f"starting {given['replicas']} replicas"):

@@ -131,7 +131,7 @@ def _show_step(facts: dict[str, Any]) -> None:
 
 
 def _figure(value: float, decimals: int) -> str:
-    """Return a number so short that a row of the table fits into the 80 columns of a terminal."""
+    """Format a number so that a line of the table fits into 80 columns. The number 0 gives an empty text."""
     return f"{value:,.{0 if value >= 100 else decimals}f}" if value else ""
 
 

@@ -39,7 +39,7 @@ _GROUPS = {
     "replicas": "replicas ray_address routing",
 }
 _SETTINGS = " ".join(_GROUPS.values()).split()
-_WARM_SECONDS = 10.0  # No program is begun later than this before the server is ready. Others are compiled afterwards.
+_WARM_SECONDS = 10.0  # after this time, compile no further program until the server is ready
 # Ray's proxy accepts the connections to replicas, so these settings of connections are refused with --replicas.
 _NOT_FOR_REPLICAS = ("uds", "ssl_certfile", "ssl_keyfile", "root_path")
 # Flags that vLLM has and this server lacks, each under the advice that is shown to a user who gives it.
@@ -236,7 +236,8 @@ def _template(given: str) -> str:
 
 
 def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
-    """The paths of the private key and of the certificate, after checking that they belong together. None: no TLS."""
+    """Return the paths of the private key and of the certificate, or None for HTTP without TLS. Raises MegakernelError
+    if they do not belong together."""
     import ssl
 
     if certificate is None:
@@ -254,7 +255,6 @@ def _tls(certificate: str | None, key: str | None) -> tuple[str, str] | None:
 
 
 def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
-    """Print that the server accepts connections, and a command that sends it a first request."""
     dims = llm.engine.dims
     kv_tokens = llm.engine.stats.pages * dims.bucket.kv_page
     facts = {

@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine with as many workers as the program, and whether the LM head and the embedding
-    table are the same matrix (tied). A program file does not say whether its model is tied, so True is assumed."""
+    """Return the program, the machine with as many workers, and whether the model is tied: its LM head is its embedding
+    table. A program file does not say whether its model is tied, so True is assumed."""
     if args.file:
         for name in STORED.split():
             setting = SETTINGS[name]
@@ -116,7 +116,7 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
 
 
 def _check_size(name: str, workers: int, ranks: int, advice: str) -> None:
-    """Raise MegakernelError, which ends in `advice`, if the machine has fewer workers or devices than needed."""
+    """Raise MegakernelError, whose text ends in `advice`, if machine `name` has too few workers or devices."""
     hardware = machines.hardware(name)
     if workers > hardware.chip.sms:
         raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: {advice}")

@@ -32,7 +32,7 @@ class Share(NamedTuple):
     size: int
 
 
-# Which rows or columns of a matrix a rank has.
+# A function that says which rows or columns of a matrix a rank has.
 Axis = Callable[[Split], Share]
 
 
@@ -102,7 +102,6 @@ class BufferSpec:
 
 
 def _all(size: Callable[[ModelSizes], int]) -> Axis:
-    """All rows or columns."""
     return lambda split: Share(size(split.model), 0, size(split.model))
 
 
@@ -165,7 +164,7 @@ _A, _S, _O = Space.ACTIVATION, Space.STATE, Space.OUTPUT
 _F, _I = Dtype.F32, Dtype.I32
 
 
-# In W_QKV and B_QKV, the two rows of a RoPE pair of q or k are adjacent, as in GGUF files: row 2i of a head is row i in
+# In W_QKV and B_QKV, the two rows of a RoPE pair of q or k are adjacent, as in GGUF files. Row 2i of a head is row i in
 # Hugging Face's order, and row 2i+1 is row i + head_dim/2. Attention scores do not depend on this order.
 class Buffer(IntEnum):
     """A buffer. Its value is its number in program files, in the order of this list."""

@@ -29,9 +29,9 @@ class Context:
     buffers of its layer. `layer` is the layer's number: in the prologue that of the first layer, in the epilogue that
     of the last.
 
-    `buffer(buffer, ahead=0)` returns the rank's own copy of a buffer for the layer that is `ahead` layers later, or for
-    the last layer if there is no such layer. `send(buffer, rank, index, values)` writes to another rank's copy; reading
-    it is impossible. `values` must have the buffer's type.
+    `buffer(buffer, ahead=0)` returns the rank's own copy of a buffer for the layer that is `ahead` layers later. If
+    there is no such layer, the last layer counts. `send(buffer, rank, index, values)` writes to another rank's copy;
+    reading it is impossible. `values` must have the buffer's type.
 
     `codes(buffer, ahead=0)` returns the weights that are multiplied as integers, as a list of groups of rows. Each
     entry has the number of the group's first row, and the integers.
@@ -63,7 +63,7 @@ class Context:
         return to_f32(values)
 
     def products(self, a: F32, matrix: int, col: int, cols: int) -> F32:
-        """`a` times the columns [col, col + cols) of one of the phase's matrices: [rows, cols]."""
+        """Return `a` times columns [col, col + cols) of the phase's matrix number `matrix`: [rows, cols]."""
         weights: NDArray[Any] = self.buffer(given(self.phase.weights), ahead=self.phase.ahead)
         weights = weights.reshape(-1, *weights.shape[-2:])
         out, in_floats = np.empty((len(a), cols), np.float32), np.ones(cols, bool)
@@ -85,7 +85,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """The rows of the buffer REDUCE with `rank`'s partial sums of token rows [row, row + rows) of one owner."""
+        """Return which rows of REDUCE have rank `rank`'s partial sums of token rows [row, row + rows) of one owner."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 
@@ -121,7 +121,7 @@ class Context:
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
     ) -> None:
-        """Store K or V, [tokens, columns], in `columns` of the rank's KV heads: whole heads if quantised."""
+        """Store K or V, [tokens, columns], in `columns` of the rank's KV heads. Quantised heads must be complete."""
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
         head, element = np.divmod(columns, d.model.head_dim)
         if not d.model.quantised_kv:
@@ -140,8 +140,8 @@ class Context:
 
 
 def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tuple[Any, ...]:
-    """Return where a token's quantised K or V is stored in the cache, as a NumPy index of shape [..., kv_row]: one
-    position per byte, in the order of Q8_0 blocks.
+    """Return where a token's quantised K or V is stored in the cache. The result is a NumPy index of shape [...,
+    kv_row]: one position per byte, in the order of Q8_0 blocks.
 
     `token` is the token's index in its KV page. The shapes of `page`, `head` and `token` must broadcast.
     """
@@ -161,16 +161,16 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
 
 
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
-    """The rows of `x`, divided by their root mean squares, times `weight`."""
+    """Return each row of `x`, divided by its root mean square and multiplied by `weight`."""
     scale: F32 = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
     return x / scale * weight
 
 
 def capped(x: F32, cap: float) -> F32:
-    """`x`, or, if `cap` is not 0, cap * tanh(x / cap), which is smaller than `cap`."""
+    """Return cap * tanh(x / cap), which is between -cap and cap. If `cap` is 0, return `x`."""
     return np.float32(cap) * np.tanh(x / np.float32(cap)) if cap else x
 
 
 def product(a: F32, b: F32) -> F32:
-    """a @ b, added in float64 and rounded once, so that BLAS's order of additions changes hardly any number."""
+    """Return a @ b, added in float64 and rounded once, so that BLAS's order of additions hardly changes a number."""
     return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)

@@ -27,8 +27,8 @@ KV_SCALE = BLOCKS[Dtype.Q8_0].bytes - KV_UNIT
 # results. All programs use the same number, because another number would change the rounding of results.
 KV_BLOCK = 128
 
-# The maximum number of experts of a layer. The router needs a row's logits of all experts at once to choose the best,
-# and a CPU computes at most this many logits of a row in one pass.
+# The maximum number of experts of a layer. To choose the best, the router needs a row's logits of all experts at once.
+# A CPU computes at most this many logits of a row in one pass.
 MOST_EXPERTS = 512
 # The value of `ModelSizes.span` for a layer without a sliding window: more tokens than any context has.
 ALL_TOKENS = 1 << 30
@@ -84,16 +84,16 @@ class Shape:
     sigmoid_routes: int = 0  # 1: the score of an expert is the sigmoid of its logit; 0: the softmax of all logits
     choice_bias: int = 0  # 1: B_ROUTER is added to the scores by which experts are chosen; 0: to the logits
     route_scale: float = 1.0  # multiplies the routing weights of the chosen experts
-    shared_experts: int = 0  # so many of the experts, the last, are chosen for every token, beside those of the router
-    shared_gate: int = 0  # 1: their routing weight is the sigmoid of one more logit of the router; 0: it is 1
-    dense_layers: int = 0  # in these first layers, every token has the same experts, the first, with the weight 1
+    shared_experts: int = 0  # every token uses the last so many experts, besides those that the router chooses
+    shared_gate: int = 0  # 1: shared experts' weight is the sigmoid of one more logit of the router; 0: it is 1
+    dense_layers: int = 0  # in the first so many layers, every token uses the first experts, with the weight 1
     clipped_gates: int = 0  # 1: experts have the clipped gate (operations/experts.py)
     window: int = 0  # if not 0, a token attends to this many tokens, itself included, in some layers
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
     whole_norms: int = 0  # 1: RMS norms span all heads of q and of k, so each rank computes all of q, k and v
     late_scales: int = 0  # 1: q and k are multiplied by the scales of their norms after RoPE, not before it
     score_cap: float = 0.0  # if not 0, attention scores s become cap * tanh(s / cap)
-    logit_cap: float = 0.0  # likewise for logits
+    logit_cap: float = 0.0  # if not 0, logits z become cap * tanh(z / cap)
 
 
 @_hashed_once
@@ -140,7 +140,7 @@ class ModelSizes(Shape):
 
     @property
     def kv_row(self) -> int:
-        """The length of one token's K (or V) of one head in the cache, in elements, or if quantised in bytes."""
+        """The length of a cache row, K or V of one token and head: in elements, or, if quantised, in bytes."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
@@ -268,7 +268,7 @@ class Split:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The shape in front of one expert's shape in a layer's weights: (rank_experts,), or () without experts."""
+        """The axes that come before one expert's axes in a layer's weights: (rank_experts,), or () without experts."""
         return (self.rank_experts,) if self.model.experts else ()
 
     @property
@@ -403,7 +403,7 @@ class Dims:
 
     @cached_property
     def native(self) -> CDims:
-        """The same sizes as a C++ struct."""
+        """The sizes as a C++ struct, which native functions take."""
         return CDims(*self.flat.values())
 
     @staticmethod

@@ -99,8 +99,7 @@ _INFINITY = {Dtype.F32: 0x7F800000, Dtype.BF16: 0x7F80, Dtype.F16: 0x7C00}
 
 
 def all_finite(a: NDArray[np.generic], dtype: Dtype) -> bool:
-    """Return whether an array contains neither NaN nor infinity. `dtype` says whether it has elements or rows of
-    quantised blocks.
+    """Return whether an array contains neither NaN nor infinity. If `dtype` is quantised, it has rows of blocks.
 
     The bits of floats are compared as integers, which is ten times as fast as NumPy's `isfinite`. As integers, NaN and
     infinity are greater than all finite floats of the same sign. So it is enough to look at the maximum for each sign.
@@ -120,7 +119,7 @@ def to_f32(a: NDArray[np.generic], dtype: Dtype | None = None) -> NDArray[np.flo
     """Return the values of an array of `dtype` as float32. Without `dtype`, the array must contain floats, or bfloat16
     values stored as uint16.
 
-    Rows of quantised blocks, `[..., bytes]`, become rows of float32 weights. Each weight is scale * value + offset,
+    Rows of quantised blocks, `[..., bytes]`, become rows of float32 weights. A weight is scale * value + offset,
     rounded once.
     """
     if dtype is not None and dtype.quantised:

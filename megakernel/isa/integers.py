@@ -1,8 +1,8 @@
 """Multiplies quantised weights with activations that are rounded to integers (`--activations q8`).
 
-A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements
-would make the scale coarse for all others. So the two words (four elements each) with the largest magnitudes have 15
-bits per element, and the scale is chosen so that the other 24 elements fit into 8 bits.
+A row of activations is rounded in units of 32 elements, which share a scale. The few largest elements would make the
+scale coarse for all others. So the two words (four elements each) with the largest magnitudes have 15 bits per element.
+The scale is chosen so that the other 24 elements fit into 8 bits.
 
 Weights that share a scale form a group: 32 weights, or 16 for Q6_K. The integer products of a group are added exactly,
 so their order does not matter. The groups are then added from the first to the last: acc = fma(sum, weights' scale *
@@ -40,7 +40,7 @@ class Codes(NamedTuple):
     """Quantised weights as integers: weight = scale * value + offset.
 
     Neighbouring weights of a row that share a scale form a group. `values` has the shape [rows, groups, weights per
-    group]. `scale` has the shape [rows, groups]. `offset` has the same shape, or is None for types without minima.
+    group]. `scale` has the shape [rows, groups]. `offset` has this shape too, or is None for types without minima.
     """
 
     values: NDArray[np.int64]
@@ -120,7 +120,7 @@ def codes(rows: NDArray[np.uint8], dtype: Dtype) -> Codes:
 
 
 def _fields(blocks: NDArray[np.uint8], block: Block, fields: Fields) -> NDArray[np.uint8]:
-    """Unpack bit fields of blocks, uint8 [blocks, bytes]: one integer for each weight; 0 if there are no fields."""
+    """Unpack bit fields of blocks, uint8 [blocks, bytes], to one integer per weight. Without fields, all are 0."""
     if not fields.width:
         return np.zeros((len(blocks), block.weights), np.uint8)
     shifts = np.arange(0, 8, fields.width, dtype=np.uint8)[:, None]

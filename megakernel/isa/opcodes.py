@@ -80,7 +80,7 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What happens to the results of a matmul after its bias has been added. Some other operations have a Result too:
+    """What happens to the results of a matmul after its bias has been added. Some other operations have a Result too.
     COMBINE (the sum over a token's experts) may have RESIDUAL or PARTIAL, REDUCE may have STORED, and NORM may have
     RESIDUAL or HEADS.
 

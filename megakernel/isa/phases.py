@@ -29,8 +29,7 @@ MAX_PHASES = 31  # maximum number of phases of a program, including join and dra
 
 @dataclass(frozen=True)
 class Phase:
-    """One operation with its parameters. The instructions of a phase differ only in their operands, such as rows and
-    columns.
+    """One operation with its parameters. The instructions of a phase differ only in operands, such as rows and columns.
 
     `weights`      the weights that the operation uses: a matmul's matrices, a norm's scales, a gather's table or
                    attention's sinks; None if there are none. If the operation adds partial sums or outputs of experts:
@@ -130,7 +129,6 @@ def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
 
 
 def _same(name: str) -> Callable[[Phase, Dims], int]:
-    """Return a function for the field `name` of `Phase`, whose None is NO_BUFFER."""
     return lambda phase, dims: NO_BUFFER if (value := getattr(phase, name)) is None else int(value)
 
 

@@ -100,8 +100,8 @@ STEP_FIELDS: tuple[StepField, ...] = (
 
 @functools.cache
 def _layout(dims: Dims) -> tuple[dict[str, tuple[int, int, bool]], int]:
-    """Return the range of words [begin, end) of each field, as rank `dims.rank` sees it, with a flag for floats, and
-    the number of words of the whole table."""
+    """Return each field's range of words [begin, end), as rank `dims.rank` sees it, with a flag for floats. Also return
+    the number of words of the table."""
     fields, offset = {}, 0
     for field in STEP_FIELDS:
         length = field.length(dims)
@@ -117,8 +117,7 @@ def step_words(dims: Dims) -> int:
 
 
 class StepTable:
-    """The input of a launch, as rank `dims.rank` sees it. Each field of STEP_FIELDS is an attribute: a view into
-    `words`.
+    """The input of a launch, as rank `dims.rank` sees it. Each of STEP_FIELDS is an attribute: a view into `words`.
 
     A per-rank field has only this rank's values. The method `rank` returns the same table as another rank sees it.
     `block_tables` and `masks` are 2-D arrays.
@@ -149,7 +148,6 @@ class StepTable:
         return self.words[: len(self.words) - unused]
 
     def __getattr__(self, name: str) -> NDArray[np.int32]:
-        """Create the view of a field at its first use."""
         if name not in (fields := self.__dict__.get("_fields", {})):
             raise AttributeError(name)
         start, end, is_float = fields[name]

@@ -62,9 +62,9 @@ def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     """Return how many bytes a rank's instructions store on each other rank, as an array [tp]. The instructions are
     those of `phase` on rank `dims.rank`, with the operands `columns`. The rank's own entry is 0.
 
-    For attention, `columns` must contain all instructions of the rank in a layer, because only their total is known:
-    the step table divides the work among them. All rows of the final norm count as sent by rank 0. In fact the step
-    table chooses the sender, but the total of all ranks is the same.
+    For attention, `columns` must contain all instructions of the rank in a layer. The step table divides the work among
+    them, so only their total is known. All rows of the final norm count as sent by rank 0. In fact the step table
+    chooses the sender, but the total of all ranks is the same.
     """
     total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
     return total

@@ -13,7 +13,7 @@ _COLUMNS = 8  # time columns to add up; the guest columns after them are already
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU seconds since the system started: of all cores together, their idle part, and those of this process."""
+    """CPU seconds since the system started: of all cores together, of their idle time, and of this process."""
 
     total_s: float
     idle_s: float

@@ -30,9 +30,9 @@ def names() -> tuple[str, ...]:
 
 
 def hardware(name: str, cores: int | None = None) -> Hardware:
-    """Return the description of the machine `name`. A name is one of these: a known machine (`h100`), a known machine
-    with this many GPUs in its node (`h100x4`), the path of a TOML file, or `host` (this computer, with `cores` cores or
-    all of them).
+    """Return the description of the machine `name`. A name is a known machine (`h100`), a known machine with this many
+    GPUs in its node (`h100x4`), the path of a TOML file, or `host`. `host` is this computer with `cores` or all of its
+    cores.
 
     The files in `known/` show the format of a TOML file. A file that extends another machine has the line `base =
     NAME`, and only the values that differ; a list replaces the base's whole list. All figures must be positive. Raises

@@ -20,7 +20,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 16)]
 Number = Annotated[float, Meta(ge=1e-30, le=1e30)]
 Cycles = Annotated[tuple[Annotated[float, Meta(ge=0, le=1e30)], ...], Meta(min_length=1, max_length=6)]
 ONE_ROW = "row_"
-_ONCE_A_STEP = ("other", "end_logits")  # paths that no layer takes
+_ONCE_A_STEP = ("other", "end_logits")  # paths (parts of the machine code) that run once a step, in no layer
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,16 +107,15 @@ class Costs(_Section, frozen=True):
 
 
 class Path(NamedTuple):
-    """The seconds that a path (a part of the interpreter's machine code) takes: at its first execution, and when its
-    code and the tables that it reads are in the SM's caches."""
+    """The seconds that a path (a part of the interpreter's machine code) takes. `cold` is the time of its first
+    execution. `warm` is the time when its code and the tables that it reads are in the SM's caches."""
 
     cold: float
     warm: float
 
 
 class Core(_Section, frozen=True):
-    """Measured rates of one CPU core that executes this package's interpreter in bfloat16 while all other cores are
-    idle.
+    """Measured rates of one CPU core that runs this package's interpreter in bfloat16 while all other cores are idle.
 
     Arithmetic rates depend on the number of rows of a matmul tile, or on the number of (row, head) pairs of a piece of
     attention work. They were measured for some numbers; rates between two of these are interpolated linearly in
@@ -196,7 +195,7 @@ class Hardware(_Section, frozen=True):
     node: Node
     costs: Costs | None = None  # None: the machine is described only for comparisons
     tiles: Tiles | None = None
-    paths: dict[str, Cycles] | None = None  # of the machine code: known/_gpu.toml says what a path has
+    paths: dict[str, Cycles] | None = None  # figures of parts of the machine code; known/_gpu.toml explains them
     core: Core | None = None  # the measured rates of a CPU core, if there are any
     curves: tuple[Curve, ...] = field(name="curve", default=())
     source: dict[str, list[str]] = field(default_factory=dict)  # where figures are from: the figures of each source
@@ -213,8 +212,8 @@ class Hardware(_Section, frozen=True):
 
     def path_seconds(self) -> dict[str, Path] | None:
         """Return how long each path (a part of the interpreter's machine code) takes, or None if the machine file has
-        no paths. In the interpreter's build for one token row, names of paths begin with ONE_ROW. A build whose code
-        of a layer fits in the instruction cache fetches it in no layer: the first layer's fetches are left out."""
+        no paths. Names with the prefix ONE_ROW belong to the interpreter's build for one token row. If a layer's code
+        fits in the instruction cache, no time to fetch it is included, although the first layer fetches it once."""
         if self.paths is None:
             return None
         line, trip, found = self.paths["code_line"][0], self.paths["l2_trip"][0], {}

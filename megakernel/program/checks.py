@@ -3,7 +3,7 @@ program's arrays. Loaders of files, backends, the simulator and the disassembler
 once. Native code checks nothing again.
 
 Most checks look at one instruction at a time. `scheduler.verify` runs these checks first, and then looks at the order
-of instructions: it proves that the program ends, and that it computes the same as its phases one after another.
+of instructions. It proves that the program ends, and that it computes the same as its phases one after another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROUPS = bits.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups"
 
 
 class Checks:
-    """The stages of checks of one program, and the decoded program that they share."""
+    """The checks of one program, in several stages, and the decoded program, which all checks use."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -49,7 +49,7 @@ class Checks:
 
     @cached_property
     def uses(self) -> list[Use]:
-        """The buffer regions that instructions access. All stages but the last must have passed."""
+        """The buffer regions that instructions access. They are known only if the earlier stages found no violation."""
         return uses(self.parts)
 
     def stages(
@@ -65,7 +65,7 @@ class Checks:
         yield _boxes(self.uses)
 
 
-_SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # programs without violations; was `whole` checked too?
+_SOUND: WeakKeyDictionary[Program, bool] = WeakKeyDictionary()  # sound programs; true if `whole` was checked
 
 
 def check(program: Program, name: str = "the program", *, whole: bool = True) -> None:
@@ -80,7 +80,6 @@ def check(program: Program, name: str = "the program", *, whole: bool = True) ->
 
 
 def _arrays(program: Program) -> Iterator[str]:
-    """Yield violations in the shapes of the arrays, and in the offsets at which streams begin in them."""
     if program.ranks < 1 or program.workers < 1 or program.dims.model.layers < 1 or program.counters < 1:
         yield "ranks, workers, layers and counters must all be at least 1"
         return
@@ -96,7 +95,7 @@ def _arrays(program: Program) -> Iterator[str]:
 
 
 def _layout(program: Program) -> Iterator[str]:
-    """Yield violations in arrays and sizes. All later checks rely on the result."""
+    """Yield violations in the shapes of arrays and in sizes. All later checks rely on there being none."""
     dims = program.dims
     found = list(_arrays(program))
     yield from found
@@ -119,7 +118,6 @@ def _layout(program: Program) -> Iterator[str]:
 
 
 def _sizes(d: Dims) -> Iterator[str]:
-    """Yield violations in the sizes: those that are out of range or contradict each other."""
     counts = ("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "kv_page", "row_block", "tokens", "logit_rows")
     low = [name for name in (*counts, "max_seqs", "max_context", "attention_slots") if d.flat[name] < 1]
     if low:
@@ -157,8 +155,8 @@ def _sizes(d: Dims) -> Iterator[str]:
         yield f"a window of {d.model.window} tokens in some layers is out of range"
     if d.bucket.kv_block < 1 or d.bucket.kv_block % d.bucket.kv_page:
         yield f"pages of {d.bucket.kv_page} tokens do not divide KV blocks of {d.bucket.kv_block}"
-    # A step may need this many attention items, because a new item begins with each sequence, with the padding rows,
-    # and with each row block (group of rows).
+    # A step may need this many attention items. A new item begins with each sequence, with the padding rows, and with
+    # each row block (group of rows).
     items = min(d.bucket.tokens, d.bucket.row_blocks + d.bucket.max_seqs)
     if d.bucket.items < items or d.bucket.partials < 0 or d.bucket.bias_entries < 0 or d.bucket.mask_rows < 0:
         yield f"{d.bucket.items} attention items are fewer than the {items} needed, or another size is negative"
@@ -250,7 +248,6 @@ def _counters(part: Part) -> Iterator[str]:
 
 
 def _attention(body: Part, dims: list[Dims]) -> Iterator[str]:
-    """Yield violations in single attention instructions."""
     phase = body.phases.attention
     if phase is None:
         return
@@ -312,7 +309,7 @@ def _drains(program: Program, body: Part) -> Iterator[str]:
 
 
 def _boxes(found: list[Use]) -> Iterator[str]:
-    """Yield instructions whose accessed regions exceed their buffers, or that access other ranks' residual."""
+    """Yield violations: accesses outside of buffers, or to rows of the residual that another rank keeps."""
     every = [(use, access) for use in found for access in use.accesses]
     if not every:
         return

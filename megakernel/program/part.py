@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]
 @dataclass(frozen=True)
 class Word:
     """All waits, or all signals, of some instruction records. Each array has one entry per wait or signal: the index
-    `row` of its record, its place `slot` in the record, and the parts of the word that encodes it."""
+    `row` of its record, its index `slot` in the record, and the parts of its word."""
 
     row: Ints
     slot: Ints
@@ -49,7 +49,7 @@ class Part:
     all waits and signals.
 
     The body also has the records of queues (lists of instructions that any worker may take), after those of streams.
-    For these, `queue` is the queue's number, counted over all ranks, and `position` the place in the queue. For all
+    For these, `queue` is the queue's number, counted over all ranks, and `position` the index in the queue. For all
     other records, `queue` is -1.
     """
 

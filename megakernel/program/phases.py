@@ -22,8 +22,7 @@ from .program import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# The maximum of any operand, any size, and any number of rows or columns. The sum of several such numbers fits into
-# int32.
+# The maximum of any operand, any size, and any number of rows or columns. A sum of several fits into int32.
 MOST = (1 << 28) - 1
 
 
@@ -109,7 +108,7 @@ def _phase(p: Phase, segment: int, dims: Dims) -> Iterator[str]:
 
 
 def _inner(p: Phase, d: Dims) -> int:
-    """Return the length of a phase's dot products on a rank, times the experts' number if each has its own weights."""
+    """Return the length of a phase's dot products on a rank, added up over its experts if each has its own weights."""
     return p.inner(d.split) * (prod(d.split.stack) if BUFFERS[given(p.weights)].per_expert else 1)
 
 
@@ -162,7 +161,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the inputs of `p` are partial sums: the phase that last wrote them made these with `p.weights`."""
+    """Whether the phase that last wrote the inputs of `p` stored partial sums of products with `p.weights` there."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

@@ -100,7 +100,7 @@ class Program:
         return (len(self.queues.offsets) - 1) // self.ranks
 
     def numbered(self, index: int) -> tuple[Records, NDArray[np.int64]]:
-        """Return the records of a segment and the rank of each record, in the order in which traces number
+        """Return a segment's records and the rank of each record. Their order is that in which traces number
         instructions: first those of streams, then those of queues. `index` is the segment's index in SEGMENTS."""
         segment: Segment = getattr(self, SEGMENTS[index])
         ranks = np.repeat(np.arange(self.ranks * self.workers) // self.workers, np.diff(segment.offsets))

@@ -56,8 +56,8 @@ class Question:
     figures: dict[str, str]
 
     def answer(self, **given: Any) -> Figures:
-        """Compute the answer's figures. `given` are inputs that replace the defaults, with machines as Hardware. Raises
-        MegakernelError if the question cannot be answered for these inputs."""
+        """Compute the answer's figures. `given` has inputs that replace the defaults; a machine is given as Hardware.
+        Raises MegakernelError if the question cannot be answered for these inputs."""
         names = globals() | _NAMES | {one.name: one.default for one in self.inputs} | given
         if machine := names.get("machine"):
             names |= _quantities(machine)
@@ -120,8 +120,8 @@ def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) ->
 
 
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], copies: int, nodes: int | None) -> list[float]:
-    """Return the seconds that each level of a network needs for an all-to-all. A row has at most `copies` receivers,
-    and is sent once to each child (group of GPUs) with a receiver. A router may restrict receivers to a few `nodes`."""
+    """Return the seconds that each level of a network needs for an all-to-all. Each row goes to at most `copies` GPUs,
+    but only once to a child (group of GPUs). If `nodes` is given, these GPUs are in at most `nodes` nodes."""
     seconds, children = [], 1
     for level in reversed(levels):
         children *= level.degree
@@ -153,7 +153,7 @@ def bandwidths(machine: Hardware, gpus: int) -> Figures:
 
 
 def _input(text: str) -> Input:
-    """Return the input that `inputs` of questions.toml writes as `name`, `name?` or `name=value`."""
+    """Parse an input in questions.toml: `name`, `name?` (it may be missing) or `name=value` (with a default)."""
     name, given, value = text.removesuffix("?").partition("=")
     kind, _, what = _TABLE["inputs"][name].partition(": ")
     read = {"count": int, "amount": float, "flag": bool}.get(kind, str)

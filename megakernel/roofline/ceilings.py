@@ -12,10 +12,10 @@ import msgspec
 
 from ..machine import Machine, busy
 
-# The best of a few short measurements counts. A user waits for them, and long ones find the same rates.
+# Each rate is the best of a few short measurements. A user waits for them, and longer ones find the same rates.
 _REPEATS = 3
 _PROBE_S = 0.1
-_CACHE_FACTOR = 8  # a multiple of the last-level cache's size is read, so that reads come from memory
+_CACHE_FACTOR = 8  # read so many times the last-level cache's size, so that reads come from memory
 _UNKNOWN_CACHE = 32 << 20
 # The maximum number of bytes to read, because some virtual machines report the cache of a whole socket.
 _LARGEST_READ = 2 << 30
@@ -27,9 +27,8 @@ QUIET = 0.05  # a measurement is valid if other programs use at most this fracti
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The maximum rates of all workers together, with which measured rates are compared. Three fields are texts for
-    people: `unit` is the unit of `flops`, `how` says where the rates come from, and `warning` why they may be too
-    low."""
+    """The maximum rates of all workers together, with which measured rates are compared. Three fields are texts. `unit`
+    is the unit of `flops`, `how` says where the rates come from, and `warning` why they may be too low."""
 
     read_bytes_per_s: float
     flops: float  # multiply-adds per second, counted as two operations each
@@ -50,8 +49,8 @@ class Ceilings:
         return replace(self, flops=self.integer_ops, vector_flops=self.flops, unit="OP/s")
 
 
-# Stored rates outside these limits are ignored. Otherwise a wrong rate would stay forever, because only a higher one
-# replaces it.
+# Stored rates outside these limits are ignored. Otherwise a wrong rate might stay forever: only a higher one replaces
+# it.
 _Rate = Annotated[float, msgspec.Meta(gt=1, lt=1e18)]
 
 

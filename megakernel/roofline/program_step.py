@@ -57,8 +57,8 @@ class LeastTimes:
 
 
 def rate_of(model: ModelSizes, hardware: Hardware) -> str:
-    """Return the type whose FLOP/s limits a model's matmuls: int8 if quantised weights are multiplied in integers and
-    the machine's integer rate is known, otherwise the compute type."""
+    """Return the type whose FLOP/s limits a model's matmuls: the compute type, or int8. It is int8 if quantised weights
+    are multiplied in integers and the machine's integer rate is known."""
     return "int8" if model.q8_activations and hardware.rates.int8 else _RATE[Dtype(model.dtype)]
 
 
@@ -116,7 +116,7 @@ def _work(part: PhasePart, context: float) -> _Work:
 
 
 def _most(work: Iterable[tuple[PhasePart, _Work]]) -> _Work:
-    """Return the four amounts of work, each as the maximum over all ranks."""
+    """Add up the work of each rank. Return the four amounts, each as the maximum over all ranks."""
     sums: dict[int, _Work] = {}
     for part, amounts in work:
         before = sums.get(part.dims.split.rank, (0.0, 0.0, 0.0, 0.0))

@@ -41,7 +41,7 @@ class StepWork:
 
 
 def model_weights(phases: Iterable[Phase], split: Split) -> dict[Buffer, int]:
-    """The bytes in memory of each weight buffer that the phases use on rank `split.rank`, all layers together."""
+    """Return the bytes that each weight buffer of the phases takes on rank `split.rank`, all layers together."""
     out: dict[Buffer, int] = {}
     for phase in phases:
         for buffer in (phase.weights, phase.norm, phase.bias):
@@ -66,7 +66,7 @@ def step_work(
 
     Every weight is read once, and K and V of every visible token once. If B rows use k of E experts each, the weights
     of min(B k, E) experts are read. The LM head is read only if there are logit rows. Of the embedding table, only the
-    rows of the step's tokens are read; they cost nothing if the LM head is read and is the same matrix (`tied`).
+    rows of the step's tokens are read. They cost nothing if the LM head is read and is the same matrix (`tied`).
     `_link_bytes` gives the bytes sent to other ranks.
     """
     if len(rows) != len(contexts):
@@ -105,8 +105,8 @@ def _used(buffer: Buffer, split: Split, rows: int) -> float:
 
 
 def attended(model: ModelSizes, new: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, int]:
-    """Return two sums over all layers and sequences: the (query, key) pairs of attention, and the tokens whose K and V
-    are read because some new token attends to them. Sequence i has new[i] new tokens, and after[i] tokens in all."""
+    """Return two sums over layers and sequences: attention's (query, key) pairs, and the tokens whose K and V are read
+    because a new token attends to them. Sequence i has new[i] new tokens, and after[i] tokens in all."""
     pairs, tokens = 0, 0
     for span, layers in model.spans.items():
         before = after - new
@@ -121,8 +121,8 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
 
     A layer has two gathers of normalised rows, and two reductions: of the attention output and of the MLP's output.
     Each of the four sends (Y - 1) / Y of `rows` rows of the hidden size. Two options change this. With a replicated O
-    projection, each rank sends its own heads of a row, 1 / Y of the row, to the row's owner instead of the first
-    reduction. With a replicated residual, there are no gathers, and the two reductions send their rows to every rank.
+    projection, there is no first reduction. Instead, each rank sends its own heads of a row, 1 / Y of the row, to the
+    row's owner. With a replicated residual, there are no gathers, and the two reductions send their rows to every rank.
 
     In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample.
     """

@@ -17,8 +17,8 @@ from . import pages
 
 
 def violations(parts: Sequence[Part]) -> Iterator[str]:
-    """Describe what a GPU cannot execute in a program that has passed all other checks: instructions that need more
-    shared-memory pages than an SM has, or whose tiles do not fit pages. Programs for CPUs have no pages."""
+    """Describe the instructions that a GPU cannot execute in a program that has passed all other checks. They need more
+    shared-memory pages than an SM has, or their tiles do not fit pages. Programs for CPUs have no pages."""
     dims = parts[0].program.dims.ranks
     for part in parts if dims[0].worker.ring_pages else ():
         yield from _pages(part, dims)
@@ -66,7 +66,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Yield instructions (`rows`) of one rank's matmul phase whose tiles cannot be divided into pages."""
+    """Yield violations of one rank's instructions of a matmul phase (`rows`) whose tiles do not fit pages."""
     c = phase.columns(part.records[rows])
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:

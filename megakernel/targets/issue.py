@@ -18,7 +18,7 @@ SAMPLE_GROUP = 8192  # logits of a row that the warps which sample process at on
 
 
 def own_paths(dims: Dims, paths: dict[str, Path]) -> dict[str, Path]:
-    """Return the paths of the build that runs programs of these sizes."""
+    """Return the times of paths (parts of the machine code) in the build that runs programs of these sizes."""
     of_row = {name.removeprefix(ONE_ROW): path for name, path in paths.items() if name.startswith(ONE_ROW)}
     return paths | of_row if one_row(dims) else paths
 

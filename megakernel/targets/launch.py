@@ -24,8 +24,8 @@ PROLOGUE, BODY, EPILOGUE, QUEUES = range(4)  # the program's lists of instructio
 # The first warps of a thread block, in order. All further warps are consumers, which compute.
 SERVICE_WARPS = ("controller", "weight loader", "storer", "input loader")
 
-# What a warp may wait for, with a text for error messages: a counter, or a shared-memory barrier of a page, a
-# stage or an instruction (csrc/cuda/block.h). {} stands for the index of the counter, or its place in its ring.
+# Texts for error messages about what a warp waits for: a counter, or a shared-memory barrier of a page, a stage or an
+# instruction (csrc/cuda/block.h). {} stands for the index of the counter, page, stage or slot.
 COUNTER = "counter"
 AWAITED = {
     COUNTER: "counter {}",
@@ -43,7 +43,7 @@ AWAITED = {
 
 
 class Ablation(IntEnum):
-    """The work that a variant of the kernel leaves out, so that a benchmark can time the rest."""
+    """The work that a variant of the kernel leaves out, so that a benchmark can time all other work."""
 
     NONE = 0
     COPIES = 1  # leaves out copies into shared memory

@@ -55,7 +55,7 @@ PIECE_INNER = 256
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
 # For matmuls as dot products, at most WINDOW_PAGES pages of weights are on their way to an SM. While its shared memory
-# has no room for weights, it prefetches a page into L2 every AHEAD_NS: in this time, an H100's memory delivers a page
+# has no room for weights, it prefetches a page into L2 every AHEAD_NS. In this time, an H100's memory delivers a page
 # to each SM. It prefetches at most AHEAD_PAGES pages: those of all SMs fill half of the 50 MB of L2.
 WINDOW_PAGES, AHEAD_PAGES, AHEAD_NS = 3, 12, 800
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
@@ -89,7 +89,7 @@ class Pages:
 
 @functools.lru_cache(maxsize=1024)
 def _words(phase: Phase, dims: Dims) -> ctypes.Array[ctypes.c_int32]:
-    """The C++ struct `Phase`."""
+    """Return the contents of the C++ struct `Phase`, as an array that native functions take."""
     return (ctypes.c_int32 * len(PHASE_FIELDS))(*(field.value(phase, dims) for field in PHASE_FIELDS))
 
 
@@ -103,8 +103,8 @@ def one_row(dims: Dims) -> bool:
 
 
 def own_ring(dims: Dims) -> Dims:
-    """Return the sizes with the ring of the build that runs their programs. The build for one row runs those that
-    compute one row on one GPU, without experts, if shared memory has room for their inputs beside the ring."""
+    """Return the sizes with as many ring pages as the build that runs their programs has. The build for one row runs
+    programs of one row on one GPU, without experts, if shared memory has room for their inputs beside the ring."""
     alone, model = dims.bucket.tokens == dims.split.tp == 1, dims.model
     fits = 2 * max(model.hidden, model.ffn, model.heads * model.head_dim) <= COPY_BYTES
     own = alone and fits and dims.worker.units == Units.DOTS and not model.experts
@@ -152,12 +152,12 @@ def output_columns(phase: Phase, dims: Dims) -> int:
 
 
 def computed_rows(rows: Ints) -> Ints:
-    """Return how many rows an SM's tensor cores compute: a multiple of WARPGROUP_ROWS."""
+    """Return how many rows tensor cores compute for tiles of `rows` rows: a multiple of WARPGROUP_ROWS."""
     return WARPGROUP_ROWS * ceil_div(rows, WARPGROUP_ROWS)
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """Return the FLOPs that tensor cores execute for each tile, with padding, and the bytes loaded."""
+    """Return two arrays for tiles: the FLOPs that tensor cores execute, with padding, and the loaded bytes."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
     computed = computed_rows(rows) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)

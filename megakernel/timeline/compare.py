@@ -54,7 +54,7 @@ def compare(first: Resolved, second: Resolved) -> Comparison:
     if not len(mine):
         raise MegakernelError("the two traces have no instruction in common: compare steps of one model and bucket")
     changes = []
-    places_of = one[mine, 0]  # the first word of an identity names the phase
+    places_of = one[mine, 0]
     for place in np.unique(places_of).tolist():
         here = places_of == place
         means = float(before[mine[here]].mean()), float(after[theirs[here]].mean())
@@ -82,7 +82,7 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
 
 
 def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
-    """The indices, in each of two arrays, of the rows that are in both. Of equal rows in an array, the first counts."""
+    """Return the indices, in each of two arrays, of rows that are in both. Of equal rows, the first one counts."""
     _, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     _, mine, theirs = np.intersect1d(at.ravel()[: len(one)], at.ravel()[len(one) :], return_indices=True)
     order = np.argsort(mine)
@@ -99,8 +99,8 @@ def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
 
 
 def _executed(resolved: Resolved, places: Ints) -> tuple[Ints, Floats]:
-    """Return the identity of each executed instruction that has a COMPUTE interval, except joins and drains, and its
-    computing time in seconds."""
+    """Return two arrays: the identity of each executed instruction, and its computing time in seconds. Joins, drains
+    and instructions without a COMPUTE interval are left out."""
     chosen = np.flatnonzero(resolved.kind(IntervalKind.COMPUTE) & ~resolved.control)
     _, first, at = np.unique(resolved.instance[chosen], return_index=True, return_inverse=True)
     seconds = np.bincount(at, resolved.length[chosen]).astype(np.float64) * resolved.tick_s

@@ -16,8 +16,8 @@ class ChainLink:
     """One instruction (link) on the critical path, the chain of instructions that determines a step's length.
 
     `begin_s` and `end_s` are seconds since the launch began, and `gap_s` is the time from the previous link's end to
-    `begin_s`. `after` says what this link waited for: "wait" is a signal of the previous link, "order" is the previous
-    link on the same worker, "start" is nothing, because this is the first link. `interval` is a row of the trace.
+    `begin_s`. `after` says what this link waited for. "wait" means a signal of the previous link, and "order" the
+    previous link on the same worker. "start" means that this is the first link. `interval` is a row of the trace.
     """
 
     rank: int
@@ -107,7 +107,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
 
 
 def _done(resolved: Resolved) -> Ints:
-    """For each executed instruction, return when its worker can continue. The storer warp's work does not count."""
+    """Return the tick at which each executed instruction's worker can continue. It does not wait for its storer."""
     done = np.full(resolved.executions, -1)
     inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -115,7 +115,7 @@ def _done(resolved: Resolved) -> Ints:
 
 
 def _starts(resolved: Resolved) -> Ints:
-    """Return when each executed instruction's COMPUTE interval begins, or its last interval if it has no COMPUTE."""
+    """Return when each executed instruction's COMPUTE interval begins. If it has none, its last interval counts."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])

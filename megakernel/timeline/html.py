@@ -125,7 +125,6 @@ def _meta(sources: list[_Source], phases: list[Phase], unit_s: float) -> dict[st
 
 
 def _meaning(phase: Phase) -> list[str]:
-    """Return lines that explain what a phase does, and which buffers it reads and writes."""
     named = {name: getattr(phase, name) for name in ("weights", "norm", "bias", "inputs", "output")}
     does = [OPERATIONS[phase.operation].meaning, *([RESULTS[phase.result].meaning] if phase.is_matmul else [])]
     return does + [f"{name}: {buffer.name}" for name, buffer in named.items() if buffer is not None]
@@ -154,7 +153,7 @@ def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
 
 
 def _bins(resolved: Resolved) -> int:
-    """The number of bins (equal parts of the trace) of curves: a power of two, larger for longer traces."""
+    """Return into how many equal bins curves divide the trace: a power of two, larger for more intervals."""
     wanted = 1 << max(len(resolved) // 32, 1).bit_length()
     return min(max(wanted, _MIN_BINS), _MAX_BINS)
 
@@ -162,7 +161,7 @@ def _bins(resolved: Resolved) -> int:
 def _join(sources: list[_Source], unit_s: float) -> Columns:
     """Return the columns of all traces, one trace after another. The second trace's indices are shifted."""
     parts = [_columns(s, unit_s) for s in sources]
-    starts = ("regionStart", "pieceStart")  # one more than the things whose first regions or pieces they tell
+    starts = ("regionStart", "pieceStart")  # offsets, with one entry more than there are records or lanes
     shifted = dict.fromkeys(("record", "releaser", "pieceOf", "lane", "causesFirst", "causesLater", *starts), 0)
     for source, part in zip(sources, parts, strict=True):
         for name, by in shifted.items():
@@ -180,7 +179,7 @@ def _join(sources: list[_Source], unit_s: float) -> Columns:
 
 
 def _columns(source: _Source, unit_s: float) -> Columns:
-    """Return a trace's columns in the page's order. There, word 0 of a record is its phase's index in the page."""
+    """Return a trace's columns in the page's order. Word 0 of a record becomes its phase's index in the page's list."""
     resolved, cause, rows = source.resolved, source.resolved.causes, source.resolved.rows
     factor = _moments(source, unit_s)[0]
     region_start, regions = _regions(resolved)
@@ -188,7 +187,7 @@ def _columns(source: _Source, unit_s: float) -> Columns:
     records[:, 0] = source.places[rec.phase_number(records)]
     begin, end = np.floor(resolved.begin * factor), np.floor(resolved.end * factor)
     found = pieces(resolved)
-    # The page draws loads apart from all else, and idle time not at all.
+    # The page draws loads separately from these pieces, and does not draw idle time.
     shown = np.flatnonzero(~found.of(State.LOAD, State.IDLE, State.END))
     of = found.interval[shown]
     tops = np.maximum(source.curves.max(axis=(0, 2)), np.finfo(float).tiny)

@@ -49,7 +49,8 @@ def loads_under_compute(resolved: Resolved) -> float | None:
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """Of one time span [begin, end) per `chosen` interval, the fraction that its worker's intervals `cover` fill."""
+    """Return which fraction of the time spans [begin, end) is covered by intervals of the same worker in `cover`. There
+    is one span for each interval in `chosen`, which gives its worker."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None
@@ -105,8 +106,8 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """Of the time in which some lane of `busy` (a worker or a rank) computes, return the fraction in which several
-    lanes compute and their instructions belong to several pairs (layer, phase)."""
+    """`busy` has the time in which each lane, a worker or a rank, computes. Of the time in which some lane computes,
+    return the fraction in which several lanes do, and for several pairs (layer, phase)."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.

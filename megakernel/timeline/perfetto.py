@@ -95,8 +95,8 @@ def _rows(resolved: Resolved, chosen: Ints) -> list[list[int]]:
 
 
 def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Return the arrows (flows) from each instruction that ended a wait to the first work after the wait. The first
-    dict has the ids of the arrows that begin at an interval, the second of those that end at it."""
+    """Return two dicts by interval: the ids of the arrows (flows) that begin there, and of those that end there. Arrows
+    lead from the instruction that ended a wait to the first work after the wait."""
     work = np.flatnonzero(resolved.kind(*WORK))
     work = work[np.argsort(-resolved.begin[work], kind="stable")]
     first = dict(zip(resolved.instance[work].tolist(), work.tolist(), strict=True))
@@ -111,7 +111,6 @@ def _flows(resolved: Resolved) -> tuple[dict[int, list[int]], dict[int, list[int
 
 
 def _label(resolved: Resolved, i: int) -> str:
-    """Return the name of an interval: its phase, or for a wait what it waits for."""
     kind = int(resolved.rows["kind"][i])
     if kind == IntervalKind.PAGE_WAIT:
         return "waits for a page"
@@ -136,7 +135,7 @@ def _event(kind: str, track: int, ns: float, **fields: Any) -> Packet:
 
 
 def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[Packet]:
-    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes in each of equal parts of the trace."""
+    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes in each of many equal parts of the trace."""
     name, unit = RESOURCES[resource]
     yield _child(uuid, parent, name, resource, counter={"unit_name": unit})
     width_s = resolved.period * resolved.tick_s / len(amount)

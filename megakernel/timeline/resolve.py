@@ -87,12 +87,12 @@ class Resolved:
 
     @cached_property
     def period(self) -> int:
-        """A number of ticks above every time in the trace. On one line for all lanes, lane n begins at n x period."""
+        """A number of ticks above every time in the trace. If all lanes share one line, lane n begins at n x period."""
         return int(self.end.max()) + 1
 
     @cached_property
     def executions(self) -> int:
-        """The number of executions of instructions in all launches, which `instance` numbers."""
+        """How many instructions all launches execute together. `instance` numbers these executions."""
         return self.launches * self.program.instructions
 
     @cached_property
@@ -126,7 +126,8 @@ class Resolved:
 
     @property
     def attention(self) -> tuple[Ints, Floats] | None:
-        """The attention intervals, and the FLOPs and bytes of K and V of each, [n, 2]; None if not recorded."""
+        """The indices of attention's intervals, and an array [n, 2] with the FLOPs and the K and V bytes of each. None
+        if these were not recorded."""
         if self.trace.attention is None:
             return None
         i = self.of_attention
@@ -139,7 +140,7 @@ class Resolved:
 
     @cached_property
     def cause(self) -> Ints:
-        """For each wait for counters, the phases that can end it, as an index into `causes.names`; else -1."""
+        """For each wait for counters, the phases that can end it, as an index into `causes.names`. Others have -1."""
         word = self.record, self.rows["slot"] % rec.WAITS
         found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
         return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)
@@ -197,7 +198,7 @@ class Resolved:
         return key[order], interval[order], signals.maybe[at][order]
 
     def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
-        """A number for the counter that each of the intervals `i` waits for or signals. It differs between launches."""
+        """Return a number for the counter that each interval in `i` waits for or signals. Each launch has others."""
         block = (
             (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.model.layers + 1)
             + self.block[i]
@@ -221,7 +222,7 @@ class Resolved:
 
 
 def machine_name(program: Program, trace: Trace) -> str:
-    """Return the name of the machine that a trace is from, or else of the one that its program was compiled for."""
+    """Return the name of a trace's machine. If that machine is unknown, return the name of its program's machine."""
     name = trace.header.machine
     return name if name == machines.HOST or name in MACHINES else program.machine
 

@@ -125,7 +125,8 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 
 
 def issue_seconds(resolved: Resolved) -> Floats:
-    """Return the seconds to issue each record's machine code, [records, 3]: weight loader, input loader, consumers."""
+    """Return how many seconds each record's warps need to issue its machine code: [records, 3], for weight loader,
+    input loader and consumers."""
     found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
     for phase, dims, rows, columns in resolved.program.by_phase():
         roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
@@ -135,7 +136,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
-    """A mask of the intervals `wanted`, or of the intervals `other` for instructions that have no wanted interval."""
+    """Return a mask: of each instruction its intervals in `wanted`, or if there are none, those in `other`."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: Mask = wanted | (other & ~has[resolved.instance])

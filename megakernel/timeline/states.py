@@ -62,7 +62,7 @@ class Pieces:
 
 @lru_cache(maxsize=2)
 def pieces(resolved: Resolved) -> Pieces:
-    """Divide the workers' time into pieces with one state each: if several apply, the first one in `State`."""
+    """Divide the workers' time into pieces with one state each. If several apply, the first in `State` counts."""
     period, launches, every = resolved.period, resolved.launches, np.arange(resolved.lanes)
     base = resolved.lane * period
     begin, end = base + resolved.begin, base + resolved.end
@@ -91,7 +91,7 @@ def pieces(resolved: Resolved) -> Pieces:
 
 
 def _states(resolved: Resolved) -> list[tuple[State, Mask]]:
-    """Return each state with a mask of its intervals. If several apply at a time, the first of this list counts."""
+    """Return each state with a mask of its intervals. If several states apply at a time, the first one counts."""
     waits = resolved.kind(IntervalKind.COUNTER_WAIT)
     consumers = resolved.rows["role"] == Role.CONSUMER
     return [
@@ -132,7 +132,7 @@ def ranked(resolved: Resolved, rows: Ints, by: Floats) -> list[LanePlace]:
 
 
 def _interval_at(pieces: Pieces, row: int) -> int:
-    """Return the interval that contains a piece, or else the worker's next interval or previous one."""
+    """Return the interval that contains a piece. If there is none, return the worker's next or previous one, or -1."""
     for at in (row, row + 1, row - 1):
         if 0 <= at < len(pieces.lane) and pieces.lane[at] == pieces.lane[row] and pieces.interval[at] >= 0:
             return int(pieces.interval[at])

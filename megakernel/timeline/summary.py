@@ -47,9 +47,9 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class WaitTime:
-    """The waits of one phase, `instruction`, for one cause. `cause` names the phases that signal the awaited counter;
-    if there are several counters, it is about the last one to be complete. Only time in which the worker did nothing
-    else counts. `count` is the number of waits, `share` their part of all waiting time, `places` the longest waits."""
+    """The waits of one phase, `instruction`, for one cause. `cause` names the phases that signal the awaited counter.
+    Of several counters, the last one to be complete counts. Only time in which the worker did nothing else counts.
+    `count` is the number of waits, `share` their fraction of all waiting time, and `places` has the longest ones."""
 
     instruction: str
     cause: str
@@ -142,7 +142,7 @@ def _workers(resolved: Resolved, found: Pieces) -> list[WorkerTimes]:
 
 
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
-    """Return the time of each phase, sorted by this time without the excess of outliers, the longest first."""
+    """Return the time of each phase, the longest first. In this order, outliers count with their phase's median."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], resolved.length[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
@@ -169,7 +169,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
-    """Return the cause of each piece of time as an index into the second result, names; -1 if the piece is no wait."""
+    """Return the cause of each piece of time, as an index into a list of names, and this list. -1 means no wait."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1

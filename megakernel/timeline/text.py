@@ -124,7 +124,6 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def _resources(s: Summary, width: int) -> Table:
-    """A table of the resources, with rate, fraction of the peak, and a curve that is scaled to its own maximum."""
     table = _table("Resources", "resource", "rate", "of peak", "highest", "over the trace")
     table.columns[-1].justify = "left"
     cells = max(16, min(width - 56, 96))
@@ -137,7 +136,6 @@ def _resources(s: Summary, width: int) -> Table:
 
 
 def _tables(left: Table, right: Table, width: int) -> RenderableType:
-    """Return two tables side by side if `width` is large enough, otherwise one below the other."""
     if width < _WIDE:
         return Group(left, Text(), right, Text())
     grid = Table.grid(padding=(0, 4))

@@ -40,8 +40,8 @@ class Waits:
 @dataclass(frozen=True)
 class Signals:
     """All signals that records (instructions) may send, sorted by record: the counter, and the rank it is on. For some
-    signals, the step table decides at run time, so there is an entry for each possibility: an INDEXED signal may go to
-    the counter of any row block (group of token rows), and an OWNER signal goes to the rank that owns the row block."""
+    signals, the step table decides at run time, so there is an entry for each possibility. An INDEXED signal may go to
+    the counter of any row block (group of token rows). An OWNER signal goes to the rank that owns the row block."""
 
     record: Ints
     rank: Ints
@@ -83,7 +83,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def causes(program: Program) -> Causes:
-    """The causes of all waits of a program. In the code, a set of phases is an integer: bit n is phase n."""
+    """Return the causes of a program's waits. The code stores a set of phases as an integer, where bit n is phase n."""
     records, segment, ranks = program.every
     waits, signals = Waits.of(program, records), Signals.of(program, records)
     ahead, signalling = signals.ahead == 1, segment[signals.record]

@@ -1,4 +1,4 @@
-"""Explains why a step takes longer than the least possible time: divides the rest among causes that add up exactly."""
+"""Explains why a step takes longer than the least possible time. All further time is divided exactly among causes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def outliers(resolved: Resolved) -> Outliers:
 
 
 class Cause(StrEnum):
-    """The kinds of bars."""
+    """The kinds of bars in a waterfall."""
 
     LEAST = "least"  # the step's least time, at the peak rate of the resource that limits it
     RESOURCE = "resource"  # the further time that loads from the cache, or issuing instructions, need
@@ -50,7 +50,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Bar:
-    """One cause, the seconds of a step that it takes, and the places in the trace where it takes most."""
+    """One cause, and the seconds of a step that it takes. `places` has the longest periods with this cause."""
 
     name: str
     kind: Cause
@@ -64,7 +64,7 @@ class Waterfall:
     at peak rates, and `bound` names the resource that determines it. `times` has the seconds that each resource needs
     at its peak rate, on the rank that uses it most. Its entry "issue" is the time in which a worker's busiest kind of
     warp issues machine instructions, as the mean over the busiest rank's workers. If `beyond` is true, the least time
-    exceeds the step's time: the machine file or the clock is wrong, and the first bar is the whole step."""
+    exceeds the step's time. Then the machine file or the clock is wrong, and the first bar is the whole step."""
 
     least_s: float
     bound: str
@@ -131,8 +131,8 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
-    """Return the seconds to issue machine instructions: for each interval in `rows`, and per launch. The latter is for
-    a worker's busiest kind of warp, as the mean over the busiest rank's workers."""
+    """Return the seconds that warps need to issue machine instructions, in each interval of `rows` and per launch. The
+    time per launch is that of a worker's busiest kind of warp, as the mean over the busiest rank's workers."""
     seconds = issue_seconds(resolved)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may have several intervals
     rank = resolved.rows["rank"][rows[once]]

@@ -98,8 +98,8 @@ def read_blocks(view: StepTable, span: int) -> NDArray[np.int32]:
 
 
 def slot_work(table: StepTable) -> Floats:
-    """Return (FLOPs, bytes of K and V read) of the items of each attention slot (an attention instruction), per layer,
-    as a mean over all layers: [ranks, slots, 2]."""
+    """Return the FLOPs of each attention slot (an attention instruction) and the bytes of K and V that it reads:
+    [ranks, slots, 2]. Both are means over all layers."""
     dims = table.dims
     out = np.zeros((dims.split.tp, dims.bucket.attention_slots, 2))
     for rank in range(dims.split.tp):
@@ -163,13 +163,12 @@ def attend(c: Context, item: int) -> bool:
 
 
 def _query_columns(d: Dims, head: int) -> slice:
-    """The columns of Q for the rank's query heads that share KV head `head`."""
     first, end = d.split.query_heads(head)
     return slice(first * d.model.head_dim, end * d.model.head_dim)
 
 
 def _store_heads(c: Context, rows: slice, head: int, values: F32) -> None:
-    """Store attention's output for one KV head's query heads, for rows of one row block, which have one owner."""
+    """Store attention's output of the query heads that use KV head `head`. All `rows` must be in one row block."""
     columns = _query_columns(c.dims, head)
     index = (rows, slice(c.dims.split.o_first + columns.start, c.dims.split.o_first + columns.stop))
     ranks = c.dims.owners(rows.start) if c.dims.split.replicated_o else (c.dims.split.rank,)
@@ -185,7 +184,8 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -> F32:
-    """Attend with one row's heads to some tokens. Return maximum m, sum l and output * l: [heads, 2 + head_dim]."""
+    """Attend with a row's query heads to some tokens. Return the maximum score, the sum of exponentials, and the output
+    times this sum: [heads, 2 + head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     quantised = c.dims.model.quantised_kv
     scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)
@@ -196,7 +196,7 @@ def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -
 
 
 def _sink(c: Context, heads: slice) -> F32:
-    """The sinks of some query heads, as partial results of a token whose score is the sink and whose V is 0."""
+    """Return query heads' sinks as the partial results of a token whose score is the sink and whose V is 0."""
     sinks = c.weights(heads)[:, None]
     nothing = np.zeros((len(sinks), c.dims.model.head_dim), np.float32)
     return np.concatenate([sinks, np.ones_like(sinks), nothing], axis=1)

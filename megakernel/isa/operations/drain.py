@@ -1,4 +1,4 @@
-"""DRAIN, a control operation."""
+"""Declares DRAIN, by which a worker claims instructions from a queue and runs them."""
 
 from .spec import control
 

@@ -94,7 +94,7 @@ def clipped(gate: F32, up: F32) -> F32:
     """Return the clipped gate of `gate` and `up`, which have the same shape."""
     limit = np.float32(GATE_LIMIT)
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    with np.errstate(over="ignore"):  # as in `gated`
+    with np.errstate(over="ignore"):  # if a gate is a large negative number, exp overflows and the result is 0
         out: F32 = gate / (1 + np.exp(np.float32(-GATE_SLOPE) * gate)) * (up + 1)
     return out
 

@@ -1,4 +1,4 @@
-"""JOIN, a control operation."""
+"""Declares JOIN, which computes nothing, but waits for counters and then adds to others."""
 
 from .spec import control
 

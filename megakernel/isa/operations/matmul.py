@@ -54,7 +54,6 @@ class ResultSpec:
 
 
 def _slices(c: Context, row: int, col: int, t: F32) -> tuple[slice, slice]:
-    """Return the rows and columns of a tile of results."""
     return slice(row, row + len(t)), slice(col, col + t.shape[1])
 
 
@@ -66,7 +65,7 @@ def _tile_of(kind: Kind) -> Callable[[Phase, Columns, Dims], list[Access]]:
 
 
 def _part(c: Columns, start: int, width: int) -> tuple[Column, Column]:
-    """Return the first column and the end of each tile's part inside [start, start + width), relative to `start`."""
+    """Return which columns [begin, end) of each tile lie inside [start, start + width), counted from `start`."""
     col, end = tile(c)
     low = np.clip(col - start, 0, width)
     return low, np.maximum(np.clip(end - start, 0, width), low)
@@ -121,7 +120,7 @@ def _add_residual(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def gated(gate: F32, up: F32, result: Result = Result.GATED) -> F32:
-    """silu(gate) * up, or with GELU_GATED gelu(gate) * up"""
+    """Return silu(gate) * up, or gelu(gate) * up if `result` is GELU_GATED."""
     x = gate
     if result is Result.GELU_GATED:
         # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), so GELU's approximation by tanh is SiLU with another exponent.
@@ -143,7 +142,7 @@ def _store(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def _partial_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """The accesses that store partial sums, of rows in one row block, at each rank that keeps these rows."""
+    """Return the accesses that store partial sums at each rank that keeps the rows. The rows are in one row block."""
     row, rank = d.reduce_row(d.split.rank, c["row"]), EVERY if d.split.replicated_residual else d.owner(c["row"])
     return [Access(given(p.output), Kind.WRITE, row, row + c["rows"], *tile(c), rank=rank)]
 

@@ -19,7 +19,7 @@ from .spec import Cost, Cut, OperationSpec, activations, box, contents, vector, 
 
 def chosen(logits: F32, model: ModelSizes, bias: F32 | None = None) -> tuple[NDArray[np.intp], F32]:
     """Return the experts that a router chooses for each row, and their weights. An expert's score is the softmax or the
-    sigmoid of its logit, and its weight is the score, divided by the sum of the chosen scores if the model says so. The
+    sigmoid of its logit. Its weight is the score, divided by the sum of the chosen scores if the model says so. The
     experts with the largest logits are chosen or, if there is a `bias`, those with the largest sums of score and bias.
     Of equal experts, the lower number comes first. NaN counts as -infinity, so that no expert is chosen twice."""
     logits = np.where(np.isnan(logits), -np.inf, logits)
@@ -57,7 +57,7 @@ def _route(c: Context, row: int, rows: int) -> None:
 
 
 def _cost(p: Phase, c: Columns, d: Dims) -> Cost:
-    """Return the cost of instructions. Only the one that begins at row 0 reads the weights from memory."""
+    """Return the cost of instructions. Only the one that begins at row 0 counts as reading the weights from memory."""
     matrix = d.model.router_rows * p.inner(d.split)
     bytes_ = matrix * p.stored_bits(d.model) / 8
     return work(c, matrix=2.0 * c["rows"] * matrix, memory=np.where(c["row"] == 0, bytes_, 0.0))

@@ -66,7 +66,7 @@ def work(
     vector: NDArray[Any] | float = 0.0,
     memory: NDArray[Any] | float = 0.0,
 ) -> Cost:
-    """The cost of the instructions with operands `c`. An argument is a column, or one number for every instruction."""
+    """Return the cost of instructions with operands `c`. Other arguments are columns, or one number for all of `c`."""
     count = len(next(iter(c.values()), ()))
     columns = (np.asarray(v, dtype=np.float64) for v in (matrix, vector, memory))
     return Cost(*(column if column.ndim else np.full(count, column) for column in columns))
@@ -152,7 +152,7 @@ def partial_sums(d: Dims, width: int) -> Contents:
 
 
 def summed_weights(p: Phase, d: Dims) -> Contents:
-    """The weights of the matmul whose products the phase adds up, such as the down projections of all experts."""
+    """Return the contents of the weights whose products `p` adds up, such as the down projections of all experts."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     return weights(*shape[:-2], weight_rows(p, d), p.inner(d.split))
 

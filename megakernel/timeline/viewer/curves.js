@@ -41,7 +41,7 @@ function meanRate(s, r, t0, t1) {
   const x = s.resources[r];
   return ((sumAt(s, x, t1) - sumAt(s, x, t0)) * (s.span / s.bins)) / (t1 - t0);
 }
-/** [minimum, maximum] over all ranks and over the bins that touch [t0, t1). */
+/** The [minimum, maximum] of the rate, over all ranks and over the bins that touch [t0, t1). */
 function spread(s, r, t0, t1) {
   const { least, most } = s.resources[r], scale = s.bins / s.span;
   let low = Infinity, high = 0;
@@ -102,7 +102,7 @@ const inTrace = (s) => {
   const t0 = Math.max(view.t0, s.shift), t1 = Math.min(view.t1, s.shift + s.span);
   return t1 > t0 ? [t0, t1] : [t0, t0 + 1];
 };
-/** Index into `tracks` at height y, or -1. */
+/** The index in `tracks` of the curve at height y of the canvas, or -1. */
 function trackAt(y) {
   const n = Math.floor((y - curvesTop()) / (CURVE_ROW * size.k));
   return curvesShown && y >= curvesTop() && n < tracks.length ? n : -1;

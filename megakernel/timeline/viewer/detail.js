@@ -6,7 +6,7 @@
 const { pieceStart, pieceOf } = data;
 const pieceBegin = Float64Array.from(pieceOf, (i, n) => begin[i] + data.pieceAfter[n]);
 const pieceEnd = Float64Array.from(pieceOf, (i, n) => endOf(i) - data.pieceBefore[n]);
-const piecePart = Uint8Array.from(pieceOf, partOf), pieceWhole = Uint32Array.from(pieceOf, (i) => length[i]); // of the interval
+const piecePart = Uint8Array.from(pieceOf, partOf), pieceWhole = Uint32Array.from(pieceOf, (i) => length[i]); // pieceWhole: the interval's length
 
 // -- bins
 const FINEST = 16384, COARSEST = 1024;

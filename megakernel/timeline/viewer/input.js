@@ -31,7 +31,6 @@ function scrollRows(by) {
   view.scroll = Math.min(Math.max(view.scroll + by, 0), Math.max(0, rowsHeight - (size.h - rowsTop())));
   request();
 }
-/** Show `span` units of time around t. */
 const showAround = (t, span) => setView(t - span / 2, t + span / 2);
 const middleOf = (i) => begin[i] + length[i] / 2;
 const zoomTo = (i) => showAround(middleOf(i), Math.max(length[i], 1) * 6);
@@ -218,7 +217,6 @@ function firstInSight() {
   }
   return best;
 }
-/** Move the cursor among the rows. */
 function moveCursor(by) {
   cursor = Math.min(Math.max(cursor < 0 ? rows.indexOf(rowAt(view.scroll)) : cursor + by, 0), rows.length - 1);
   bringRow(rows[cursor]);

@@ -5,8 +5,8 @@ const LAYER_ROW = 17, PHASE_ROW = 12, OUTSIDE = 2; // OUTSIDE: the number of blo
 let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
-// Finds when each layer ran, from the begin of its first COMPUTE interval to the end of its last one, and the same for
-// each phase in the layer. Intervals below an eighth of their phase's mean are ignored: they had no work.
+// Finds when each layer ran: from the begin of its first COMPUTE interval to the end of its last one. Does so for each
+// phase of a layer, too. Intervals below an eighth of their phase's mean are ignored: they had no work.
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
   const begins = new Float64Array(blocks * (phases + 1)).fill(Infinity), ends = new Float64Array(begins.length);
@@ -33,7 +33,7 @@ for (const s of sources) {
     }
   }
 }
-/** The lines: for each trace one for its layers (shade -1), followed by one per phase if they are unfolded. */
+/** The lines: for each trace, one for its layers (shade -1) and, if unfolded, one for each phase. */
 const layerLines = () => sources.flatMap((s) => [-1, ...(unfolded ? [...shadesRun].sort((a, b) => a - b) : [])].map((shade) => ({ s, shade, h: (shade < 0 ? LAYER_ROW : PHASE_ROW) * size.k })));
 const layersHeight = () => sources.length * (LAYER_ROW + (unfolded ? shadesRun.size * PHASE_ROW : 0)) * size.k;
 /** The visible blocks of a line: begin, end, number and the layer's name. */

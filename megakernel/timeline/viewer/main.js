@@ -1,4 +1,4 @@
-// Colours, size, start.
+// Sets the colours for a light or dark page, follows changes of the canvas's size, and draws the first frame.
 
 function theme(name) {
   document.documentElement.dataset.theme = name;

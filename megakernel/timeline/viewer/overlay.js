@@ -58,7 +58,7 @@ function arrow(from, to) {
   }
 }
 
-// -- measure: two moments
+// -- the measure: the time between two moments that the user has marked
 function drawMeasure() {
   if (!measure) return;
   const k = size.k, [a, b] = [Math.min(measure.a, measure.b), Math.max(measure.a, measure.b)];

@@ -120,7 +120,7 @@ function paintRow(row, labelled) {
   paintColumns(rowShare(row, share, view.t0, scale() / share.wide, single), row.lane1 - row.lane0, y + box.y, box.h);
   if (single && longest[row.lane0] * scale() >= 2 * share.wide) paintBars(row, share.wide, y, box, labelled);
 }
-/** Stack each column's sums from the bottom up. The height h is `whole`, or the column's total if that is larger. */
+// Stack each column's sums from the bottom up. The height h means `whole`, or the column's total if that is larger.
 function paintColumns(share, whole, y0, h) {
   const { sums, columns, wide, units, edges } = share, { pixels } = base, { w, h: height } = size, found = share.parts();
   if (!found.length) return;
@@ -154,7 +154,7 @@ function paintBars(row, columns, y, box, labelled) {
   }
   for (const i of wide[SHAPE.work]) paintBar(i, y + box.y, box.h, labelled);
 }
-/** Paint waits where no work covers them; without strips, stores too. In rows with strips, counter waits are whole. */
+// Paint waits where no work covers them. Rows without strips also show stores; rows with strips, whole counter waits.
 function paintPieces(row, least, y, box, labelled) {
   const l = row.lane0, px = scale();
   if (box.strip) for (const i of wideIntervals(l, least)[SHAPE.wait]) if (kind[i] === COUNTER_WAIT) paintBar(i, y + box.y, box.h, null);

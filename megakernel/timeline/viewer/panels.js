@@ -128,7 +128,8 @@ function walk(n, by) {
   setView(from - wide, to + wide);
 }
 const WALKED = 12;
-/** The longest stretches [from(l), to(l)] of `links` of the critical path. Their times count from the last launch. */
+// The longest periods [from(l), to(l)] of critical-path links l. Both functions return seconds since the last launch
+// began.
 function linkPlaces(source, links, from, to) {
   const places = links.map((l) => ({ interval: l.interval, begin_s: source.lastLaunch + from(l), end_s: source.lastLaunch + to(l) }));
   return places.filter((p) => p.end_s > p.begin_s).sort((a, b) => b.end_s - b.begin_s - a.end_s + a.begin_s).slice(0, WALKED);
@@ -220,7 +221,7 @@ function measured() {
     ];
   }));
 }
-/** The parts of one column of a row, [share of its workers' time, part], the largest first, without those below `least`. */
+/** What a row's workers do in one column: [fraction of their time, part], the largest first, without those below `least`. */
 const largest = ({ sums }, row, least) => [...sums].map((v, p) => [v / (row.lane1 - row.lane0), p]).filter(([v]) => v > least).sort((x, y) => y[0] - x[0]);
 
 function tooltip(x, y, row, track = -1, layers = undefined) {
