@@ -74,7 +74,7 @@ struct PageUse {
   }
 };
 
-// Returns a buffer's tensor map: for whole pages if `whole` is set, otherwise for single boxes.
+// Returns a buffer's tensor map. One copy moves a page if `whole` is set, otherwise a part of a page (a box).
 MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }

@@ -217,8 +217,8 @@ def prompt_ids(llm: LLM, count: int) -> list[int]:
     """Return `count` token ids for a measurement: those of an English text, or random ids without a tokenizer."""
     if count >= llm.engine.dims.bucket.max_context:
         raise MegakernelError(
-            f"a prompt of {count} tokens exceeds the context of {llm.engine.dims.bucket.max_context}: raise "
-            "--max-model-len"
+            f"a prompt of {count} tokens leaves no room for an answer in the context of "
+            f"{llm.engine.dims.bucket.max_context}: raise --max-model-len"
         )
     if llm.tokenizer is None:
         return np.random.default_rng(0).integers(0, llm.config.vocab, count).tolist()  # type: ignore[no-any-return]

@@ -47,7 +47,7 @@ def check_parts(declared: dict[str, Any]) -> None:
                 raise ValueError("the table of its normalizer is damaged")
     if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
         raise ValueError(
-            f"it has over {MOST_TOKENIZER_PARTS} components, or makes texts over {MOST_TOKENIZER_GROWTH} times as long"
+            f"it has over {MOST_TOKENIZER_PARTS} components, or makes a text over {MOST_TOKENIZER_GROWTH} times longer"
         )
     if any(len(text) > MOST_TOKEN_CHARACTERS for text in _texts(declared)):
         raise ValueError(f"it has a token of more than {MOST_TOKEN_CHARACTERS} characters")

@@ -49,8 +49,8 @@ def loads_under_compute(resolved: Resolved) -> float | None:
 
 
 def _covered(resolved: Resolved, chosen: Mask, begin: Ints, end: Ints, cover: Mask) -> float | None:
-    """Return which fraction of the time spans [begin, end) is covered by intervals of the same worker in `cover`. There
-    is one span for each interval in `chosen`, which gives its worker."""
+    """There is one time span [begin, end) for each interval in `chosen`. Return the fraction of all spans' time during
+    which the interval's worker also has an interval in `cover`."""
     total = int((end - begin).sum())
     base = resolved.lane[chosen] * resolved.period
     return float(lane_spans(resolved, cover).covered(base + begin, base + end).sum()) / total if total else None

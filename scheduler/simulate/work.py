@@ -292,7 +292,7 @@ def _paged(
         again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
-    # The last columns are stored through pages of the ring. The next instruction loads into the pages after these.
+    # A tile's last results lie in pages of the ring until they are stored, so the next instruction loads behind them.
     tasks.set(task, ring_bytes=PAGE_BYTES * STEP_PAGES * taken.inputs, output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
     computed = computed_rows(rows).astype(np.float64)

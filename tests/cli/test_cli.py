@@ -234,7 +234,7 @@ def test_default_prompts(model: str) -> None:
         ids = prompt_ids(llm, 100)
         assert len(ids) == 100 and llm.tokenizer is not None
         assert llm.tokenizer.decode(ids).startswith("A river begins")
-        with pytest.raises(MegakernelError, match="exceeds the context"):
+        with pytest.raises(MegakernelError, match="leaves no room for an answer in the context"):
             prompt_ids(llm, 128)
 
 
