@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     context = args.context or min(max(_CONTEXT, -(-tokens // sequences)), program.dims.bucket.max_context)
     if (rows := -(-tokens // sequences)) > context:
         raise MegakernelError(
-            f"{tokens} tokens of {sequences} sequences are up to {rows} tokens each, more than the context of"
-            f" {context}: raise --context or lower --tokens"
+            f"a sequence would have up to {rows} of the {tokens} tokens, more than the context of {context}:"
+            " raise --context or lower --tokens"
         )
     table = even_step(program.dims, tokens, context)
     fit = _fit(program, machine, tied, sequences, context)

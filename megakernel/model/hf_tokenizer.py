@@ -158,7 +158,7 @@ def _tekken(path: Path) -> dict[str, Any]:
         raw = [base64.b64decode(token["token_bytes"]) for token in declared["vocab"][: max(total - room, 0)]]
         ids = {f"{name}_token_id": special.index(text) for name, text in (("bos", "<s>"), ("eos", "</s>"))}
     except (KeyError, TypeError, ValueError) as e:
-        raise UnknownTokenizer(f"{path} does not have the known form: {e!r:.200}") from e
+        raise UnknownTokenizer(f"{path} is damaged, or of an unknown version: {e!r:.200}") from e
     own = ["".join(map(letters.__getitem__, token)) for token in raw]
     pairs = merges_of(own, set(own), str(path))
     types = [CONTROL] * len(special) + [NORMAL] * len(own)

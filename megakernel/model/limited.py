@@ -45,8 +45,8 @@ class LimitedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, values: object) -> tuple[str, str]:
-        """Send `values` to the process as JSON, and return the kind and the text of its answer. Raises Ended, or
-        HelperLost if two processes were killed."""
+        """Send `values` to the process as JSON, and return the kind and the text of its answer. If the process
+        is killed, a second one is asked. Raises HelperLost if that is killed too, and Ended if the work is too much."""
         with self._lock:
             try:
                 return self._asked(values)

@@ -273,7 +273,7 @@ def test_what_a_file_says_is_read(spelling: dict[str, Any], read: dict[str, Any]
         ("sliding_attention: rope_type", {**GEMMA3, "rope_parameters": {FULL: {}, WINDOW: {"rope_type": "linear"}}}),
         ("use_bidirectional_attention", {**GEMMA3, "use_bidirectional_attention": True}),
         ("layer_types", {**GRANITE4, "layer_types": ["attention", "mamba"]}),
-        ("layer_types is missing", {**GRANITE4, "layer_types": None}),
+        ("must have layer_types", {**GRANITE4, "layer_types": None}),
         ("position_embedding_type", {**GRANITE4, "position_embedding_type": "nope"}),
         ("num_local_experts", {**GRANITE4, "num_local_experts": 64}),
         ("num_layers and num_hidden_layers", {"model_type": "exaone", "architectures": None, "num_layers": 3}),

@@ -574,7 +574,7 @@ def test_a_saved_program_of_a_prompt_can_be_simulated(tmp_path: Path, cli: Cli) 
     expected = simulate(program, machines.load("h100"), even_step(program.dims, 256, 256)).step_s
     assert found["step_s"] == pytest.approx(expected) and found["tokens_per_s"] == pytest.approx(256 / expected)
     said = cli.fails(*arguments, "--context", "255")
-    assert "up to 256 tokens each, more than the context of 255" in said
+    assert "up to 256 of the 256 tokens, more than the context of 255" in said
 
 
 def test_a_saved_program_runs_on_the_machine_that_it_names(tmp_path: Path, cli: Cli) -> None:
