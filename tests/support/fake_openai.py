@@ -1,6 +1,7 @@
 """A fake server that runs on a thread, for tests of the serving benchmark. It implements only the part of the OpenAI
 API that the benchmark calls, and fails in the ways that a test selects."""
 
+import gc
 import json
 import socket
 import threading
@@ -89,7 +90,12 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
 @contextmanager
 def answering(*raw: bytes, endless: bytes = b"") -> Iterator[str]:
     """Run a server that answers the first request with `raw[0]`, the second with `raw[1]` and so on, and the rest with
-    the last. Each answer is followed by `endless`, again and again, and then the connection closes. Yields its URL."""
+    the last. Each answer is followed by `endless`, again and again, and then the connection closes. Yields its URL.
+
+    Meanwhile no garbage is collected: while a client parses a deeply nested answer, a finalizer would exceed Python's
+    recursion limit, and Python would print that.
+    """
+    gc.disable()
     listener = socket.create_server(("127.0.0.1", 0))
     asked = 0
 
@@ -110,6 +116,7 @@ def answering(*raw: bytes, endless: bytes = b"") -> Iterator[str]:
     try:
         yield "http://{}:{}".format(*listener.getsockname())
     finally:
+        gc.enable()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
 
