@@ -20,7 +20,7 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield "# Fields of requests\n"
-    yield "`docs/fields_page.py` generates this page from the classes that check requests. Other fields are"
+    yield "`docs/fields_page.py` generates this page from the classes that check requests. Fields not listed here are"
     yield "accepted only if their value is null or has no effect, such as `n_predict: -1`. Otherwise, the error names a"
     yield "substitute if there is one."
     yield "\n## Supported\n\n| endpoint or object | supported fields |\n| --- | --- |"
@@ -37,7 +37,7 @@ def _lines() -> Iterator[str]:
     yield "\nFurther fields that are ignored in entries of `messages` and `input`, and in objects of requests:\n"
     yield from _table(fields.OF_EARLIER_ANSWERS | fields.OF_STREAM_OPTIONS | fields.OF_REASONING | fields.OF_TEXT)
     kinds = ", ".join(f"`{kind}`" for kind in fields.HOSTED_TOOLS.split("|"))
-    yield f"\nEntries of `tools` with these types are left out, because no answer can call them: {kinds}."
+    yield f"\nEntries of `tools` with these types are ignored, because no answer can call them: {kinds}."
     yield "\nFurther fields that are ignored in requests to `/v1/messages` and its `count_tokens`:\n"
     yield from _table(fields.OF_MESSAGES)
 
