@@ -175,8 +175,8 @@ def _batch(load: Workload, most: int) -> tuple[int, int, int]:
     lengths = {(job.prompt_tokens, job.output_tokens) for job in load.jobs}
     if len(lengths) > 1:
         raise MegakernelError(
-            "--vs needs prompts and answers of equal lengths, but these differ: use --dataset random with a range "
-            "ratio of 0, or compare servers with `bench serve --vs URL`"
+            "--vs needs prompts of equal lengths and answers of equal lengths: use --dataset random with "
+            "--random-range-ratio 0, or compare servers with `bench serve --vs URL`"
         )
     [(prompt, answer)] = lengths
     if answer < 2:

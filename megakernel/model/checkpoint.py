@@ -100,7 +100,7 @@ def column_bytes(dtype: Dtype, buffer: Buffer, split: Split) -> slice:
     if count and dtype.quantised and first % BLOCKS[dtype].weights:
         raise MegakernelError(
             f"cannot divide {buffer.name} in {dtype.name.lower()} among ranks: a part would begin inside a block of "
-            f"{BLOCKS[dtype].weights} weights"
+            f"{BLOCKS[dtype].weights} weights; lower --tp"
         )
     begin = dtype.row_bytes(first)
     return slice(begin, begin + dtype.row_bytes(count))

@@ -339,7 +339,7 @@ def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end
     for begin, stop, name in sorted(ranges):
         if stop > end:
             raise MegakernelError(
-                f"{path} is cut short or damaged: tensor {name} ends at byte {stop}, the file at {end}; fetch it again"
+                f"{path} is cut short or damaged: it has {end} bytes, but tensor {name} ends at {stop}; fetch it again"
             )
         if begin < last:
             other = f"tensor {previous}" if previous else "the header"

@@ -143,7 +143,7 @@ class GgufFile:
         if name is None or (int(name[2]), int(name[4])) != (number + 1, count):
             raise MegakernelError(
                 f"{path} contains part {number + 1} of a model in {count} parts, so its name must end with "
-                f"-{number + 1:05}-of-{count:05}.gguf: give all parts the names that they had"
+                f"-{number + 1:05}-of-{count:05}.gguf: give all parts their original names"
             )
         for other in sorted(set(range(count)) - {number}):
             part = path.with_name(f"{name[1]}{other + 1:05}{name[3]}{name[4]}{name[5]}")
@@ -356,7 +356,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     if tables or kind != "yarn":
         keys.only("attention.temperature_scale", 0)
     if tables and kind != "none" and factor != 1.0:
-        raise MegakernelError(f"{file.path}: {next(iter(tables))} together with other RoPE scaling is not supported")
+        raise MegakernelError(f"{file.path}: {next(iter(tables))} needs a RoPE scaling factor of 1, not {factor:g}")
     original = keys.count("rope.scaling.original_context_length", 0) or context
     if ROPE_FREQS in tables:
         return Rope(theta, RopeKind.FACTORS, factors=tables[ROPE_FREQS], attention=attention)

@@ -175,7 +175,7 @@ def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unk: str | N
     scores = keys.get("scores")
     right = _list_of(scores, float, int) and len(scores) == len(tokens) and all(score == score for score in scores)
     if not right or keys.get("token_type") is None:
-        raise MegakernelError(f"{keys.source}: the tokenizer's scores or token types are missing, or are no numbers")
+        raise MegakernelError(f"{keys.source}: {keys.prefix}scores and token_type must have {len(tokens)} numbers each")
     ranked = sorted((i for i, kind in enumerate(types) if kind == NORMAL), key=lambda i: -scores[i])
     pairs = merges_of([tokens[i] for i in ranked], set(tokens), keys.source)
     backend = _bpe(keys, tokens, pairs, byte_fallback=True, unk_token=unk, fuse_unk=True)

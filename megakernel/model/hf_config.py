@@ -242,9 +242,9 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     if alpha:  # the base is larger for texts of every length
         theta *= inside.number("alpha") ** (head_dim / (head_dim - 2))
     partial = _once(keys, inside, "partial_rotary_factor", family.defaults.get("partial_rotary_factor", 1.0))
-    dims = int(head_dim * partial)
-    if partial != 1 and not ("partial_rotary_factor" in family.defaults and 0 < dims < head_dim):
-        raise MegakernelError(f"{source}: partial_rotary_factor is {partial}; it must be 1 (0 to 1 in some families)")
+    own, dims = "partial_rotary_factor" in family.defaults, int(head_dim * partial)
+    if partial != 1 and not (own and 0 < dims < head_dim):
+        raise MegakernelError(f"{source}: partial_rotary_factor {partial} must be {'above 0, up to 1' if own else 1}")
     rope = Rope(theta, kind, dims=0 if partial == 1 else dims)
     if kind is RopeKind.DEFAULT:
         return rope

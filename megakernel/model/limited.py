@@ -75,7 +75,7 @@ class LimitedProcess:
                 process_group=0,  # so that Ctrl-C does not reach this process
             )
         except OSError as e:
-            raise HelperLost(f"cannot start a process with limits: {e.strerror}") from e
+            raise HelperLost(f"cannot start a helper process: {e.strerror}") from e
         weakref.finalize(self, _end, process)
         return process
 

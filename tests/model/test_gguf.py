@@ -275,7 +275,7 @@ def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
     ("named", "metadata"),
     [
         ("rope.freq_base_swa = 20000.0 is not supported, only 10000", {"gpt-oss__rope__freq_base_swa": 2e4}),
-        ("does not say which of 1 layers", {"olmo2__attention__sliding_window_pattern": ["L"]}),
+        ("true or false for each of 1 layers", {"olmo2__attention__sliding_window_pattern": ["L"]}),
         ("rope.scaling.type 'ntk'", {"llama__rope__scaling__type": "ntk"}),
         ("yarn_ext_factor", {"llama__rope__scaling__yarn_ext_factor": 0.5}),
         ("yarn_attn_factor = 1.5 .* only 1.0$", {"llama__rope__scaling__yarn_attn_factor": 1.5}),

@@ -198,11 +198,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"bos_token_id": "<s>"}, 'bos_token_id is "<s>", not token ids'),
     ({"pre": "new"}, 'pre-tokeniser "new" is not supported'),
     ({"model": "bert"}, "tokenizer \"bert\" is not supported, only 'gpt2' and 'llama'"),
-    ({"model": "llama"}, "scores or token types are missing"),
-    ({"model": "llama", "scores": [0.0] * 7}, "scores or token types are missing"),
-    ({"model": "llama", "scores": ["0"] * 260}, "scores or token types are missing"),
-    ({"model": "llama", "scores": [float("nan")] * 260}, "scores or token types are missing"),
-    ({"model": "llama", "scores": [0.0] * 260, "token_type": None}, "scores or token types are missing"),
+    ({"model": "llama"}, "scores and token_type must have 260 numbers"),
+    ({"model": "llama", "scores": [0.0] * 7}, "scores and token_type must have 260 numbers"),
+    ({"model": "llama", "scores": ["0"] * 260}, "scores and token_type must have 260 numbers"),
+    ({"model": "llama", "scores": [float("nan")] * 260}, "scores and token_type must have 260 numbers"),
+    ({"model": "llama", "scores": [0.0] * 260, "token_type": None}, "scores and token_type must have 260 numbers"),
     ({"model": "llama", "scores": [0.0] * 260, "add_space_prefix": 1}, "add_space_prefix is 1, not true or false"),
 ]
 

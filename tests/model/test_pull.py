@@ -86,7 +86,7 @@ def test_fetched_once(index: Index, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranges", [True, False])
 def test_dropped_connection_is_resumed(index: Index, ranges: bool) -> None:
     index.stop_after, index.ranges = 300_000, ranges
-    with pytest.raises(MegakernelError, match="pull again"):
+    with pytest.raises(MegakernelError, match="try again"):
         pull("some")
     index.stop_after = None
     assert pull("some").path.read_bytes() == MODEL
@@ -105,7 +105,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 PART = {"some_model-1.0.whl.part"}
 # What goes wrong with a download, the error, and the files that it leaves.
 TROUBLES: list[tuple[Callable[[Index, pytest.MonkeyPatch], None], str, set[str]]] = [
-    (lambda index, patch: patch.setattr(index, "stop_after", 300_000), r"stopped at 300000 of .*pull again", PART),
+    (lambda index, patch: patch.setattr(index, "stop_after", 300_000), r"stopped at 300000 of .*try again", PART),
     (lambda index, patch: patch.setattr(index, "content", bytes(len(index.content))), "wrong SHA-256", set()),
     (
         lambda _, patch: patch.setitem(PACKAGES, "some", replace(PACKAGES["some"], sha256="0" * 64)),

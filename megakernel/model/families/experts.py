@@ -145,8 +145,8 @@ def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dens
     every, used = routed["experts"] + more, routed["experts_per_token"] + more
     if min(shared, layers, dense) < 0 or dense > routed["ffn"] * used or every > MOST_EXPERTS:
         raise MegakernelError(
-            f"{config.source}: {layers} layers with an MLP of width {dense} and {every} experts are not supported; the "
-            f"limits are {MOST_EXPERTS} experts, and the width {routed['ffn'] * used} of a token's experts together"
+            f"{config.source}: {every} experts, and {layers} layers with an MLP of width {dense} instead, are not "
+            f"supported: the limits are {MOST_EXPERTS} experts, and an MLP of width {routed['ffn'] * used}"
         )
     counted = {"experts": every, "experts_per_token": used, "shared_experts": more}
     return routed | counted | {"shared_ffn": shared, "dense_layers": layers, "dense_ffn": dense}

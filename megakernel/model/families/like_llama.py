@@ -113,7 +113,7 @@ def _attention_only(config: Keys) -> dict[str, Any]:
     config.only("position_embedding_type", "rope", default="nope")
     config.only("num_local_experts", 0, default=8)
     if config.get("layer_types") is None and config.get("layers_block_type") is None:
-        raise MegakernelError(f"{config.source} must have layer_types; each must be attention, not Mamba")
+        raise MegakernelError(f"{config.source} must have layer_types, whose entries must all be attention, not Mamba")
     return {}
 
 

@@ -46,8 +46,8 @@ def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str,
     if isinstance(pattern, list):
         if len(pattern) < len(layers) or not all(isinstance(windowed, int) for windowed in pattern):
             raise MegakernelError(
-                f"{config.source}: {config.prefix}attention.sliding_window_pattern = {short(pattern)} does not say "
-                f"which of {len(layers)} layers have windows"
+                f"{config.source}: {config.prefix}attention.sliding_window_pattern = {short(pattern)} must have "
+                f"true or false for each of {len(layers)} layers"
             )
         full = tuple(layer for layer in layers if not pattern[layer])
     else:
