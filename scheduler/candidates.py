@@ -128,8 +128,8 @@ def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
     inside = not sends and norm_fits(rows, dims.model.hidden, dims)
     if wanted == "inside" and not inside:
         raise MegakernelError(
-            "cannot compile norms into matmuls (norm = 'inside'): "
-            + ("it needs residual = 'replicated'" if sends else f"the matmul units cannot normalise {rows} rows")
+            "cannot compile norms into matmuls: norm = 'inside' needs "
+            + ("residual = 'replicated'" if sends else f"matmul units that can normalise {rows} rows")
         )
     if wanted != "auto":
         return own.choosing(norm=wanted)

@@ -33,8 +33,8 @@ def compile_program(spec: Spec, stages: Stages | None = None) -> Program:
         raise MegakernelError(f"cannot compile {spec.config.layers} layers: a program holds at most {rec.MOST_LAYERS}")
     if spec.machine.tiles.col_unit % 2:
         raise MegakernelError(
-            f"machine {spec.machine.name}: col_unit is {spec.machine.tiles.col_unit}, but tiles must not cut a RoPE"
-            " pair: make it even"
+            f"machine {spec.machine.name}: col_unit is {spec.machine.tiles.col_unit}, but must be even, so"
+            " that no tile cuts a RoPE pair"
         )
     return build_program(lowered(spec, stages), spec.options, stages)
 

@@ -218,7 +218,7 @@ def _keep(found: Dependencies, copies: list[int], producer: TaskGroup, consumer:
         found.within.add(edge)
     elif consumer.copy != producer.copy + 1:
         raise AssertionError(
-            f"a task must not wait for a task of segment {copies[producer.copy]}, more than one segment earlier"
+            f"a task waits for a task of segment {copies[producer.copy]}, which is more than one segment before its own"
         )
     elif copies[producer.copy] == PROLOGUE:
         found.entering.add(edge)

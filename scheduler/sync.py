@@ -231,7 +231,7 @@ def _attention_grids(graph: _Graph) -> Links:
             touched_by[group.tasks] = _feeds(graph, producer, consumer)
         touched = touched_by[group.tasks][group.members]
         if group.rank != item.rank or not touched.any(axis=1).all():
-            raise AssertionError("attention items must wait only for tasks of their own rank, which write their inputs")
+            raise AssertionError("attention items must wait only for tasks of their own rank that write their inputs")
         first, heads = ready[item.rank]
         for head in range(heads):
             word = Target(first + item.block * heads + head, item.rank).signal()

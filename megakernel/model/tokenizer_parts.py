@@ -33,7 +33,7 @@ def check_parts(declared: dict[str, Any]) -> None:
             count += 1
             name = part.get("type", "BPE" if kind == "model" else None)  # old files leave out the type of their model
             if name not in types.split():
-                raise ValueError(f"a {kind} of type {name!s:.40}, which is not supported")
+                raise ValueError(f"it has a {kind} of type {name!s:.40}, which is not supported")
             growth *= _growth(part) if kind == "normalizer" else 1.0
             if name == "TemplateProcessing":
                 growth += len(str(part)) / MOST_TOKEN_CHARACTERS

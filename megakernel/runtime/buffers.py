@@ -52,14 +52,14 @@ def check_program(dims: Dims, program: Program) -> None:
     megakernel/program/checks.py. Native code relies on this check."""
     if program.ranks != dims.split.tp:
         raise MegakernelError(
-            f"the program was compiled for {program.ranks} ranks, the backend has {dims.split.tp}: "
+            f"the program was compiled for {program.ranks} ranks, but the backend has {dims.split.tp}: "
             f"compile it with --tp {dims.split.tp}"
         )
     own = dims.flat
     for name, value in program.dims.flat.items():
         if name not in _BUCKET and value != own[name]:
             raise MegakernelError(
-                f"the program was compiled for {name} = {value}, the backend has {own[name]}: "
+                f"the program was compiled for {name} = {value}, but the backend has {own[name]}: "
                 "compile it again, for the backend's model and limits"
             )
     check(program, whole=False)

@@ -118,7 +118,7 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
         )
     if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
         raise MegakernelError(
-            f"the costs need 1 <= claim_in_flight ({costs.claim_in_flight}) <= in_flight ({costs.in_flight})"
+            f"TaskCosts must have 1 <= claim_in_flight ({costs.claim_in_flight}) <= in_flight ({costs.in_flight})"
             f" <= {_MOST_IN_FLIGHT}"
         )
     return make_work(program, table, costs)

@@ -104,8 +104,8 @@ def sharegpt_file(path: Path, encode: Callable[[str], Sequence[int]], count: int
         if not few and job.prompt_tokens <= 1024 and job.prompt_tokens + job.output_tokens <= 2048:
             jobs.append(job)
     if not jobs:
-        limits = "prompt (4 to 1024 tokens) and answer (4 or more) of at most 2048 tokens together"
-        raise MegakernelError(f"{path} has no {limits}: choose another file")
+        limits = "a prompt of 4 to 1024 tokens, an answer of at least 4, and at most 2048 in both together"
+        raise MegakernelError(f"{path} has no conversation with {limits}: choose another file")
     return Workload(f"ShareGPT conversations of {path.name}", [jobs[i % len(jobs)] for i in range(count)])
 
 

@@ -180,7 +180,7 @@ class Engine:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             wrong = next((t for t in ids if t >= self.dims.model.vocab), None)
             if wrong is not None:
-                raise MegakernelError(f"{name}: token {wrong} is outside the vocabulary of {self.dims.model.vocab}")
+                raise MegakernelError(f"{name}: token {wrong} is outside the vocabulary of {self.dims.model.vocab} ids")
         # Subtract one token, because the last generated token is never an input and so needs no K and V.
         needed, pages = self._batch.pages_for(self._length_limit(len(prompt), params) - 1), self.stats.pages
         if needed > pages:

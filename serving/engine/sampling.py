@@ -144,12 +144,9 @@ class SamplingParams:
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise _error("stop", text, "must be one or more non-empty strings")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise _error(
-                "stop_token_ids", f"{len(self.stop_token_ids)} ids", f"may have at most {MAX_STOP_IDS} token ids"
-            )
-        if len(self.logit_bias) > MAX_BIAS:
-            raise _error("logit_bias", f"{len(self.logit_bias)} entries", f"may have at most {MAX_BIAS} entries")
+        for name, most in (("stop_token_ids", MAX_STOP_IDS), ("logit_bias", MAX_BIAS)):
+            if (count := len(getattr(self, name))) > most:
+                raise MegakernelError(f"sampling parameter {name} has {count} entries, but may have at most {most}")
         for value in self.logit_bias.values():
             self._real("logit_bias", value, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -161,7 +158,7 @@ class SamplingParams:
             raise _error("bad_words", "...", f"must be a list of at most {MAX_BAD_WORDS} texts")
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_CHARACTERS:
-                raise _error("bad_words", word, f"must be non-empty strings of at most {MAX_BAD_CHARACTERS} characters")
+                raise _error("bad_words", word, f"must be text of 1 to {MAX_BAD_CHARACTERS} characters, not all spaces")
         if self.pooling is not None:
             if self.pooling not in POOLINGS:
                 raise _error("pooling", self.pooling, f"must be one of {', '.join(POOLINGS)}")

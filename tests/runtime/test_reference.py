@@ -117,11 +117,11 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     for field in ("max_seqs", "hidden", "kv_page", "max_context", "dtype", "quantised_kv"):
         has = program.dims.flat[field]
         other = replace(program, dims=program.dims.changed(**{field: 2 * has + 1}))
-        with pytest.raises(MegakernelError, match=f"{field} = {2 * has + 1}, the backend has {has}"):
+        with pytest.raises(MegakernelError, match=f"{field} = {2 * has + 1}, but the backend has {has}"):
             backend.launch(other, table)
     with pytest.raises(MegakernelError, match="another program"):
         backend.launch(replace(program, dims=program.dims.changed(bias_entries=17)), table)
-    with pytest.raises(MegakernelError, match="compiled for 2 ranks, the backend has 1"):
+    with pytest.raises(MegakernelError, match="compiled for 2 ranks, but the backend has 1"):
         backend.launch(replace(program, ranks=2), table)
     table.block_tables[0, 0] = PAGES
     with pytest.raises(MegakernelError, match=f"outside the pool, which has pages 0 to {PAGES - 1}"):
