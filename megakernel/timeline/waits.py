@@ -83,7 +83,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def causes(program: Program) -> Causes:
-    """Return the causes of a program's waits. The code stores a set of phases as an integer, where bit n is phase n."""
+    """Return which phases can end each wait of a program. Inside, a set of phases is an integer: bit n is phase n."""
     records, segment, ranks = program.every
     waits, signals = Waits.of(program, records), Signals.of(program, records)
     ahead, signalling = signals.ahead == 1, segment[signals.record]

@@ -160,7 +160,7 @@ class _Keys:
 
     def __init__(self, program: Program, views: list[StepTable], records: Records, numbers: Int32s) -> None:
         dims = program.dims
-        # phase number -> (the cache key of the phase's first weight tile, the first columns of all its tiles)
+        # phase number -> (the cache key of its first weight tile, the first column of each tile); keys are consecutive
         self._weights: dict[int, tuple[int, Int32s]] = {}
         count = 0
         for phase in (p for p in program.forward if p.is_matmul):

@@ -43,8 +43,8 @@ class ToolFormat:
 
     @property
     def trigger(self) -> str:
-        """A regular expression for the text with which a model begins calls of its own accord. The text of the first
-        group, if there is one, belongs to what `CallsGrammar.begun` describes."""
+        """A regular expression for the text with which a model begins calls of its own accord. If it has a group, the
+        group's text is part of the calls already: the grammar `CallsGrammar.begun` must accept it too."""
         if self.final:
             return r"<\|(?:start|channel)\|>[^<]{0,64}?to=functions\."
         mark = re.escape(self.begin.strip())
