@@ -400,8 +400,8 @@ def _written(graph: _Graph, links: Sequence[Links]) -> Sync:
 
 
 def _joined(group: Group, counters: Sequence[int], room: int, first: int) -> tuple[list[int], list[Join]]:
-    """Return the encoded waits of a group of tasks that waits for `counters`. Its records can name `room` counters. If
-    there are more, `join` instructions wait for some of them and signal new counters, numbered from `first`."""
+    """Return the encoded waits of each task of a group that waits for `counters`. A task's record has room for `room`
+    waits. If there are more, `join` instructions wait for some and signal new counters, numbered from `first`."""
     words, joins = [rec.counter_word(counter) for counter in counters], list[Join]()
     while len(words) > room:
         joined = Target(first + len(joins), group.rank)

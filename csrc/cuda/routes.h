@@ -34,7 +34,7 @@ MK_FN int32_t most_dot_rows(int32_t inner) {
   return lower_of(kDotRows, kDotInputPages * kPieces / ceil_div(inner, kPiece));
 }
 
-// Finds rows in ROUTES, the router's choices. Even wrong contents cause no access outside the buffers.
+// Finds the rows for which the router chose an expert (ROUTES). Invalid choices access no other memory.
 struct Routes {
   const int32_t* experts;       // [rows][count]
   int32_t count;                // experts per token

@@ -257,8 +257,8 @@ class Unrolled:
         return EventGraph(self.rows, self.first, source, target)
 
     def order(self) -> tuple[NDArray[np.int32], list[int]]:
-        """Return a topological order of all nodes (rows) that respects every edge that may exist. Also return the rows
-        of a cycle, or an empty list if there is none."""
+        """Return the nodes in a topological order of all edges that a run may have. Also return the nodes of a cycle,
+        or an empty list if there is none."""
         graph = self._any_order
         missing = np.bincount(graph.target, minlength=self.rows).astype(np.int32)
         order, left = topological_order(graph, missing)

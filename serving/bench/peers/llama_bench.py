@@ -20,7 +20,7 @@ _PADDING = 256  # llama.cpp rounds the length of each sequence up to a multiple 
 
 
 def tool(given: Path | None, batched: bool) -> Path:
-    """Return the path of the benchmark program in the folder `given`, or in the folder of the program `given`. Without
+    """Return the path of the benchmark program `llama-bench`. `given` is its folder, or another program in it. Without
     `given`, the program `llama-bench` is looked for on PATH. Raises MegakernelError if there is no such program."""
     if given is None:
         if (found := shutil.which("llama-bench")) is None:
