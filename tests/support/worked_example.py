@@ -15,7 +15,8 @@ CHANGE = re.compile(r"^\*\*(In|New file) `([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", r
 def copy_of_the_tree(target: Path) -> Path:
     for folder in _FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=_LEFT_OUT)
-    shutil.copy(ROOT / "pyproject.toml", target)
+    for file in ("pyproject.toml", "headers.py"):
+        shutil.copy(ROOT / file, target)
     return target
 
 
