@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import Dims, OperationFamily, Phase, Result
+from megakernel.isa import Dims, OperationFamily, Result
 from megakernel.machine import Machine
 from megakernel.scheduler.cost import panel_blocks, seconds, unit_seconds
 from megakernel.scheduler.options import Options
@@ -69,10 +69,6 @@ _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
 _LEFT = 7 / 16
 
 
-def _is_stage(phase: Phase) -> bool:
-    return phase.family in _STAGES or phase.result is Result.HEADS
-
-
 def _turns(
     segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
 ) -> list[tuple[float, float]]:
@@ -85,7 +81,8 @@ def _turns(
     between the panel's end in the first stage and its start in the second. If a layer ends with a reduction and the
     next layer's norm, no stage follows in this segment. So both phases follow the last stage panel by panel."""
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
-    stages = [k for k, members in of_kind.items() if _is_stage(members[0].phase)]
+    first = {k: members[0].phase for k, members in of_kind.items()}
+    stages = [k for k, phase in first.items() if phase.family in _STAGES or phase.result is Result.HEADS]
     alone = 1 / panels
     turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
     for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):

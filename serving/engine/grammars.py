@@ -263,8 +263,7 @@ class Grammars:
             return None
         for token in params.allowed_token_ids or ():
             if token >= self._vocab:
-                told = f"allowed_token_ids: token {token} is outside the vocabulary of {self._vocab} ids"
-                raise MegakernelError(told)
+                raise MegakernelError(f"allowed_token_ids: {token} is outside the vocabulary of {self._vocab} ids")
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _placed(self, wanted: StructuredOutputsParams, grammar: Grammar | None) -> Constraint:

@@ -36,11 +36,6 @@ def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
         text += b"," * bool(text and values) + _encode(values)[1:-1]
 
 
-def raw_lists(pieces: Pieces) -> dict[str, msgspec.Raw]:
-    """Return the lists as JSON that is copied into an answer."""
-    return {name: msgspec.Raw(b"[" + text + b"]") for name, text in pieces.items()}
-
-
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
     """Yield the items in lists of at most MOST_WORK log-probabilities. An item has `width` of these. Between two lists,
     other tasks of the event loop have their turn."""

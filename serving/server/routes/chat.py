@@ -16,7 +16,7 @@ from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, OF_REASONING
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from megakernel.serving.server.requests import READ, Strict
-from megakernel.serving.server.scores import chat_logprobs, raw_lists
+from megakernel.serving.server.scores import chat_logprobs
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Said, Writer, event
 from megakernel.serving.text.codec import Conversation
@@ -274,7 +274,7 @@ class _ChatWriter(Writer):
             {
                 "index": said.index,
                 "message": self._message(said),
-                "logprobs": raw_lists(said.scores) or None,
+                "logprobs": self._written(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
                 "token_ids": self.answers.transcripts[said.index].token_ids if self._shows_ids else None,
@@ -282,7 +282,7 @@ class _ChatWriter(Writer):
             for said in choices
         ]
         ids = self.answers.prompts[0].tolist() if self._shows_ids else None
-        scores = raw_lists(self._prompts.get(0, {})).get("prompt")
+        scores = self._written(self._prompts.get(0, {})).get("prompt")
         return self._json(shown, self._usage(), whole=True, prompt_token_ids=ids, prompt_logprobs=scores)
 
     def _message(self, said: Said) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, raw_lists, scores
+from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, scores
 from megakernel.serving.server.service import Service
 from megakernel.serving.server.writer import Said, Writer, event
 
@@ -109,7 +109,7 @@ class _CompletionWriter(Writer):
         for said in choices:
             last, ids = replace(said.last, text=said.text("content")), self.answers.transcripts[said.index].token_ids
             choice = self._choice_of(last, ids, said.scores)
-            shown.append(choice | {"prompt_logprobs": raw_lists(self._prompts.get(said.prompt, {})).get("prompt")})
+            shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
         return self._json(shown, self._usage(), whole=True)
 
     async def _prepare(self, delta: Delta) -> None:
@@ -161,7 +161,7 @@ class _CompletionWriter(Writer):
         return self._plain(
             delta.index,
             text,
-            logprobs=raw_lists(logprobs) or None,
+            logprobs=self._written(logprobs) or None,
             finish_reason=reason,
             stop_reason=stop,
             token_ids=ids if self._shows_ids else None,

@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 from fastapi.responses import Response
-from msgspec import Raw
-from numpy.typing import NDArray
 from pydantic import Field
 
 from megakernel.serving.engine.sampling import POOLINGS, SamplingParams
@@ -45,16 +43,11 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     await service.finished(answers, answers.complete())
     data = []
     for index in range(len(prompts)):
-        vector = _unit(answers.pooled[index][: body.dimensions])
+        vector = answers.pooled[index][: body.dimensions]
+        vector = (vector / (float(np.linalg.norm(vector)) or 1.0)).astype("<f4")  # a vector of zeros stays
         shown = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
         data.append(encode_json({"object": "embedding", "index": index, "embedding": shown}))
         await asyncio.sleep(0)  # Other clients have their turn between the vectors.
-    tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    whole = {"object": "list", "model": model, "usage": usage, "data": Raw(b"[%b]" % b",".join(data))}
-    return WholeAnswer(encode_json(whole))
-
-
-def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale a vector to length 1. A vector of zeros remains as it is."""
-    return (vector / (float(np.linalg.norm(vector)) or 1.0)).astype("<f4")
+    usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, prompts)))
+    head = encode_json({"object": "list", "model": model, "usage": usage})
+    return WholeAnswer([head[:-1] + b',"data":[' + data[0], *(b"," + one for one in data[1:]), b"]}"])

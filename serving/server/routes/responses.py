@@ -16,7 +16,7 @@ from megakernel.serving.server.fields import OF_EARLIER_ANSWERS, OF_TEXT
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes import chat
-from megakernel.serving.server.scores import Pieces, append, chat_logprobs, raw_lists
+from megakernel.serving.server.scores import Pieces, append, chat_logprobs
 from megakernel.serving.server.service import Service, Tools
 from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
@@ -287,7 +287,7 @@ class _ResponseWriter(ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, None if self.body.shown is None else raw_lists(self._scores).get("logprobs", []))
+        part = _part(item.text, None if self.body.shown is None else self._written(self._scores).get("logprobs", []))
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: FinishReason | None) -> dict[str, Any]:
