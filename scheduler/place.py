@@ -81,8 +81,7 @@ def _turns(
     between the panel's end in the first stage and its start in the second. If a layer ends with a reduction and the
     next layer's norm, no stage follows in this segment. So both phases follow the last stage panel by panel."""
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
-    first = {k: members[0].phase for k, members in of_kind.items()}
-    stages = [k for k, phase in first.items() if phase.family in _STAGES or phase.result is Result.HEADS]
+    stages = [k for k, (one, *_) in of_kind.items() if one.phase.family in _STAGES or one.phase.result is Result.HEADS]
     alone = 1 / panels
     turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
     for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):

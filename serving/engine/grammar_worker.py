@@ -283,8 +283,9 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
             return _compile(tokenizer, notation, loosened(text, wrong), {"tools"})
         return {"failed": matcher.get_error()}
     left = (left or set()).union(*(schema.left for schema, _ in schemas))
-    for found in filter(None, map(_WARNING.match, matcher.get_grammar_warnings())):
-        left |= {*filter(None, found.groups()[1:]), *json.loads(found[1] or "[]")}
+    for warning in matcher.get_grammar_warnings():  # one whose words are not known is listed as it is
+        found = _WARNING.match(warning)
+        left |= {*filter(None, found.groups()[1:]), *json.loads(found[1] or "[]")} if found else {warning[:80]}
     return {"text": json.dumps([grammar, sorted(left), max(_resident() - before, len(grammar))])}
 
 

@@ -90,10 +90,8 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
 @contextmanager
 def answering(*raw: bytes, endless: bytes = b"") -> Iterator[str]:
     """Run a server that answers the first request with `raw[0]`, the second with `raw[1]` and so on, and the rest with
-    the last. Each answer is followed by `endless`, again and again, and then the connection closes. Yields its URL.
-
-    Meanwhile no garbage is collected: in the depth of a nested answer, a finalizer would exceed the recursion limit."""
-    gc.disable()
+    the last. Each answer is followed by `endless`, again and again, and then the connection closes. Yields its URL."""
+    gc.disable()  # in the depth of a nested answer, a finalizer would exceed the recursion limit
     listener = socket.create_server(("127.0.0.1", 0))
     asked = 0
 

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pydantic import BaseModel, Discriminator, Field, Json, SecretStr, Tag, TypeAdapter, networks, types
 
-from megakernel.serving.engine.grammar_worker import Vocabulary, _compile
+from megakernel.serving.engine.grammar_worker import _BEYOND, Vocabulary, _compile
 
 TOKENS = [bytes([byte]) for byte in range(256)]
 TOKENIZER = LLTokenizer(TokenizerWrapper(Vocabulary([*TOKENS, b""], [256], 256)), eos_token=[256])
@@ -128,6 +128,11 @@ def test_schemas(schema: dict[str, Any], right: list[str], wrong: list[str], lef
     assert [text for text in wrong if matches(grammar, text)] == []
 
 
+def test_a_warning_in_unknown_words_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megakernel.serving.engine.grammar_worker._WARNING", _BEYOND)  # matches no warning
+    assert compiled("json", '{"contains": {}}')[1] == ['Unimplemented keys: ["contains"]']
+
+
 class Colour(enum.Enum):
     RED = "red"
 
@@ -178,14 +183,11 @@ def test_every_type_of_pydantic_is_taken() -> None:
         ({"allOf": [{"$ref": "#/nowhere"}]}, "nowhere"),
         ({"const": float("inf")}, "JSON compliant"),
         ({"type": "string", "maxLength": -1}, "maxLength"),
+        ('{"items":' * 5000 + "{}" + "}" * 5000, "deep"),
     ],
 )
-def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any], why: str) -> None:
-    assert why in _compile(TOKENIZER, "json", json.dumps(schema))["failed"]
-
-
-def test_nesting_is_limited() -> None:
-    assert "deep" in _compile(TOKENIZER, "json", '{"items":' * 5000 + "{}" + "}" * 5000)["failed"]
+def test_what_is_wrong_with_a_schema_is_said(schema: Any, why: str) -> None:
+    assert why in _compile(TOKENIZER, "json", schema if isinstance(schema, str) else json.dumps(schema))["failed"]
 
 
 @pytest.mark.parametrize("escape", ["d", "w", "s", "D", "W", "S"])
