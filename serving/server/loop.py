@@ -152,7 +152,7 @@ class EngineLoop:
             while not self._closing:
                 for frontend, message in self._received():
                     self._handle(frontend, message)
-                if not self.engine.idle:
+                if self._jobs:
                     self._step()
                 self._tell()
             for request in self._job_of:
@@ -174,8 +174,8 @@ class EngineLoop:
             self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
 
     def _received(self) -> Iterator[tuple[bytes, messages.ToEngine]]:
-        """Yield the messages that have arrived. If the engine is idle, first wait until a message arrives."""
-        if self.engine.idle:
+        """Yield the messages that have arrived. If no job runs or waits, first wait until a message arrives."""
+        if not self._jobs:
             self._step_began = 0.0
             self._socket.poll()
         while True:

@@ -145,7 +145,7 @@ def test_without_a_tokenizer_there_is_no_text_to_match() -> None:
     [
         ({"allowed_token_ids": []}, "allowed_token_ids="),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids=-1"),
-        ({"allowed_token_ids": [260]}, "allowed_token_ids: token 260 is outside the vocabulary of 260"),
+        ({"allowed_token_ids": [260]}, "allowed_token_ids: 260 is outside the vocabulary of 260"),
         ({"allowed_token_ids": [2], "min_tokens": 1}, "min_tokens forbids every id"),
         ({"allowed_token_ids": [64], "bad_words": ["a"]}, "no token is allowed"),
         ({"bad_words": "word"}, "bad_words="),

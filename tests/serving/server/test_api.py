@@ -225,12 +225,7 @@ def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.M
         (COMPLETIONS, b"", None, "the body is required"),
         (CHAT, {"messages": []}, "messages", "must have at least 1 entry"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "not 'king'"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content.0.type",
-            "text",
-        ),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type", "text"),
         ("/tokenize", {}, "prompt", "prompt is required"),
     ],
 )
@@ -426,7 +421,9 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
 
 
 def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
+    before = live.metric("vllm:prompt_tokens_total")
     with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
+        until(lambda: live.metric("vllm:prompt_tokens_total") > before)
         live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
         until(lambda: live.host.loop.engine.stats.pages_used == 0)
     until(live.at_rest)
