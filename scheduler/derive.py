@@ -218,7 +218,7 @@ def _keep(found: Dependencies, copies: list[int], producer: TaskGroup, consumer:
         found.within.add(edge)
     elif consumer.copy != producer.copy + 1:
         raise AssertionError(
-            f"a task waits for a task of segment {copies[producer.copy]}, which is more than one segment before its own"
+            f"a task waits for segment {copies[producer.copy]}, but only its own and the previous segment are allowed"
         )
     elif copies[producer.copy] == PROLOGUE:
         found.entering.add(edge)

@@ -180,9 +180,9 @@ def _batch(load: Workload, most: int) -> tuple[int, int, int]:
         )
     [(prompt, answer)] = lengths
     if answer < 2:
-        raise MegakernelError("--vs times the tokens after the first one: set --random-output-len to 2 or more")
+        raise MegakernelError("--vs measures only tokens after the first one: set --random-output-len to 2 or more")
     if len(load.jobs) > most:
-        raise MegakernelError(f"--vs runs one batch: {len(load.jobs)} prompts exceed --max-num-seqs {most}: raise it")
+        raise MegakernelError(f"--vs runs all prompts at once: set --max-num-seqs to {len(load.jobs)}, not {most}")
     return len(load.jobs), prompt, answer - 1
 
 

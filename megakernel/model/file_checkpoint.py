@@ -319,7 +319,7 @@ class _Pieces:
             return np.pad(rows, ((0, end - start - len(rows)), (0, 0)))
         kind, rows = self.dtype(stem), self._files.rows(stem, start, end)
         if kind.quantised and first % BLOCKS[kind].weights:
-            raise MegakernelError(f"{self.where(stem)}: cannot split {stem}: a piece would begin in a quantised block")
+            raise MegakernelError(f"{self.where(stem)}: cannot cut tensor {stem} inside a block of quantised weights")
         part = rows.view(np.uint8)[:, kind.row_bytes(first) : kind.row_bytes(min(first + self._ffn, width))]
         return np.pad(part, ((0, 0), (0, kind.row_bytes(self._ffn) - part.shape[1]))).view(rows.dtype)
 

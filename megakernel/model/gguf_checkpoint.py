@@ -137,7 +137,7 @@ class GgufFile:
         """Open all parts of a split model except `path`. `path` is part `number`, counted from 0, of `count` parts."""
         if not (isinstance(count, int) and isinstance(number, int) and 0 <= number < count):
             raise MegakernelError(
-                f"{path} is damaged: it cannot be part {number!r:.20} of {count!r:.20}, counted from 0"
+                f"{path} is damaged: split.no, {number!r:.20}, must be at least 0 and below split.count, {count!r:.20}"
             )
         name = GGUF_PART.fullmatch(path.name)
         if name is None or (int(name[2]), int(name[4])) != (number + 1, count):

@@ -134,7 +134,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     count = keys.count
     hidden, heads = count("hidden_size"), count("num_attention_heads", default("num_attention_heads"))
     if raw.get("head_dim") is None and "head_dim" not in family.defaults and (heads <= 0 or hidden % heads):
-        raise refuse(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is missing")
+        raise refuse(f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
     head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
     rope = _rope(Keys(_global_rope(raw, family), source), context, head_dim, family)

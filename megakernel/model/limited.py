@@ -54,7 +54,7 @@ class LimitedProcess:
                 try:
                     return self._asked(values)
                 except _Killed as e:
-                    raise HelperLost(f"a helper process was lost twice: {e}: try again later") from e
+                    raise HelperLost(f"two helper processes ended before they answered: {e}: try again later") from e
 
     def _asked(self, values: object) -> tuple[str, str]:
         if self._process is None:
@@ -100,10 +100,10 @@ class LimitedProcess:
         if not line:
             _end(process)
             if process.returncode == -signal.SIGPROF:
-                raise Ended(f"it takes more than {self._seconds} s of processor time")
+                raise Ended(f"the work takes more than {self._seconds} s of processor time")
             if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-                raise _Killed(f"it was killed, or did not answer for {self._seconds * _PATIENCE:g} s")
-            raise Ended(f"it needs more than {self._memory_bytes >> 20} MiB of memory")
+                raise _Killed(f"the process was killed, or did not answer for {self._seconds * _PATIENCE:g} s")
+            raise Ended(f"the work needs more than {self._memory_bytes >> 20} MiB of memory")
         [(kind, text)] = json.loads(line).items()
         if kind == "broken":
             _end(process)

@@ -33,24 +33,24 @@ def check_parts(declared: dict[str, Any]) -> None:
             count += 1
             name = part.get("type", "BPE" if kind == "model" else None)  # old files leave out the type of their model
             if name not in types.split():
-                raise ValueError(f"it has a {kind} of type {name!s:.40}, which is not supported")
+                raise ValueError(f"the tokenizer has a {kind} of type {name!s:.40}, which is not supported")
             growth *= _growth(part) if kind == "normalizer" else 1.0
             if name == "TemplateProcessing":
                 growth += len(str(part)) / MOST_TOKEN_CHARACTERS
                 _check_template(part)
             pattern = part.get("pattern")
             if "" in (part.get("prepend"), *(pattern.values() if isinstance(pattern, dict) else ())):
-                raise ValueError(f"the pattern or the prepended text of its {kind} is empty, which is not allowed")
+                raise ValueError(f"the pattern or the prepended text of the {kind} is empty, which is not allowed")
             if name == "BPE":
                 _check_merges(part)
             if name == "Precompiled" and not _sound(part.get("precompiled_charsmap")):
-                raise ValueError("the table of its normalizer is damaged")
+                raise ValueError("the normalizer's precompiled_charsmap is damaged")
     if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
         raise ValueError(
             f"it has over {MOST_TOKENIZER_PARTS} components, or makes a text over {MOST_TOKENIZER_GROWTH} times longer"
         )
     if any(len(text) > MOST_TOKEN_CHARACTERS for text in _texts(declared)):
-        raise ValueError(f"it has a token of more than {MOST_TOKEN_CHARACTERS} characters")
+        raise ValueError(f"the tokenizer has a token of more than {MOST_TOKEN_CHARACTERS} characters")
 
 
 def _check_template(part: dict[str, Any]) -> None:
@@ -60,9 +60,9 @@ def _check_template(part: dict[str, Any]) -> None:
     for step in steps if isinstance(steps, list) else []:
         token, text = (step.get("SpecialToken"), step.get("Sequence")) if isinstance(step, dict) else (None, None)
         if isinstance(text, dict) and text.get("id") != "A":
-            raise ValueError("its template for one text refers to a second text")
+            raise ValueError("the post-processor's template for one text refers to a second text")
         if isinstance(token, dict) and isinstance(known, dict) and token.get("id") not in known:
-            raise ValueError(f"its template has the token {token.get('id')!s:.40}, which it does not define")
+            raise ValueError(f"the post-processor's template does not define its token {token.get('id')!s:.40}")
 
 
 def _check_merges(model: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def _check_merges(model: dict[str, Any]) -> None:
         pair = merge if isinstance(merge, str) else " ".join(map(str, merge)) if isinstance(merge, list) else ""
         too_long = 4 * len(pair) > longest and len(pair.encode()) > longest
         if too_long or not pair.partition(" ")[2].startswith(prefix):
-            raise ValueError(f"its merge {pair:.60} makes no token")
+            raise ValueError(f"the merge {pair:.60} makes no token of the vocabulary")
 
 
 def _parts(part: Any, kind: str) -> Iterator[dict[str, Any]]:

@@ -135,7 +135,7 @@ def _check(program: Program, work: Work, costs: TaskCosts, result: ctypes.Struct
     # Without waits, attention items of different layers may run at the same time and signal each other's counters.
     if result.crowded_counter >= 0 and costs.synchronised:
         raise MegakernelError(
-            f"counter {result.crowded_counter} gets more arrivals than the program declares:"
+            f"signals add more to counter {result.crowded_counter} than the total that the program states:"
             " check the program with megakernel verify"
         )
     if result.stuck_stream < 0:

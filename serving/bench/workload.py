@@ -56,7 +56,7 @@ def length_pairs(path: Path, count: int, vocab: int, seed: int, name: str = "") 
     try:
         pairs = [(int(prompt), int(output)) for prompt, output in list(csv.reader(_read(path).splitlines()))[1:]]
     except ValueError as e:
-        told = f"{path} is not a CSV file with a header and two lengths per line, of prompt and output: {e}"
+        told = f"each line of {path}, after a header line, must be a prompt's and an answer's length, as in 100,20: {e}"
         raise MegakernelError(told) from e
     if not pairs or any(prompt < 1 or output < 1 for prompt, output in pairs):
         raise MegakernelError(f"{path} must have at least one line of lengths, and every length must be at least 1")

@@ -169,7 +169,7 @@ def join(address: str | None, cpus: int) -> list[Resources]:
         try:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as e:
-            why = f"{str(e).splitlines()[0]}; if it asks for a token, RAY_AUTH_TOKEN must hold that token"
+            why = f"{str(e).splitlines()[0]}; if the cluster requires a token, set RAY_AUTH_TOKEN to the token"
             raise MegakernelError(f"cannot join the Ray cluster at {address}: {why}") from e
     found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Resources(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in found]

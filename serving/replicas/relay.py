@@ -56,11 +56,11 @@ async def relay(
                     if isinstance(part, Head):
                         head = part
                         if sent and (head.status, head.kind) != (sent.status, sent.kind):
-                            raise _Lost(f"the next replica has other settings, or another status ({head.status})")
+                            raise _Lost(f"the next replica's answer has another status ({head.status}) or content type")
                         continue
                     rest += part
                     if len(rest) > _MOST_KEPT:
-                        raise _Lost(f"the replica sent more than {_MOST_KEPT} bytes that cannot be passed on yet")
+                        raise _Lost(f"an event or answer of the replica has more than {_MOST_KEPT} bytes, the limit")
                     if not head.streams or b"\n" not in part:  # each event and each mark ends with line breaks
                         continue
                     *known, last = MARK.split(rest)  # events and the number of their choice, alternately

@@ -313,7 +313,7 @@ def _sampling(model: str | Checkpoint, source: str) -> dict[str, Any]:
         SamplingParams(**found)
     except MegakernelError as e:
         place = model if source == "auto" else Path(source) / "generation_config.json"
-        raise MegakernelError(f"{place}: {e}; use --generation-config vllm to ignore this file") from e
+        raise MegakernelError(f"{place}: {e}; use --generation-config vllm to ignore its sampling parameters") from e
     return found
 
 

@@ -251,7 +251,7 @@ def test_missing_peers_are_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytes
     [
         ("--dataset sharegpt", "of equal lengths"),
         ("--random-output-len 1", "--random-output-len to 2 or more"),
-        ("--num-prompts 65", "65 prompts exceed --max-num-seqs 64"),
+        ("--num-prompts 65", "set --max-num-seqs to 65, not 64"),
     ],
 )
 def test_work_that_peers_do_not_do(cli: Cli, model: str, native: Path, flags: str, message: str) -> None:

@@ -458,7 +458,7 @@ def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
     with pytest.raises(MegakernelError, match="never ends: rank 0 worker"):
         simulate(broken, machine_of(program), step_of(program))
     totals -= 2
-    with pytest.raises(MegakernelError, match="more arrivals than the program declares"):
+    with pytest.raises(MegakernelError, match="than the total that the program states"):
         simulate(replace(program, totals_first=totals), machine_of(program), step_of(program))
 
 

@@ -145,7 +145,7 @@ def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dens
     every, used = routed["experts"] + more, routed["experts_per_token"] + more
     if min(shared, layers, dense) < 0 or dense > routed["ffn"] * used or every > MOST_EXPERTS:
         raise MegakernelError(
-            f"{config.source}: {every} experts, and {layers} layers with an MLP of width {dense} instead, are not "
+            f"{config.source}: {every} experts, and {layers} layers whose only MLP has width {dense}, are not "
             f"supported: the limits are {MOST_EXPERTS} experts, and an MLP of width {routed['ffn'] * used}"
         )
     counted = {"experts": every, "experts_per_token": used, "shared_experts": more}

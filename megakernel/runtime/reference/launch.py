@@ -47,8 +47,8 @@ class Counters:
             total = int(self.totals[rank, n])
             got = int(self.values[rank, n]) - (self.launch - 1) * total
             raise MegakernelError(
-                f"program {self.program.hash} is wrong: counter {n} of rank {rank} got {got} arrivals "
-                f"in a launch, but its total is {total}"
+                f"program {self.program.hash} is wrong: in a launch, its signals added {got} to counter {n} of rank "
+                f"{rank}, not the total of {total}"
             )
 
 

@@ -32,7 +32,7 @@ async def embed(service: Service, body: EmbeddingRequest) -> Response:
     """Answer a request with one embedding for each input. The model's folder says how hidden states are pooled."""
     model, known = service.model(body.model), service.description
     if known.pooling not in POOLINGS:
-        told = f"{model} makes embeddings with {known.pooling} pooling: choose a model with last or mean pooling"
+        told = f"{model} makes embeddings with {known.pooling} pooling: only last and mean pooling are supported"
         raise APIError(400, told)
     if body.dimensions is not None and body.dimensions > known.hidden:
         raise APIError(400, f"dimensions must be at most {known.hidden}, not {body.dimensions}", param="dimensions")
