@@ -191,7 +191,7 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
       if (!inputs && p.lane() == 0) begin = in_stages(block.dims, task) ? p.now() : 0;
     }
     if (staged ? task.is(Operation::kAttention) || is_experts(task) : in_stages(block.dims, task)) {
-      // Stages take the place of pages, or the other way round, so the last instruction must have ended.
+      // The ring changes between pages and stages, so the previous instruction must have ended.
       live = live && p.wait(block.slots[slot_of(j - 1)].retired, slot_parity(j - 1), task.where);
       staged = !staged;
     }

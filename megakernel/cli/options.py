@@ -214,7 +214,7 @@ def fetch(model: str) -> None:
 
 
 def prompt_ids(llm: LLM, count: int) -> list[int]:
-    """Return `count` token ids for a measurement: those of an English text, or random ids without a tokenizer."""
+    """Return `count` token ids for a measurement: those of an English text or, if there is no tokenizer, random ids."""
     if count >= llm.engine.dims.bucket.max_context:
         raise MegakernelError(
             f"a prompt of {count} tokens leaves no room for an answer in the context of "

@@ -28,7 +28,7 @@ _ENDS = {
     "<|calls|>", "<|flush|>", "<|tool_response>", "<turn|>", "<end_of_turn>", "<end_of_utterance>", "<eos>", "</s>",
     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-# Each of these texts does not end a turn if the vocabulary also has all tokens of one of the sets after it.
+# A text in this table does not end an answer if the vocabulary also has all tokens of one of the sets beside it.
 _NO_ENDS = {"<|end|>": ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"}), "</s>": ({"<|tool_response>"},)}
 # These texts end an answer too, unless the file names another token for the same purpose in code completion.
 _CODE_ENDS = {
@@ -120,7 +120,7 @@ def ggml_tokenizer(
 
 def merges_of(ranked: Sequence[str], known: Collection[str], source: str) -> list[tuple[str, str]]:
     """Return the BPE merges of a vocabulary: all pairs of `known` tokens that join to a token of `ranked`. Pairs that
-    join to the first token come first."""
+    join to the first token of `ranked` come first."""
     if (characters := sum(len(token) ** 2 for token in ranked)) > MOST_SPLIT_CHARACTERS:
         raise MegakernelError(
             f"{source}: the tokens are too long: the squares of their lengths add up to {characters}, more than "

@@ -27,7 +27,7 @@ from .tokenizer_parts import check_parts
 _OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
 # The splitting rules of tokenizer classes that are read from vocab.json and merges.txt.
 _SPLITS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-# Test texts. Other kinds of tokenizers, and other rules for white space or similar characters, split them otherwise.
+# Texts that a tokenizer of another kind, or with other rules for white space or similar characters, splits otherwise.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
     " a ",
@@ -87,7 +87,7 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     declared = read_json(path)
     _check_ids(declared, path)
-    # The file is valid JSON. If the package refuses it, only a later version may know its kind.
+    # The file is valid JSON. If the package refuses it, its kind may be too new for the installed version.
     with backend_errors(f"cannot read {path}", UnknownTokenizer):
         check_parts(declared)
         backend = tokenizers.Tokenizer.from_file(str(path))

@@ -68,6 +68,6 @@ def open_memory(model: Any) -> Checkpoint:
 
 
 def replacement(config: ModelConfig, weights: Any) -> FileCheckpoint:
-    """Return a checkpoint of only the given new weights: a transformers model, or pairs (name, tensor). Raises
+    """Return a checkpoint that has only the new `weights`: a transformers model, or pairs (name, tensor). Raises
     MegakernelError for a tensor that does not fit `config`."""
     return checkpoint_of(config, _Tensors(weights), "the new weights", some=True)

@@ -93,7 +93,7 @@ def _yarn(rope: Rope, power: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def yarn_attention(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
-    """Return the factor by which YaRN multiplies cosines and sines. DeepSeek's models set the other two numbers."""
+    """Return the factor by which YaRN multiplies cosines and sines. Only DeepSeek sets the last two arguments."""
 
     def of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

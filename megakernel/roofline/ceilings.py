@@ -104,7 +104,7 @@ FmaProbe = Callable[[int, float], float]  # (threads, seconds) -> FLOP/s of mult
 
 
 def read_rate(threads: int, read: ReadProbe) -> float:
-    """Return the bytes per second that `threads` threads can read from memory now. Some machines' rate varies."""
+    """Return the bytes per second that `threads` threads can read from memory now. The rate may vary."""
     return read(threads, min(_CACHE_FACTOR * last_level_cache(), _LARGEST_READ), _PROBE_S)
 
 

@@ -76,7 +76,7 @@ def moves(dims: Dims, position: Ints) -> bool:
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return which KV blocks [begin, end) rows at positions `first` to `last` attend to with the longest window."""
+    """Return the KV blocks, [begin, end), that rows at positions `first` to `last` see with the longest window."""
     begin = dims.first_block(first)
     return begin, last // dims.bucket.kv_block + 1
 
@@ -246,7 +246,7 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
 
 
 def _pieces(dims: Dims, tiles: _Tiles) -> _Pieces:
-    """Divide query tiles into items: at ends of shares, borders of tiles, and around each part with an end inside."""
+    """Cut query tiles into items: at ends of shares, borders of tiles, and borders of parts that contain an end."""
     line = _Line(dims, tiles)
     ends = _unsplit(dims, tiles, line, _ends(dims, line))
     grains = line.grains[ends.tile]

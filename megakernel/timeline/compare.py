@@ -22,7 +22,7 @@ from .spans import Floats, Ints
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """The mean computing time of one phase's matching instructions in each trace, and second / first."""
+    """The mean computing time of one phase's matching instructions in each trace, and the ratio second / first."""
 
     name: str
     count: int

@@ -198,7 +198,7 @@ class Resolved:
         return key[order], interval[order], signals.maybe[at][order]
 
     def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
-        """Return a number for the counter that each interval in `i` waits for or signals. Each launch has others."""
+        """Return the counter that each interval in `i` waits for or signals, numbered over all launches."""
         block = (
             (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.model.layers + 1)
             + self.block[i]

@@ -136,7 +136,7 @@ def issue_seconds(resolved: Resolved) -> Floats:
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
-    """Return a mask: of each instruction its intervals in `wanted`, or if there are none, those in `other`."""
+    """Return a mask that selects each instruction's intervals in `wanted` or, if it has none, those in `other`."""
     has = np.zeros(resolved.executions, dtype=bool)
     has[resolved.instance[wanted]] = True
     chosen: Mask = wanted | (other & ~has[resolved.instance])

@@ -238,8 +238,7 @@ def _activations(
 ) -> None:
     """Set how many bytes tasks store on each rank, and which entries of the simulated L2 cache they read and write. An
     entry is a row block of a buffer; only the first buffer that the phase reads and the first that it writes have
-    entries. `mine` has three arrays with one element per task: its number, its rank, and the bytes
-    that it reads.
+    entries. `mine` has three arrays with one element per task: its number, its rank, and the bytes that it reads.
     """
     task, rank, regions = mine
     reads: list[Buffer] = []
@@ -304,7 +303,7 @@ def _paged(
 
 
 def in_turn_s(one: Floats, other: Floats, steps: float) -> Floats:
-    """Return the seconds of two stages of a pipeline that take `one` and `other` seconds on average. One may be up to
+    """Return the seconds of a pipeline of two stages, which alone take `one` and `other` seconds. One may be up to
     `steps` steps of work ahead of the other.
 
     A stage needs a random time for each step (exponentially distributed, as for memory that others use too). So a

@@ -162,9 +162,9 @@ def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
 
 
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Measure the FLOP/s of one core. Return three dicts, whose keys are sizes: of a matmul tile, in rows; of
-    attention, in (query row, head) pairs; and of a norm, in rows. Each rate compares
-    launches that run an instruction once and many times, so that the cost of launch and call cancels."""
+    """Measure the FLOP/s of one core. Return three dicts from sizes to rates: for matmul tiles, attention and norms. A
+    size is a number of rows or, for attention, of (query row, head) pairs. Each rate compares launches that run an
+    instruction once and many times, so that the cost of launch and call cancels."""
     config, most = _config(1), max(_ROWS)
     program = _compiled(config, 1, most, norm="own")
     dims = program.dims
@@ -220,8 +220,8 @@ def _idle(cores: int) -> list[tuple[float, int, int]]:
 
 def _synchronisation(rounds: list[list[tuple[float, int, int]]]) -> tuple[float, float, float]:
     """Return three times in seconds: an instruction's set-up, a launch and a signal. They come from the shortest
-    launches that `_idle` timed; set-up and launch from those on one worker. In a step with one row, each phase waits
-    for all workers. So a signal costs a phase's time on all cores minus the time on one."""
+    launches that `_idle` timed. The first two come from launches on one worker. In a step with one row, each phase
+    waits for all workers. So a signal costs a phase's time on all cores minus the time on one."""
     shortest = map(min, zip(*rounds, strict=True))
     (few_s, few, phases), (many_s, many, _), (few_all_s, few_all, _), (many_all_s, many_all, _) = shortest
     dispatch = max(_LEAST_S, (many_s - few_s) / (many - few))

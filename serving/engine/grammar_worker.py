@@ -225,7 +225,7 @@ class _Schema:
         plain = _LOOKAROUND.sub(lambda found: found[1] or found[2] or "", pattern)
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
-        # If a class has all control characters, the library permits escaped quotes and backslashes too. So drop NUL.
+        # If a character class has all control characters, the library permits escaped quotes too. So leave out NUL.
         classes = _LOOKAROUND.sub(lambda m: m[1] or re.sub(r"(?s)\A\[\^.*", r"[\g<0>&&[^\\x00]]", m[2] or ""), plain)
         return "" if beyond else classes
 

@@ -207,7 +207,7 @@ class Batch:
         # Tokens that the host must write to the device buffer HISTORY before the next step: slot, first position, ids.
         self.histories: list[tuple[int, int, NDArray[np.int32]]] = []
         self._preemptions = self._prefix_queries = self._prefix_hits = 0
-        # For the next `_steady` steps, the sequences of `_steady_order` need no pages, so nothing must be planned.
+        # For the next `_steady` steps, the sequences of `_steady_order` need no pages, so `plan` returns them at once.
         self._steady, self._steady_order = 0, self.slots.order
 
     @property

@@ -1,4 +1,4 @@
-"""Prepares a deployment before Ray is imported: Ray's environment variables, and the share of each replica."""
+"""Prepares a deployment before Ray is imported: sets Ray's environment variables, and divides CPUs among replicas."""
 
 from __future__ import annotations
 

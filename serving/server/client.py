@@ -77,7 +77,7 @@ class Answers:
         self.first, self.n, self.choices = first, params.n, len(transcripts)
         self.submitted_at = perf_counter()
         self.transcripts = transcripts  # the text of each choice
-        # The number of a prompt -> log-probabilities of its tokens except the first, and of the most likely ids at
+        # Maps a prompt's number to the log-probabilities of its tokens except the first, and of the most likely ids at
         # their positions, if requested. They are complete when the prompt's first token arrives.
         self.scores: dict[int, tuple[list[float], list[dict[int, float]]]] = {}
         # The JSON Schema keywords that the answers may violate; None until the engine has accepted the prompts.

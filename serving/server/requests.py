@@ -191,7 +191,7 @@ class Strict(BaseModel):
 
 
 def _check(where: str, name: str, value: Any) -> None:
-    """Raise an error unless `value` has no effect: NEUTRAL lists such values for each field. 0 is not false."""
+    """Raise an error unless `value` has no effect: NEUTRAL lists such values. 0 and False count as different values."""
     if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, [])):
         return
     said = name if len(name) <= 60 else f"{name[:60]}..."

@@ -254,7 +254,7 @@ class Writer(ABC):
             self._prompts[index] = await prompt_logprobs(self._shown_by, prompt, tops, count)
 
     def _written(self, pieces: Pieces) -> dict[str, list[str]]:
-        """Return a placeholder for each list, which `_filled` replaces. So no long list is copied in one turn."""
+        """Return placeholders, which `_filled` replaces, because encoding long lists would delay other clients."""
         self._lists_left += pieces.values()
         return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
 

@@ -282,9 +282,9 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
     inputs.turn_to(r, rows);
     const int blocks = ceil_div(rows, kMicroRows);
     const int block_rows = ceil_div(rows, blocks);
-    // With few rows, the inputs fit in the cache over the whole of K, so each weight is read only once. The
-    // accumulators stay in registers from the first k to the last, unless quantised weights are converted in
-    // parts for several rows.
+    // With few rows, all K elements of the inputs fit in the cache, so each weight is read only once.
+    // The accumulators stay in registers from the first k to the last, unless quantised weights are
+    // converted in parts for several rows.
     const bool whole_k = blocks == 1;
     const int64_t chunk_stride = int64_t{block_rows} * kChunkStride;
     const RoundedRows own{call.dims, &phase, call.layer, r, rows};

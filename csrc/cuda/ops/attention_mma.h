@@ -165,8 +165,7 @@ class AttentionTile {
       }
       const float base = m == minus_infinity() ? 0.0f : m;
       float l = 0.0f;
-      // The accumulators of 16 tokens already have the register layout of the next mma's A
-      // fragment.
+      // The accumulators of 16 tokens already have the register layout of the next mma's A fragment.
       MK_UNROLL for (int k = 0; k < kScores / 2; ++k) {
         float sum = 0.0f;
         MK_UNROLL for (int n = 0; n < 2; ++n) {

@@ -1,6 +1,6 @@
-// Samples one token from a row of logits; the eight warps share the row. The code applies penalties, bias,
-// mask, temperature, min-p, top-k and top-p, then draws one token, as
-// megakernel/runtime/reference/sampling.py defines. Nothing is sorted: top-k and top-p search for the lowest
+// Samples one token from a row of logits; the eight warps share the row. The code applies penalties,
+// bias, mask, temperature, min-p, top-k and top-p, then draws one token, as
+// megakernel/isa/operations/sample.py defines. Nothing is sorted: top-k and top-p search for the lowest
 // logit that they keep. Weights are summed as integers, so that a sum has the same bits in any order.
 #pragma once
 #include "../../common/philox.h"

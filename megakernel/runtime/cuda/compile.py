@@ -32,8 +32,8 @@ KERNEL = "megakernel"
 _FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 _NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
 _NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
-# Messages of the assembler ptxas that it ignores setmaxnreg or serialises wgmma. Such code is several times slower, but
-# ptxas does not treat this as an error.
+# Messages in which the assembler ptxas says that it ignores setmaxnreg or serialises wgmma. Such code is several times
+# slower, but ptxas does not treat this as an error.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
 
 

@@ -151,8 +151,8 @@ class Gpu:
         return out
 
     def send(self, address: int, pinned: NDArray[np.uint8], sent: Event) -> None:
-        """Start a copy to the device, even while a kernel runs. Later work in `stream` waits for its end, event
-        `sent`."""
+        """Start a copy to the device, even while a kernel runs. Later work in `stream` waits for `sent`, the end of the
+        copy."""
         self.use()
         self._send(address, pinned, self._side)
         sent.record(self._side)

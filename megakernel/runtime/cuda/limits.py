@@ -11,8 +11,8 @@ _TURN = 32  # a warp processes this many columns of its accumulators at a time (
 
 
 def wide(model: ModelSizes) -> bool:
-    """Whether the model needs the code for wide norms and heads, for caps or for late scales. Only builds with
-    `Build.wide` contain this code."""
+    """Whether the model needs the code for wide norms and heads, for caps, or for scales of heads after RoPE. Only
+    builds with `Build.wide` have it."""
     own = model.whole_norms or model.late_scales or model.score_cap or model.logit_cap
     return model.head_dim > HEAD_PART or bool(own)
 
