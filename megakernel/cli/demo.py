@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         ceilings = Ceilings(**figures["ceilings"])  # the memory rate was measured during the same seconds
         with output.busy("tracing a step"):
             _, decode = llm.trace_steps(measured, decode_steps=5)
-        # The median step is shown, because other work may have disturbed some of the others.
+        # The median step is shown, because other programs may have disturbed some of the steps.
         step = sorted(decode, key=lambda step: step.output.seconds)[len(decode) // 2]
         trace = step.output.trace
         machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)

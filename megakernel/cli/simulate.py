@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
-    """Return the program, the machine with as many workers, and whether the model is tied: its LM head is its embedding
-    table. A program file does not say whether its model is tied, so True is assumed."""
+    """Return the program, a machine with the program's number of workers, and whether the model's LM head is its
+    embedding table (tied). A program file does not say whether its model is tied, so True is assumed."""
     if args.file:
         for name in STORED.split():
             setting = SETTINGS[name]

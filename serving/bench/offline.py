@@ -25,7 +25,7 @@ _WARM_UP_TOKENS = 4  # tokens that each warm-up request for throughput generates
 
 @dataclass(frozen=True)
 class Run:
-    """The work of a run's prefill and of its decode steps, and the times of these steps."""
+    """The work of a run's prefill and decode steps, and how long each decode step took."""
 
     read: tuple[float, float]  # bytes/s at which memory could be read before and after the run; the higher one counts
     prefill: Totals

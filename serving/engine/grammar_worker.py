@@ -38,7 +38,7 @@ _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _OPTIONS |= {"lenient": True, "coerce_one_of": True}
 _WARNING = re.compile(r"Unimplemented keys: (\[.*\])|Unknown (format)|(oneOf)")
 
-# These are a fifth to a half of the library's own limits. So a mask takes at most about 10 ms, a lexer about 40 MB.
+# A fifth to a half of the library's own limits. A mask then takes at most 10 ms or so, and a lexer at most 40 MB.
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
 
 

@@ -182,7 +182,7 @@ class StepTimes:
         measured.seconds.append(seconds)
 
     def record_late(self, seconds: float) -> None:
-        """Record the `seconds` for which no launch ran, because a step had to be planned after the previous one."""
+        """Record the `seconds` in which no launch ran, because a step was planned after the previous one had ended."""
         self._late.append(seconds)
 
     @property

@@ -67,7 +67,7 @@ def json_response(value: object) -> Response:
 # -- the same answer from another server
 
 HEADER, KEY = "x-megakernel-replay", "MEGAKERNEL_REPLAY_KEY"
-# A mark is an SSE comment with the choice of the events before it. JSON has no line breaks, so no event contains one.
+# A mark is an SSE comment with the number of the events' choice. JSON has no line breaks, so no event contains a mark.
 MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
 
 

@@ -284,7 +284,7 @@ class LLM:
 
     def load_weights(self, weights: Any) -> None:
         """Replace weights between requests, in the types in which the model keeps them. `weights` are a model of
-        transformers, or pairs of names, as in published files, and tensors of torch or NumPy.
+        transformers, or pairs (name, tensor). Names are as in published files, and tensors are those of torch or NumPy.
 
         They may be only some of the weights. But q, k and v of a layer must come together, and so must gate and up, and
         a layer's experts. Cached prefixes are dropped. Raises MegakernelError if a name, shape or type does not fit, or

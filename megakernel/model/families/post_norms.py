@@ -33,7 +33,7 @@ def forward_olmo(c: ModelConfig, f: Family) -> Forward:
 
 
 def _followed(c: ModelConfig, f: Family, before_attention: Phase, before_mlp: Phase) -> Forward:
-    """Return a step in which norms follow attention and the MLP, and the last two arguments precede them."""
+    """Return a step with norms after attention and the MLP. The last two arguments are the phases before these."""
     return Forward.of(
         BEFORE,
         [

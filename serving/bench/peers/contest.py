@@ -66,7 +66,8 @@ class Peer(Protocol):
         The search applies each change to the best settings so far."""
 
     def seconds(self, phase: Timed, settings: Settings) -> float:
-        """Time one run of a phase, in seconds. If the peer needs a warm-up, an untimed run comes first."""
+        """Time one run of a phase (such as prefill), in seconds. An untimed run comes first if the peer must warm
+        up."""
 
     def close(self) -> None: ...
 
@@ -111,13 +112,13 @@ class Contest:
         return seconds
 
     def run(self) -> None:
-        """Run every phase of the peer once with its best settings, and record the seconds."""
+        """Run every phase (prefill, decode or batch) of the peer once with its best settings. Record the seconds."""
         self.runs.append({f"{phase}_s": self.peer.seconds(phase, self._best[phase]) for phase in self._phases})
 
     def figures(self, ours: Mapping[str, Sequence[float]], steady: Sequence[bool] = ()) -> dict[str, Any]:
         """Return the median, lowest and highest rates of the peer, and ours. In a turn, we and the peer run once each,
-        and `ratio` is the median over turns of our rate divided by the peer's. `ours` holds the seconds of our runs by
-        phase. If the machine's speed was `steady` in some turns, only these count."""
+        and `ratio` is the median over turns of our rate divided by the peer's. `ours` maps a phase, such as prefill, to
+        the seconds of our runs. If the machine's speed was `steady` in some turns, only these count."""
         turns = [turn for turn, one in enumerate(steady) if one] or range(len(self.runs))
         by_phase = {phase: self._compare(phase, [ours[phase][turn] for turn in turns], turns) for phase in self._phases}
         first, *others = self._phases

@@ -36,8 +36,8 @@ def settings(task: Task, phase: Timed) -> tuple[Settings, list[Settings]]:
 
 
 def load(task: Task) -> tuple[Callable[[Timed, Settings], float], dict[str, Any]]:
-    """Return the function that times a run, and a description of the peer. It is called in the peer's own process (see
-    `process`)."""
+    """Return the function that times a run, and a description of the peer. `load` is called in the peer's own process
+    (see `process`)."""
     import torch
     import transformers
 
