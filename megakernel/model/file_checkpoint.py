@@ -333,15 +333,18 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         raise MegakernelError(f"{path} is empty: fetch the file again") from e
 
 
+def damaged(path: Path, why: str) -> MegakernelError:
+    """Return the error for a file with contents that cannot be right."""
+    return MegakernelError(f"{path} is damaged: {why}; fetch the file again")
+
+
 def check_ranges(path: Path, ranges: list[tuple[int, int, str]], start: int, end: int) -> None:
     """Raise MegakernelError unless byte ranges (begin, end, tensor) are disjoint and inside [start, end)."""
     last, previous = start, ""
     for begin, stop, name in sorted(ranges):
         if stop > end:
-            raise MegakernelError(
-                f"{path} is cut short or damaged: it has {end} bytes, but tensor {name} ends at {stop}; fetch it again"
-            )
+            raise damaged(path, f"it has {end} bytes, but tensor {name} ends at byte {stop}")
         if begin < last:
             other = f"tensor {previous}" if previous else "the header"
-            raise MegakernelError(f"{path} is damaged: tensor {name} overlaps {other}; fetch the file again")
+            raise damaged(path, f"tensor {name} overlaps {other}")
         last, previous = stop, name

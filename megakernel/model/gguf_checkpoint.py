@@ -23,7 +23,7 @@ from ..isa import Dtype
 from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
 from .families import FAMILIES, LACKING
-from .file_checkpoint import FileCheckpoint, Naming, check_ranges, map_file
+from .file_checkpoint import FileCheckpoint, Naming, check_ranges, damaged, map_file
 from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
 from .rope import yarn_attention
@@ -70,10 +70,7 @@ class _Cursor:
     def bytes(self, size: int) -> bytes:
         begin = self.offset
         if size > len(self._data) - begin:
-            raise MegakernelError(
-                f"{self._path} is cut short or damaged: it declares {size} bytes from byte {begin} on, but ends at "
-                f"byte {len(self._data)}; fetch the file again"
-            )
+            raise damaged(self._path, f"it has {len(self._data)} bytes, but the value at byte {begin} has {size}")
         self.offset += size
         return self._data[begin : begin + size].tobytes()
 
@@ -86,9 +83,8 @@ class _Cursor:
     def string(self) -> str:
         size = self.u64()
         if size > MOST_STRING_BYTES:
-            raise MegakernelError(
-                f"{self._path} is damaged: the string at byte {self.offset} has {size} bytes, more than the limit of "
-                f"{MOST_STRING_BYTES}"
+            raise damaged(
+                self._path, f"the string at byte {self.offset} has {size} of at most {MOST_STRING_BYTES} bytes"
             )
         return self.bytes(size).decode("utf-8")
 
@@ -96,10 +92,8 @@ class _Cursor:
         """Return `number`, a count of elements. Raises MegakernelError if the sum of counts exceeds the limit."""
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
-            raise MegakernelError(
-                f"{self._path} is damaged: its metadata up to byte {self.offset} declares {self._elements} elements, "
-                f"more than the limit of {MOST_METADATA_ELEMENTS}"
-            )
+            most = MOST_METADATA_ELEMENTS
+            raise damaged(self._path, f"its metadata declares {self._elements} elements, but the limit is {most}")
         return number
 
     def value(self) -> Any:
@@ -115,7 +109,7 @@ class _Cursor:
 
     def _numbers(self, kind: int, length: int) -> list[Any]:
         if kind not in _SCALARS:
-            raise MegakernelError(f"{self._path} is damaged: value type {kind} before byte {self.offset} is unknown")
+            raise damaged(self._path, f"the value type {kind} before byte {self.offset} is unknown")
         dtype = _SCALARS[kind]
         numbers: list[Any] = np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
         return numbers
@@ -136,9 +130,7 @@ class GgufFile:
     def _open_others(self, path: Path, count: Any, number: Any) -> None:
         """Open all parts of a split model except `path`. `path` is part `number`, counted from 0, of `count` parts."""
         if not (isinstance(count, int) and isinstance(number, int) and 0 <= number < count):
-            raise MegakernelError(
-                f"{path} is damaged: split.no, {number!r:.20}, must be at least 0 and below split.count, {count!r:.20}"
-            )
+            raise damaged(path, f"split.no is {number!r:.20}, not from 0 to split.count ({count!r:.20}) minus 1")
         name = GGUF_PART.fullmatch(path.name)
         if name is None or (int(name[2]), int(name[4])) != (number + 1, count):
             raise MegakernelError(
@@ -166,9 +158,7 @@ class GgufFile:
         try:
             return self._parse(path, _Cursor(path, data), data)
         except UnicodeDecodeError as e:
-            raise MegakernelError(
-                f"{path} is damaged: a string in its header is not UTF-8; fetch the file again"
-            ) from e
+            raise damaged(path, "a string in its header is not UTF-8") from e
 
     def widened(self) -> dict[str, int]:
         """The bytes of tensors that `rows` converts to float32, by the name of their type in the file."""
@@ -206,12 +196,12 @@ class GgufFile:
         for _ in range(entries):
             key = cursor.string()
             if key in metadata:
-                raise MegakernelError(f"{path} is damaged: metadata key {key} appears twice")
+                raise damaged(path, f"its metadata has the key {key} twice")
             metadata[key] = cursor.value()
         table = [self._tensor_entry(path, cursor) for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT:
-            raise MegakernelError(f"{path} is damaged: general.alignment is {alignment}, not 1 to {MOST_ALIGNMENT}")
+            raise damaged(path, f"general.alignment is {alignment}, not 1 to {MOST_ALIGNMENT}")
         start = -(-cursor.offset // alignment) * alignment
         ranges = [(start + offset, start + offset + size, name) for name, _, offset, size in table]
         check_ranges(path, ranges, start, len(data))
@@ -226,7 +216,7 @@ class GgufFile:
         name, axes = cursor.string(), cursor.u32()
         if name in self.shapes or not 1 <= axes <= 4:
             what = "appears twice" if name in self.shapes else f"has {axes} axes"
-            raise MegakernelError(f"{path} is damaged: tensor {name} {what}")
+            raise damaged(path, f"tensor {name} {what}")
         sizes = [cursor.u64() for _ in range(axes)]
         kind, offset = cursor.u32(), cursor.u64()
         try:
@@ -240,9 +230,7 @@ class GgufFile:
                 f"tensor {name} in {path} has type {type_.name}, which the gguf package cannot read"
             ) from e
         if 0 in sizes or sizes[0] % block or (axes == 1 and block > 1):
-            raise MegakernelError(
-                f"{path} is damaged: tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow"
-            )
+            raise damaged(path, f"tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow")
         self.shapes[name] = tuple(reversed(sizes))
         return name, type_, offset, math.prod(sizes) // block * block_bytes
 

@@ -21,7 +21,7 @@ from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
 from .families import FAMILIES, Family
-from .file_checkpoint import FileCheckpoint, Naming, check_ranges, expected_shapes, map_file
+from .file_checkpoint import FileCheckpoint, Naming, check_ranges, damaged, expected_shapes, map_file
 from .folder import INDICES, shards
 from .hf_config import read_hf_config
 from .split_experts import split_experts
@@ -107,7 +107,7 @@ class SafetensorsFiles:
     def _open(self, path: Path) -> None:
         data = map_file(path)
         if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
-            raise MegakernelError(f"{path} is cut short or not a safetensors file: its header does not fit in the file")
+            raise damaged(path, "it is too short for the header of a safetensors file")
         ranges, dtypes = [], []
         for name, entry in _header(path, bytes(data[8 : 8 + length])).items():
             if name == "__metadata__":
@@ -147,7 +147,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values) and len(values) < 9
 
     if not (isinstance(entry, dict) and whole(entry.get("shape")) and whole(entry.get("data_offsets"))):
-        raise MegakernelError(f"{path} is damaged: tensor {name} has no valid shape or data_offsets")
+        raise damaged(path, f"tensor {name} has no valid shape or data_offsets")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unsupported(path, name, dtype)
@@ -155,10 +155,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
     if 0 in shape:
         raise MegakernelError(f"tensor {name} in {path} is empty: its shape is {list(shape)}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise MegakernelError(
-            f"{path} is damaged: tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, "
-            f"but its data_offsets are {offsets}"
-        )
+        told = f"tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, not data_offsets {offsets}"
+        raise damaged(path, told)
     return shape, dtype, offsets
 
 

@@ -70,7 +70,7 @@ def uniform(prompt: int, output: int, range_ratio: float, count: int, vocab: int
     """Return prompts of random ids, whose lengths are distributed uniformly around the means `prompt` and `output`. The
     range of lengths is [mean * (1 - range_ratio), mean * (1 + range_ratio)], and every length is at least 1."""
     if not 0 <= range_ratio < 1:
-        raise MegakernelError(f"range ratio {range_ratio} must be at least 0 and below 1")
+        raise MegakernelError(f"--random-range-ratio must be at least 0 and below 1, not {range_ratio}")
     rng = np.random.default_rng(seed)
 
     def lengths(mean: int) -> NDArray[np.int64]:

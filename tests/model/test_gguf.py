@@ -189,8 +189,8 @@ def test_a_split_model_opens_from_any_part(path: Path) -> None:
     [
         (lambda files: files[2].unlink(), r"m-00003-of-00003.gguf does not exist: .* needs all 3 parts"),
         (lambda files: files[0].unlink(), r"m-00001-of-00003.gguf does not exist"),
-        (lambda files: files[2].write_bytes(files[1].read_bytes()), r"appears twice|is not part 3 of 3"),
-        (lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), r"00003.gguf is cut short"),
+        (lambda files: files[2].write_bytes(files[1].read_bytes()), r"twice|is not part 3 of 3"),
+        (lambda files: files[2].write_bytes(files[2].read_bytes()[:-9]), r"00003.gguf is damaged"),
         (lambda files: files[1].rename(files[1].with_name("x.gguf")), r"x.gguf contains part 2 of a model in 3 parts"),
         (lambda files: split(files[0].with_name("n.gguf"), count=4), r"00002-of-00003.gguf .*(not part|part 2 of a)"),
         (lambda files: split(files[0].with_name("n.gguf"), no=7), r"00002-of-00003.gguf is (not part 2|damaged)"),
@@ -358,7 +358,7 @@ def test_cut_anywhere(path: Path) -> None:
     data = path.read_bytes()
     for keep in [*range(0, 1200, 7), len(data) // 2, len(data) - 40, len(data) - 1]:
         path.write_bytes(data[:keep])
-        with pytest.raises(MegakernelError, match=r"cut short|is empty|overlaps"):
+        with pytest.raises(MegakernelError, match=r"is damaged|is empty"):
             open_checkpoint(str(path))
 
 
@@ -411,5 +411,5 @@ def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(gguf_checkpoint, "MOST_METADATA_ELEMENTS", announced)
     GgufFile(path)
     monkeypatch.setattr(gguf_checkpoint, "MOST_METADATA_ELEMENTS", announced - 1)
-    with pytest.raises(MegakernelError, match=f"more than the limit of {announced - 1}"):
+    with pytest.raises(MegakernelError, match=f"the limit is {announced - 1}"):
         GgufFile(path)
