@@ -85,7 +85,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """Return which rows of REDUCE have rank `rank`'s partial sums of token rows [row, row + rows) of one owner."""
+        """Return the rows of REDUCE with rank `rank`'s partial sums for an owner's token rows [row, row + rows)."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 

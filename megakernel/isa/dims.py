@@ -152,7 +152,7 @@ class ModelSizes(Shape):
 
     @cached_property
     def spans(self) -> dict[int, int]:
-        """The number of layers for each maximum number of tokens to which a token attends (see `span`)."""
+        """Maps each value that `span` has in some layer to the number of layers in which it has this value."""
         return Counter(map(self.span, range(self.layers)))
 
 

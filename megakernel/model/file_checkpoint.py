@@ -95,7 +95,7 @@ class Naming:
         return 0 if self.format in FAMILIES[self.config.family].adjacent else weight(buffer).rotated
 
     def scaling(self, buffer: Buffer) -> tuple[float, float]:
-        """Return numbers `more` and `divisor`: a buffer's weights are the file's, plus `more`, divided by `divisor`."""
+        """Return the numbers `more` and `divisor`: a buffer's weights are (the file's weights + more) / divisor."""
         minus_one = self.format == "safetensors" and FAMILIES[self.config.family].norms_minus_one
         more = 1.0 if minus_one and weight(buffer).norm else 0.0
         return more, self.config.logits_scaling if buffer is Buffer.FINAL_NORM else 1.0

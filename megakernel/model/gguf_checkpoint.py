@@ -161,7 +161,7 @@ class GgufFile:
             raise damaged(path, "a string in its header is not UTF-8") from e
 
     def widened(self) -> dict[str, int]:
-        """The bytes of tensors that `rows` converts to float32, by the name of their type in the file."""
+        """For each type that `rows` converts to float32, its name and the bytes that its tensors take in the file."""
         sizes = Counter[str]()
         for type_, data, _ in self._tensors.values():
             sizes[type_.name] += 0 if type_ in _KEPT else data.nbytes

@@ -161,7 +161,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the phase that last wrote the inputs of `p` stored partial sums of products with `p.weights` there."""
+    """Whether the last phase that wrote the inputs of `p` stored partial sums there: of products with `p.weights`."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

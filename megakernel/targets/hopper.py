@@ -66,7 +66,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Yield violations of one rank's instructions of a matmul phase (`rows`) whose tiles do not fit pages."""
+    """Yield a violation for each instruction in `rows`, of a matmul phase, whose tile does not fit pages."""
     c = phase.columns(part.records[rows])
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:

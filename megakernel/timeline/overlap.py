@@ -30,7 +30,7 @@ def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Sp
 
 
 def inside_worker(resolved: Resolved) -> float | None:
-    """Return the fraction of loading time that is hidden, because meanwhile the worker waits or computes an earlier
+    """Return the fraction of loading time that is hidden: meanwhile, the worker waits or computes an earlier
     instruction. The part of a load after its own instruction's COMPUTE has begun does not count as hidden."""
     load = resolved.kind(IntervalKind.LOAD)
     compute = resolved.kind(IntervalKind.COMPUTE)

@@ -1,4 +1,4 @@
-"""Measures with micro-benchmarks this machine's rates and costs for the simulator. No step of a model is timed.
+"""Measures this machine's rates and costs with micro-benchmarks, for the simulator. No step of a model is timed.
 
 The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
 set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
@@ -125,7 +125,7 @@ def _columns(rates: dict[int, float]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _fastest(rounds: list[dict[int, float]], most: float) -> dict[int, float]:
-    """Return the highest rate of each size in all `rounds`, but at most `most`. Raises MegakernelError if other
+    """Return, for each size, the highest rate in all `rounds`, but at most `most`. Raises MegakernelError if other
     processes disturbed every measurement of a size."""
     rates = {rows: min(most, max(one[rows] for one in rounds)) for rows in rounds[0]}
     if not all(rates.values()):

@@ -321,7 +321,7 @@ class Turns(Lineup):
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """For each logit row, whether it samples a token. The others score a prompt token (its log-probability)."""
+        """For each logit row, whether it samples a token. Other logit rows give a prompt token's log-probability."""
         return self.target < 0
 
     @cached_property

@@ -35,7 +35,7 @@ class Frontends:
     start: Start  # their common configuration
     on_gone: Callable[[str], None]  # called with the identity of each frontend that has ended
     on_ready: Callable[[], None]  # called when all frontends accept connections
-    # Called with the name of the signal that ends the server. From then on, frontends only finish their requests.
+    # Called with the name of the signal, such as SIGTERM, that ends the server. Frontends then only finish requests.
     on_drain: Callable[[str], None]
     ended_by: signal.Signals | None = None
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)

@@ -370,7 +370,7 @@ class EngineLoop:
                 self.on_step.remove(observer)
 
     def _waiting(self) -> int:
-        """Return the number of unfinished choices that do not run, jobs that wait for their grammar included."""
+        """Return the number of unfinished choices that do not run, including those that wait for their grammar."""
         compiling = sum(len(asked.prompts) * asked.params.n for asked in self._compiling.values())
         return max(0, self._open_of.total() - self.engine.stats.running) + compiling
 

@@ -416,7 +416,7 @@ class EventStream(Response):
 
 
 def in_groups(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    """Join and cut pieces to groups of _LARGE bytes; the last one may have fewer. Without bytes there is no group."""
+    """Join and cut pieces into groups of _LARGE bytes; the last may be smaller. Without bytes there is no group."""
     group = bytearray()
     for piece in pieces:
         for at in range(0, len(piece), _LARGE):

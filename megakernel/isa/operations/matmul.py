@@ -65,7 +65,7 @@ def _tile_of(kind: Kind) -> Callable[[Phase, Columns, Dims], list[Access]]:
 
 
 def _part(c: Columns, start: int, width: int) -> tuple[Column, Column]:
-    """Return which columns [begin, end) of each tile lie inside [start, start + width), counted from `start`."""
+    """Return, for each tile, its columns inside [start, start + width) as [begin, end), counted from `start`."""
     col, end = tile(c)
     low = np.clip(col - start, 0, width)
     return low, np.maximum(np.clip(end - start, 0, width), low)

@@ -32,8 +32,8 @@ def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOW
     }
 
 
-# Keys of config.json: numbers of experts (transformers 4 and 5 name one of them differently), settings of training, and
-# whether the model also returns the router's logits.
+# Keys of config.json: numbers of experts (of which transformers 4 and 5 name one differently), settings of training,
+# and whether the model also returns the router's logits.
 _KEYS = (
     "num_local_experts num_experts num_experts_per_tok output_router_logits router_aux_loss_coef router_jitter_noise"
 )

@@ -74,7 +74,8 @@ class Peer(Protocol):
 
 class Contest:
     """A comparison with one peer (another inference program): the search for its fastest settings, and the times of its
-    runs. The result of `figures` has the first phase's numbers at the top level, and one entry for each other phase."""
+    runs. The result of `figures` has the numbers of the first phase (such as prefill) at the top level, and one entry
+    for each other phase."""
 
     def __init__(self, peer: Peer, work: Trial, phases: Sequence[Timed]) -> None:
         self.peer = peer
