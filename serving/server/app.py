@@ -23,10 +23,7 @@ from megakernel.serving.server.errors import TOO_DEEP, APIError, answer_error, s
 from megakernel.serving.server.http import Gate
 from megakernel.serving.server.limits import CHAT_PAGE, max_values
 from megakernel.serving.server.requests import DetokenizeRequest, TokenizeText
-from megakernel.serving.server.routes import anthropic, embeddings
-from megakernel.serving.server.routes.chat import ChatRequest, TokenizeRequest, chat
-from megakernel.serving.server.routes.completions import CompletionRequest, complete
-from megakernel.serving.server.routes.responses import ResponsesRequest, respond
+from megakernel.serving.server.routes import anthropic, chat, completions, embeddings, responses
 from megakernel.serving.server.service import Service
 from megakernel.serving.server.writer import json_response, while_connected
 from megakernel.timeline.template import fill, policy, timeline_script
@@ -34,6 +31,12 @@ from megakernel.timeline.template import fill, policy, timeline_script
 _POST: dict[int | str, dict[str, Any]] = {status: {} for status in (400, 404, 408, 413, 415, 503)}
 _GENERATE: dict[int | str, dict[str, Any]] = _POST | {
     200: {"content": {"text/event-stream": {}}, "description": "the answer, whole or as a stream"}
+}
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "/v1/completions": completions.complete,
+    "/v1/chat/completions": chat.chat,
+    "/v1/responses": responses.respond,
+    "/v1/messages": anthropic.answer_messages,
 }
 
 
@@ -44,13 +47,17 @@ class _JsonRequest(Request):
 
 
 class _Route(APIRoute):
-    """A route whose requests are `_JsonRequest`."""
+    """A route whose requests are `_JsonRequest`. It stops to compute an answer when the client leaves."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def answer(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+        async def answer(given: Request) -> Response:
+            request = _JsonRequest(given.scope, given.receive)
+            if self.body_field is None:
+                return await handle(request)
+            await request.body()  # the next message then says that the client has left
+            return await while_connected(request.receive, handle(request))
 
         return answer
 
@@ -88,35 +95,11 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         told = f"there is no route {where}: this server has {', '.join(listed)}"
         return APIError(404, told).response(request.scope["path"])
 
-    @app.post("/v1/completions", responses=_GENERATE)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue prompts."""
-        return await while_connected(request.receive, complete(service, body))
-
-    @app.post("/v1/chat/completions", responses=_GENERATE)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        return await while_connected(request.receive, chat(service, body))
-
-    @app.post("/v1/responses", responses=_GENERATE)
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation. Nothing is stored."""
-        return await while_connected(request.receive, respond(service, body))
-
-    @app.post("/v1/messages", responses=_GENERATE)
-    async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
-        """Answer a conversation of Anthropic's Messages API."""
-        return await while_connected(request.receive, anthropic.answer_messages(service, body))
-
-    @app.post("/v1/messages/count_tokens", responses=_POST)
-    async def count_tokens(body: anthropic.CountRequest) -> Response:
-        """Count the tokens of a conversation of Anthropic's Messages API."""
-        return await anthropic.count_tokens(service, body)
-
-    @app.post("/v1/embeddings", responses=_POST)
-    async def embed(body: embeddings.EmbeddingRequest, request: Request) -> Response:
-        """Turn texts into vectors."""
-        return await while_connected(request.receive, embeddings.embed(service, body))
+    app.state.service = service
+    for path, answer in _ANSWERS.items():
+        app.post(path, responses=_GENERATE)(answer)
+    app.post("/v1/messages/count_tokens", responses=_POST)(anthropic.count_tokens)
+    app.post("/v1/embeddings", responses=_POST)(embeddings.embed)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -131,7 +114,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         return json_response(_model(service, service.model(name)))
 
     @app.post("/tokenize", responses=_POST)
-    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> Response:
+    async def tokenize(body: Annotated[chat.TokenizeRequest, Body()]) -> Response:
         """Convert a text or a conversation to token ids."""
         service.model(body.model)
         if isinstance(body, TokenizeText):

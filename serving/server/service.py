@@ -12,11 +12,12 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
+from fastapi import Depends, Request
 from fastapi.responses import Response
 
 from megakernel.model.chat_template import TooLong
@@ -265,6 +266,14 @@ class Service:
                 " ask for fewer tokens or try again later"
             )
             raise APIError(503, told, headers={"Retry-After": "5"}) from None
+
+
+async def _of_app(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(_of_app)]  # the type of a route's parameter that gets the app's service
 
 
 def _cut(ids: Sequence[int], limit: Limit | None) -> TokenIds:

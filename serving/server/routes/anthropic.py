@@ -18,7 +18,7 @@ from megakernel.serving.server.fields import IGNORED, OF_MESSAGES
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes.chat import FunctionName, Mode, conversation, plain_call
-from megakernel.serving.server.service import Service, Tools
+from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event, json_response
 from megakernel.serving.text.codec import Conversation
 
@@ -191,14 +191,14 @@ class MessagesRequest(CountRequest, requests.Sampled):
 # -- the answer
 
 
-async def count_tokens(service: Service, body: CountRequest) -> Response:
+async def count_tokens(service: Served, body: CountRequest) -> Response:
     """Return the number of tokens of a conversation, tools included."""
     service.model(body.model)
     prompt = await service.encode_chat(body.conversation(body.chosen()))
     return json_response({"input_tokens": len(prompt)})
 
 
-async def answer_messages(service: Service, body: MessagesRequest) -> Response:
+async def answer_messages(service: Served, body: MessagesRequest) -> Response:
     """Answer a request for a message. The response is the whole message, or an event stream that begins with the first
     token. If the prompt and `max_tokens` together exceed the context, `max_tokens` is reduced to what the prompt
     leaves."""

@@ -17,7 +17,7 @@ from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, O
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from megakernel.serving.server.requests import READ, Strict
 from megakernel.serving.server.scores import chat_logprobs
-from megakernel.serving.server.service import Service, Tools
+from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.server.writer import Said, Writer, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
@@ -252,7 +252,7 @@ TokenizeRequest = Annotated[
 # -- the answer
 
 
-async def chat(service: Service, body: ChatRequest) -> Response:
+async def chat(service: Served, body: ChatRequest) -> Response:
     """Answer a conversation with the whole answer, or with a stream that begins when the first token exists."""
     asked = body.conversation()
     tools = Tools([dict(tool) for tool in asked.tools], body.tool_choice, body.parallel_tool_calls)

@@ -15,7 +15,7 @@ from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
 from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, scores
-from megakernel.serving.server.service import Service
+from megakernel.serving.server.service import Served, Service
 from megakernel.serving.server.writer import Said, Writer, event
 
 _DEFAULT_TOKENS = 16
@@ -55,7 +55,7 @@ class CompletionRequest(Choices):
 # -- the answer
 
 
-async def complete(service: Service, body: CompletionRequest) -> Response:
+async def complete(service: Served, body: CompletionRequest) -> Response:
     """Answer a request with the whole completion, or with a stream that begins when the first token exists."""
     model = service.model(body.model)
     asked = prompt_list(body.prompt)

@@ -13,7 +13,7 @@ from pydantic import Field
 from megakernel.serving.engine.sampling import POOLINGS, SamplingParams
 from megakernel.serving.server import requests
 from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.service import Service
+from megakernel.serving.server.service import Served
 from megakernel.serving.server.writer import WholeAnswer, encode_json
 
 
@@ -28,7 +28,7 @@ class EmbeddingRequest(requests.Truncated):
     add_special_tokens: requests.AddSpecial | None = None
 
 
-async def embed(service: Service, body: EmbeddingRequest) -> Response:
+async def embed(service: Served, body: EmbeddingRequest) -> Response:
     """Answer a request with one embedding for each input. The model's folder says how hidden states are pooled."""
     model, known = service.model(body.model), service.description
     if known.pooling not in POOLINGS:

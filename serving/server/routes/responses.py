@@ -17,7 +17,7 @@ from megakernel.serving.server.limits import MAX_MESSAGES, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes import chat
 from megakernel.serving.server.scores import Pieces, append, chat_logprobs
-from megakernel.serving.server.service import Service, Tools
+from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
@@ -202,7 +202,7 @@ _ALWAYS = {"error": None, "previous_response_id": None, "store": False, "backgro
 _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs")
 
 
-async def respond(service: Service, body: ResponsesRequest) -> Response:
+async def respond(service: Served, body: ResponsesRequest) -> Response:
     """Answer a request with the whole response, or with a stream that begins when the first token exists."""
     tools = body.chosen()
     if tools.reader(service.codec)() is not None and body.shown is not None:
