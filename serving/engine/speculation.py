@@ -7,9 +7,10 @@ per second, which is often zero. Whatever is expected, wrong proposals cost a se
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from statistics import median_low
 from typing import Protocol
@@ -17,14 +18,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from megakernel.errors import MegakernelError
 from megakernel.program import Program
 from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import PlannedRows
 from megakernel.serving.engine.request import Sequence as Choice
 from megakernel.serving.engine.scheduler import Batch
 
-MOST = 63  # maximum proposed tokens per sequence and step
+MOST_PROPOSED = 63  # maximum proposed tokens per sequence and step
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
 _SHARED_MEMORY = 0.99  # like _MEMORY, for the acceptance rate of all sequences together, which changes more slowly
 _MEMORY = 0.9  # acceptance rates are recent averages: at each verification, earlier counts are multiplied by this
@@ -155,31 +155,23 @@ class Lookup:
 Bucket = tuple[int, int]
 
 
-@dataclass
-class _Measured:
-    """The seconds of the latest steps that ran one program. `at` is the number of the last of these steps."""
-
-    at: int = 0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-
-
 class StepTimes:
     """Predicts the time of a step from the measured times of earlier steps. For a program that has not run, it uses
     `predict`, which returns the cost model's seconds for a program."""
 
     def __init__(self, programs: Programs, predict: Callable[[Program], float]) -> None:
-        self._programs, self._predict = programs, predict
+        self._programs = programs
+        self._predicted = cache(lambda bucket: predict(programs.get(*bucket)))
         self._steps = 0
-        self._measured: dict[Bucket, _Measured] = {}
-        self._predicted: dict[Bucket, float] = {}
+        # The latest steps that ran each program: their numbers and seconds.
+        self._measured: defaultdict[Bucket, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._late: deque[float] = deque(maxlen=_KEPT)
 
     def record(self, program: Program, seconds: float) -> None:
         """Record that a step of `program` took `seconds`."""
         self._steps += 1
-        measured = self._measured.setdefault((program.dims.bucket.tokens, program.dims.bucket.logit_rows), _Measured())
-        measured.at = self._steps
-        measured.seconds.append(seconds)
+        bucket = program.dims.bucket
+        self._measured[bucket.tokens, bucket.logit_rows].append((self._steps, seconds))
 
     def record_late(self, seconds: float) -> None:
         """Record the `seconds` in which no launch ran, because a step was planned after the previous one had ended."""
@@ -197,27 +189,17 @@ class StepTimes:
         buckets = [self._programs.bucket(tokens + more, logit_rows + more) for more in range(most + 1)]
         distinct = list(dict.fromkeys(buckets))
         known = {bucket: seconds for bucket in distinct if (seconds := self._lately(bucket)) is not None}
-        known.setdefault(distinct[0], self._prediction(distinct[0]))
+        known.setdefault(distinct[0], self._predicted(distinct[0]))
         sizes, times = zip(*sorted((sum(bucket), seconds) for bucket, seconds in known.items()), strict=True)
         last = max(known, key=sum)
         for bucket in distinct[distinct.index(last) + 1 :]:
-            known[bucket] = known[last] * self._prediction(bucket) / self._prediction(last)
+            known[bucket] = known[last] * self._predicted(bucket) / self._predicted(last)
         return [known.get(bucket) or float(np.interp(sum(bucket), sizes, times)) for bucket in buckets]
 
     def _lately(self, bucket: Bucket) -> float | None:
-        measured = self._measured.get(bucket)
-        return median_low(measured.seconds) if measured and self._steps - measured.at < _STALE else None
-
-    def _prediction(self, bucket: Bucket) -> float:
-        if bucket not in self._predicted:
-            self._predicted[bucket] = self._predict(self._programs.get(*bucket))
-        return self._predicted[bucket]
-
-
-def check_depth(depth: int) -> None:
-    """Raise MegakernelError if `depth` is out of range."""
-    if not 0 <= depth <= MOST:
-        raise MegakernelError(f"speculate={depth} must be from 0 (off) to {MOST} proposed tokens")
+        measured = self._measured[bucket]
+        fresh = measured and self._steps - measured[-1][0] < _STALE
+        return median_low(seconds for _, seconds in measured) if fresh else None
 
 
 @dataclass(slots=True)
@@ -237,7 +219,6 @@ class Speculation:
     def __init__(
         self, depth: int, times: StepTimes, proposer: Callable[[Choice], Proposer] = lambda _: Lookup()
     ) -> None:
-        check_depth(depth)
         self.times = times
         times.growing(1, 1, depth)  # compiles programs, so that the first proposal does not have to wait for them
         self._depth, self._proposer = depth, proposer

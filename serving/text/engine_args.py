@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.speculation import check_depth
+from megakernel.serving.engine.speculation import MOST_PROPOSED
 from megakernel.settings import SETTINGS
 
 _STEP_TOKENS = 512  # also in the help of --max-num-batched-tokens
@@ -60,7 +60,8 @@ class EngineArgs:
         if self.step_tokens < self.max_num_seqs:
             told = f"max_num_batched_tokens={self.step_tokens} must be at least max_num_seqs={self.max_num_seqs}"
             raise MegakernelError(told)
-        check_depth(self.speculate)
+        if not 0 <= self.speculate <= MOST_PROPOSED:
+            raise MegakernelError(f"speculate={self.speculate} must be from 0 (off) to {MOST_PROPOSED} proposed tokens")
 
     @property
     def step_tokens(self) -> int:
