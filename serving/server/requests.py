@@ -253,7 +253,8 @@ class Truncated(Body):
     @property
     def wanted(self) -> int | None:
         """The maximum number of new tokens that the request asks for, or None if it does not say."""
-        return 0
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # in this order, if there are several
+        return next((most for name in names if (most := getattr(self, name, None)) is not None), None)
 
 
 class Sampled(Truncated):

@@ -4,7 +4,7 @@ written as JSON in pieces while the answer grows."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -20,12 +20,6 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent; the 
 
 # A token id, its log-probability, and the log-probabilities of the most likely token ids at its position.
 Score = tuple[int, float | None, dict[int, float] | None]
-
-
-def scores(tokens: Iterable[Token]) -> list[Score]:
-    return [(token.token_id, token.logprob, token.top_logprobs) for token in tokens]
-
-
 Pieces = dict[str, bytearray]  # lists with names, as JSON without brackets
 
 
@@ -58,7 +52,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Iterable[Token], count: i
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer | None, tokens: list[Score], offsets: Iterable[int]
+    tokenizer: Tokenizer | None, tokens: Sequence[Score], offsets: Iterable[int]
 ) -> dict[str, list[Any]]:
     """Return log-probabilities in the format of /v1/completions: lists with one element per token. The first token of
     a prompt has no log-probability. `offsets` are the positions in the text, in characters, where the tokens begin."""

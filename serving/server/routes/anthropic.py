@@ -179,10 +179,6 @@ class MessagesRequest(CountRequest, requests.Sampled):
         self.stop = self.stop or self.stop_sequences
         return self
 
-    @property
-    def wanted(self) -> int:
-        return self.max_tokens
-
     def form(self) -> StructuredOutputsParams | None:
         wanted = self.output_config.format if self.output_config else None
         return StructuredOutputsParams(json=wanted.schema_) if wanted else None

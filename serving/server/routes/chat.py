@@ -226,10 +226,6 @@ class ChatRequest(Templated, requests.Choices):
         return self
 
     @property
-    def wanted(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def shown(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 

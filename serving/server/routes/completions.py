@@ -14,7 +14,7 @@ from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, scores
+from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest
 from megakernel.serving.server.service import Served, Service
 from megakernel.serving.server.writer import Said, Writer, event
 
@@ -32,15 +32,10 @@ class CompletionRequest(Choices):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if self.max_tokens is None:
-            self.max_tokens = self.max_completion_tokens
+        self.max_tokens = self.wanted
         if self.max_tokens == 0 and not self.echo:
             raise contradiction("max_tokens", "max_tokens may be 0 only with echo, to score a prompt")
         return self
-
-    @property
-    def wanted(self) -> int | None:
-        return self.max_tokens
 
     @property
     def shown(self) -> int | None:
@@ -130,7 +125,8 @@ class _CompletionWriter(Writer):
             return {}
         made = [] if self.body.max_tokens == 0 else delta.tokens
         offsets = [self._places[delta.index].next(token.token_id) for token in made]
-        return completion_logprobs(self._shown_by, scores(made), offsets)
+        shown = [(token.token_id, token.logprob, token.top_logprobs) for token in made]
+        return completion_logprobs(self._shown_by, shown, offsets)
 
     def _events(self, delta: Delta) -> bytes:
         plain = delta.index in self._begun and delta.finish_reason is None and not self._keeps

@@ -27,6 +27,10 @@ class EmbeddingRequest(requests.Truncated):
     )
     add_special_tokens: requests.AddSpecial | None = None
 
+    @property
+    def wanted(self) -> int:
+        return 0
+
 
 async def embed(service: Served, body: EmbeddingRequest) -> Response:
     """Answer a request with one embedding for each input. The model's folder says how hidden states are pooled."""

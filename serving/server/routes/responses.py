@@ -144,10 +144,6 @@ class ResponsesRequest(requests.Sampled):
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
     @property
-    def wanted(self) -> int | None:
-        return self.max_output_tokens
-
-    @property
     def shown(self) -> int | None:
         return self.top_logprobs or (0 if _LOGPROBS in (self.include or ()) else None)
 
