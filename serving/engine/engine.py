@@ -32,7 +32,7 @@ from megakernel.serving.engine.request import (
     Turns,
     extended,
 )
-from megakernel.serving.engine.sampling import FINISH, Begun, SamplingParams, Score, TokenIds, Tokens
+from megakernel.serving.engine.sampling import FINISH, Begun, SamplingParams, TokenIds, Tokens
 from megakernel.serving.engine.scheduler import Batch, Counts, Stats
 from megakernel.serving.engine.speculation import Speculation
 
@@ -343,7 +343,7 @@ class Engine:
         for row in results.finish.nonzero()[0].tolist():
             self._batch.finish(turns.sequence[turns.chunk[row]], str(FINISH[results.finish[row]]))
         made = int(np.count_nonzero(results.heard & turns.samples))
-        self._batch.counts += Counts(made, made)
+        self._batch.totals.counts += Counts(made, made)
         return results
 
     def _append(
@@ -375,7 +375,7 @@ class Engine:
             ended[turns.chunk[rows]] = results.finish[rows]
         made = np.bincount(turns.chunk[results.heard & turns.samples], minlength=len(ended))
         added = np.bincount(turns.chunk[turns.after >= 0], minlength=len(ended))
-        self._batch.counts += Counts(int(made.sum()), int(np.count_nonzero(made)))
+        self._batch.totals.counts += Counts(int(made.sum()), int(np.count_nonzero(made)))
         for chunk in ((made > 0) & ((added > 0) | (ended > 0))).nonzero()[0].tolist():
             sequence, accepted = turns.sequence[chunk], int(made[chunk]) - 1
             if ended[chunk]:
@@ -384,7 +384,7 @@ class Engine:
                 continue
             # Forced tokens are not guesses, so they do not count in the statistics of proposals.
             if self._speculation and (sequence.constraint is None or sequence.constraint.idle):
-                self._batch.counts += Counts(proposed=int(added[chunk]), accepted=accepted)
+                self._batch.totals.counts += Counts(proposed=int(added[chunk]), accepted=accepted)
                 self._speculation.learn(sequence, int(added[chunk]), accepted)
             if sequence.finish_reason is None:
                 self._batch.shorten(sequence)
@@ -419,7 +419,7 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
     for index, row in enumerate(turns.pooled):
         if results.heard[row]:
             turns.sequence[turns.chunk[row]].request.pool(output.hidden[index])
-    starting = sequence[first].tolist() if np.count_nonzero(first) else []
+    starting = first.nonzero()[0].tolist() if np.count_nonzero(first) else []
     tokens = Tokens(
         at=ended,
         choice=number,
@@ -427,7 +427,7 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
         logprob=output.logprobs[at],
         finish=results.finish[at],
         top=best,
-        begun={one.request.first + one.choice: _begun(one) for one in starting},
+        begun={index: _begun(sequence[index]) for index in starting},
     )
     return Step(
         program=running.program,
@@ -442,14 +442,11 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
 
 def _begun(sequence: Sequence) -> Begun:
     """Return the facts that are sent with the first token of a sequence."""
-    request, state = sequence.request, None
+    request = sequence.request
     if sequence.choice:
         return Begun(sequence.admitted_at)
-    scored = Score(request.first, request.prompt_logprobs, request.prompt_top_logprobs)
-    if request.pooled is not None:
-        state = (request.pooled / request.pooled_rows).astype(np.float32)
-    shown = None if request.params.prompt_logprobs is None else scored
-    return Begun(sequence.admitted_at, request.cached_tokens or 0, shown, state)
+    pooled = None if request.pooled is None else (request.pooled / request.pooled_rows).astype(np.float32)
+    return Begun(sequence.admitted_at, request.cached_tokens or 0, pooled)
 
 
 def _own(output: Output, turns: Turns) -> Output:

@@ -201,8 +201,9 @@ def _error(name: str, value: object, must: str) -> MegakernelError:
 
 
 class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Log-probabilities of a prompt's tokens except the first, or of some of these tokens. `tops` has, by position,
-    the log-probabilities of the most likely ids. `choice` is the number of the prompt's first choice."""
+    """Log-probabilities of a prompt's tokens except the first, or of some of these tokens. They are sent before the
+    prompt's first token. `tops` has, by position, the log-probabilities of the most likely ids. `choice` is the number
+    of the prompt's first choice."""
 
     choice: int
     logprobs: list[float]
@@ -214,7 +215,6 @@ class Begun(msgspec.Struct, array_like=True, frozen=True):
 
     admitted: float  # when the choice was first admitted, in seconds of `perf_counter`
     cached: int = 0  # tokens of the prompt that were found in the prefix cache
-    score: Score | None = None  # the requested log-probabilities; of a long prompt, all but the last part come earlier
     pooled: NDArray[np.float32] | None = None  # the requested last or mean hidden state of the prompt
 
 
@@ -228,7 +228,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     logprob: NDArray[np.float32]  # log-probabilities of the tokens
     finish: NDArray[np.uint8]  # whether and why each token ends its choice, as an index into FINISH
     top: dict[int, dict[int, float]]  # index of a token in the arrays -> its `Token.top_logprobs`, if requested
-    begun: dict[int, Begun]  # choice -> the facts that are sent with its first token
+    begun: dict[int, Begun]  # index of a choice's first token in the arrays -> the facts that are sent with it
 
     def __len__(self) -> int:
         return len(self.choice)

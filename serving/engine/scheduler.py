@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
@@ -55,18 +55,18 @@ class Counts:
         return {"proposed": self.proposed, "accepted": self.accepted, "tokens_per_step": self.tokens_per_step}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stats:
     """The engine's current state, and its counters since it was created."""
 
-    running: int
-    waiting: int
     pages: int
-    pages_used: int
-    preemptions: int
-    prefix_queries: int  # tokens of all admitted sequences that may use the prefix cache
-    prefix_hits: int  # how many of these tokens were in the prefix cache
-    counts: Counts
+    pages_used: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens of all admitted sequences that may use the prefix cache
+    prefix_hits: int = 0  # how many of these tokens were in the prefix cache
+    counts: Counts = field(default_factory=Counts)
 
 
 class Waiting:
@@ -198,7 +198,7 @@ class Batch:
         self.waiting = Waiting()
         self.slots = Slots(dims)
         self.mask_time = MaskTime()
-        self.counts = Counts()  # the engine updates them after each step
+        self.totals = Stats(pages)  # the engine updates `counts` after each step; see `stats`
         self._max_seqs, self._page = dims.bucket.max_seqs, dims.bucket.kv_page
         self._windows = max(dims.model.spans) < dims.bucket.max_context  # whether all layers have sliding windows
         self._step_tokens, self._prefix_cache = step_tokens, prefix_cache
@@ -206,7 +206,6 @@ class Batch:
         self._slots = list(range(dims.bucket.max_seqs - 1, -1, -1))  # free slots
         # Tokens that the host must write to the device buffer HISTORY before the next step: slot, first position, ids.
         self.histories: list[tuple[int, int, NDArray[np.int32]]] = []
-        self._preemptions = self._prefix_queries = self._prefix_hits = 0
         # For the next `_steady` steps, the sequences of `_steady_order` need no pages, so `plan` returns them at once.
         self._steady, self._steady_order = 0, self.slots.order
 
@@ -217,16 +216,9 @@ class Batch:
 
     @property
     def stats(self) -> Stats:
-        return Stats(
-            running=len(self.slots.order),
-            waiting=len(self.waiting),
-            pages=self.pool.pages,
-            pages_used=self.pool.pages - self.pool.free,
-            preemptions=self._preemptions,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-            counts=self.counts,
-        )
+        now = self.totals
+        now.running, now.waiting, now.pages_used = len(self.slots.order), len(self.waiting), now.pages - self.pool.free
+        return now
 
     @property
     def alone(self) -> bool:
@@ -359,7 +351,7 @@ class Batch:
         for sequence in sorted(slots.sequence[short], key=_age):
             while not self.pool.free and sequence.slot >= 0:
                 self._preempt(max(self.running, key=_age))
-                self._preemptions += 1
+                self.totals.preemptions += 1
             if sequence.slot >= 0:
                 slots.add_page(np.array([sequence.slot]), self.pool.take(1))
 
@@ -400,8 +392,8 @@ class Batch:
             if request.cached_tokens is None:
                 request.cached_tokens = cached
             if not request.scores_prompt(sequence.choice):
-                self._prefix_queries += len(sequence.saved)
-                self._prefix_hits += cached
+                self.totals.prefix_queries += len(sequence.saved)
+                self.totals.prefix_hits += cached
             self._write_history(sequence.slot, 0)
             spare -= taken + (len(pages) * self._page < sequence.length_limit - 1)
 

@@ -140,8 +140,6 @@ class Answers:
         """Keep the facts that are sent with the first token of the choice number `index`."""
         self.admitted[index] = begun.admitted
         self.cached += begun.cached
-        if begun.score is not None:
-            self.put_scores(begun.score)
         if begun.pooled is not None:
             self.pooled[index // self.n] = begun.pooled
 
@@ -199,10 +197,8 @@ class Answers:
             before = transcript.last_at
             delta.text += transcript.add(token)
             delta.tokens.append(token)
-            if metrics and before:
-                metrics.next_token(token.at - before)
-            elif metrics:
-                metrics.first_token(token.at - self.submitted_at)
+            if metrics:
+                metrics.token(token.at, before, self.submitted_at)
             if transcript.finish_reason is not None:
                 delta.finish_reason = reason = "stop" if transcript.finish_reason == "stop" else "length"
                 delta.stop_reason = transcript.stop_reason
@@ -355,8 +351,8 @@ class EngineClient:
 
     def _deliver(self, tokens: Tokens) -> None:
         choices = self._choices
-        for number, begun in tokens.begun.items():
-            if answers := choices.get(number):
+        for index, begun in tokens.begun.items():
+            if answers := choices.get(number := int(tokens.choice[index])):
                 answers.begin(number - answers.first, begun)
         for token in single_tokens(tokens):
             answers = choices.get(token.choice)

@@ -27,7 +27,7 @@ from megakernel.errors import MegakernelError
 from megakernel.model.limited import HelperLost
 from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Constraint, Grammars
-from megakernel.serving.engine.request import Request
+from megakernel.serving.engine.request import Request, Sequence
 from megakernel.serving.engine.sampling import Score, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import Row
@@ -352,9 +352,12 @@ class EngineLoop:
         now = self._step_began = perf_counter()
         self.row.put(progress_at=monotonic())
         self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it
+        for index in step.tokens.begun:
+            for score in _scores(step.sequence[index]):
+                self._socket.send_multipart([self._readers[step.reader[index]], messages.encode(score)])
         for reader in np.unique(step.reader).tolist():
-            for message in _in_parts(_some(step.tokens, step.reader == reader)):
-                self._socket.send_multipart([self._readers[reader], messages.encode(message)])
+            mine = messages.encode(_some(step.tokens, step.reader == reader))
+            self._socket.send_multipart([self._readers[reader], mine])
         for sequence in step.sequence[step.tokens.finish > 0]:
             self._ended(self._job_of[sequence.request], 1)
         for sequence in step.failed:
@@ -381,30 +384,22 @@ class EngineLoop:
         self.row.count_cpu()
 
 
-def _in_parts(tokens: Tokens) -> Iterator[Score | Tokens]:
-    """Yield log-probabilities of long prompts in parts of _SCORES tokens, and then `tokens` with the last parts."""
-    begun = dict(tokens.begun)
-    for number, one in tokens.begun.items():
-        if (score := one.score) is not None:
-            cuts = (slice(at, at + _SCORES) for at in range(0, max(1, len(score.tops)), _SCORES))
-            *early, last = (Score(number, score.logprobs[cut], score.tops[cut]) for cut in cuts)
-            yield from early
-            begun[number] = msgspec.structs.replace(one, score=last)
-    yield msgspec.structs.replace(tokens, begun=begun)
+def _scores(sequence: Sequence) -> Iterator[Score]:
+    """Yield the requested log-probabilities of a prompt in parts of _SCORES tokens, before its first choice begins."""
+    request = sequence.request
+    if sequence.choice == 0 and request.params.prompt_logprobs is not None:
+        for at in range(0, max(1, len(request.prompt_logprobs)), _SCORES):
+            part = slice(at, at + _SCORES)
+            yield Score(request.first, request.prompt_logprobs[part], request.prompt_top_logprobs[part])
 
 
 def _some(tokens: Tokens, mine: NDArray[np.bool_]) -> Tokens:
-    """Return the tokens of one reader, those for which `mine` is True. A prompt's choices all have the same reader."""
+    """Return the tokens of one reader, those for which `mine` is True."""
     if mine.all():
         return tokens
-    choice = tokens.choice[mine]
-    held = set(choice.tolist()) if tokens.begun else set()
-    return Tokens(
-        tokens.at,
-        choice,
-        tokens.token_id[mine],
-        tokens.logprob[mine],
-        tokens.finish[mine],
-        {int(np.count_nonzero(mine[:i])): top for i, top in tokens.top.items() if mine[i]},
-        {number: one for number, one in tokens.begun.items() if number in held},
-    )
+
+    def kept(by_index: dict[int, T]) -> dict[int, T]:
+        return {int(np.count_nonzero(mine[:i])): one for i, one in by_index.items() if mine[i]}
+
+    columns = {name: getattr(tokens, name)[mine] for name in ("choice", "token_id", "logprob", "finish")}
+    return msgspec.structs.replace(tokens, **columns, top=kept(tokens.top), begun=kept(tokens.begun))

@@ -82,13 +82,12 @@ class Metrics(Collector):
             self._add("prompt_tokens", len(prompt))
             self._observe("request_prompt_tokens", len(prompt))
 
-    def first_token(self, seconds: float) -> None:
+    def token(self, at: float, before: float, arrived: float) -> None:
+        """Count a token. The times are its own, that of the token `before` it (0 if it is the first), and that of the
+        request's arrival."""
         self._add("generation_tokens", 1)
-        self._observe("time_to_first_token_seconds", seconds)
-
-    def next_token(self, seconds: float) -> None:
-        self._add("generation_tokens", 1)
-        self._observe("inter_token_latency_seconds", seconds)
+        name = "inter_token_latency_seconds" if before else "time_to_first_token_seconds"
+        self._observe(name, at - (before or arrived))
 
     def finished(self, reason: str, tokens: int, arrived: float, admitted: float, first: float, last: float) -> None:
         """Count a finished choice. The times are those of its arrival, its admission, and its first and last token."""

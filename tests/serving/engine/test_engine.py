@@ -16,6 +16,7 @@ from megakernel.scheduler import passes
 from megakernel.serving.engine.engine import Engine, top_logprobs
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes, weight_bytes
 from megakernel.serving.engine.programs import bucket
+from megakernel.serving.server.loop import _some
 from megakernel.serving.text.codec import Token, Transcript, single_tokens
 
 
@@ -164,10 +165,19 @@ def test_hidden_states_are_pooled_wherever_the_prompt_is_cut(step_tokens: int) -
     other = engine.add([1], SamplingParams(max_tokens=100, ignore_eos=True))
     wanted = {engine.add(list(range(50)) * 3, pooled("mean")).first: 75.5}
     wanted |= {engine.add(list(range(50)) * 3, pooled("last")).first: 150.0, engine.add([7], pooled("mean")).first: 1.0}
-    begun = [pair for step in engine.run() for pair in step.tokens.begun.items()]
+    begun = [(step.tokens.choice[i], one) for step in engine.run() for i, one in step.tokens.begun.items()]
     found = {number: float(one.pooled[0]) for number, one in begun if one.pooled is not None}
     assert found == wanted and other.choices[0].outputs == 100
     assert engine.stats.preemptions or step_tokens > 4
+
+
+def test_facts_of_a_first_token_go_to_its_own_frontend() -> None:
+    """Each frontend numbers its own choices, so two frontends may use the same number."""
+    engine, _ = fake_engine()
+    for reader in range(2):
+        engine.add([1] * (1 + reader), pooled("last"), first=7, reader=reader)
+    step = engine.step()
+    assert [_some(step.tokens, step.reader == i).begun[0].pooled for i in range(2)] == [[1.0], [2.0]]
 
 
 def pooled(how: str) -> SamplingParams:

@@ -45,7 +45,7 @@ def test_hidden_states_as_in_transformers(backend: str, tp: int, dtype: str, tol
         requests = [llm.engine.add(prompt, params) for prompt in PROMPTS]
         llm.engine.add([1, 2, 3], SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=1, seed=1))
         for step in llm.engine.run():
-            got |= {n: one.pooled for n, one in step.tokens.begun.items() if one.pooled is not None}
+            got |= {step.tokens.choice[i]: one.pooled for i, one in step.tokens.begun.items() if one.pooled is not None}
         assert got.keys() == {request.first for request in requests}
         llm.engine.add(PROMPTS[2], params)
         [alone] = [one.pooled for step in llm.engine.run() for one in step.tokens.begun.values()]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,7 +35,6 @@ async def settle() -> None:
 
 
 def test_clients_take_turns() -> None:
-
     async def run() -> list[str]:
         turns, order, gate = ThreadTurns(1), list[str](), threading.Event()
         first = ask(turns, "greedy", gate.wait)
@@ -122,14 +122,9 @@ def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
     with zmq.Context() as context:
         loop = engine_loop(context, tmp_path, max_waiting=3)
         sent: list[bytes] = []
-
-        class Frontend:
-            def send_multipart(self, parts: list[bytes]) -> None:
-                sent.append(parts[1])
-
         loop._control.close()
         loop._socket.close()
-        loop._socket = Frontend()  # type: ignore[assignment]
+        loop._socket = Mock(send_multipart=lambda parts: sent.append(parts[1]))
         params = SamplingParams(max_tokens=4, ignore_eos=True)
 
         def submit(first: int, client: str) -> bool:

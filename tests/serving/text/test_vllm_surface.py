@@ -86,8 +86,7 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
             assert isinstance(scores[token].decoded_token, str)
     # These attributes of the output are shortcuts to its first choice.
     first = out.outputs[0]
-    assert (out.text, out.token_ids, out.finish_reason) == (first.text, first.token_ids, "length")
-    assert out.logprobs == first.token_logprobs
+    assert (out.text, out.token_ids, out.logprobs) == (first.text, first.token_ids, first.token_logprobs)
     assert out.prompt_logprobs is not None and out.prompt_token_logprobs is not None
     assert out.prompt_logprobs[0] is out.prompt_token_logprobs[0] is None
     each = zip(out.prompt_logprobs, out.prompt_token_ids, out.prompt_token_logprobs, strict=True)
@@ -115,8 +114,7 @@ def test_conversations(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     tokenizer = llm.get_tokenizer()
-    both = llm.chat([said, said[:1]], params)
-    prompts = [tokenizer.decode(one.prompt_token_ids) for one in both]
+    prompts = [tokenizer.decode(one.prompt_token_ids) for one in llm.chat([said, said[:1]], params)]
     assert prompts == ["<user>a<assistant>b<assistant>", "<user>a<assistant>"]
     [continued] = llm.chat(said, params, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.decode(continued.prompt_token_ids) == "<user>a<assistant>b"
