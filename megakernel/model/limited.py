@@ -97,7 +97,7 @@ class LimitedProcess:
             raise
         finally:
             late.cancel()
-        if not line:
+        if not line.endswith("\n"):  # a process that is killed may have written a part of its answer
             _end(process)
             if process.returncode == -signal.SIGPROF:
                 raise Ended(f"the work takes more than {self._seconds} s of processor time")

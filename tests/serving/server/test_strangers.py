@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -217,7 +216,7 @@ def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megakernel.model.limited._PATIENCE", 4)
     os.kill(limited._process.pid, number)
     assert null.post(CHAT, body | {"guided_regex": "b"})["choices"]
-    monkeypatch.setattr(limited, "_command", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    monkeypatch.setattr(limited, "_command", ["sh", "-c", "printf {; kill -9 $$"])
     os.kill(limited._process.pid, signal.SIGKILL)
     status, headers, data = null.request("POST", CHAT, body | {"guided_regex": "c"})
     assert (status, headers["retry-after"]) == (503, "1") and b"two helper processes ended" in data
