@@ -167,7 +167,7 @@ class EngineLoop:
         for frontend in self._frontends:
             self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
         self.on_death()
-        while True:
+        while not self._closing:
             frontend, _ = self._socket.recv_multipart()
             if frontend == CONTROL and self._calls.get() == self._end:
                 return

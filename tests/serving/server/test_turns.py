@@ -3,7 +3,7 @@
 import asyncio
 import http.client
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ async def settle() -> None:
 
 
 def test_clients_take_turns() -> None:
+
     async def run() -> list[str]:
         turns, order, gate = ThreadTurns(1), list[str](), threading.Event()
         first = ask(turns, "greedy", gate.wait)
@@ -111,60 +112,69 @@ def test_the_engine_admits_clients_in_turn() -> None:
     assert [i for i in order if i != other.first] == [request.first for request in requests]
 
 
-def engine_loop(context: zmq.Context[Any], folder: Path, max_waiting: int) -> EngineLoop:
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[EngineLoop]:
     engine, _ = fake_engine(max_seqs=1)
-    row = Board(folder / "board", 1, create=True).row(0, ENGINE_FIELDS)
+    row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
     grammars = Grammars(None, engine.dims.model.vocab, frozenset())
-    return EngineLoop(engine, context, "inproc://requests", row, max_waiting=max_waiting, grammars=grammars)
-
-
-def test_one_client_does_not_fill_the_queue(tmp_path: Path) -> None:
     with zmq.Context() as context:
-        loop = engine_loop(context, tmp_path, max_waiting=3)
-        sent: list[bytes] = []
-        loop._control.close()
-        loop._socket.close()
-        loop._socket = Mock(send_multipart=lambda parts: sent.append(parts[1]))
-        params = SamplingParams(max_tokens=4, ignore_eos=True)
-
-        def submit(first: int, client: str) -> bool:
-            before = len(sent)
-            loop._submit(b"frontend", Submit(first, [np.array([1], np.int32).tobytes()], params, client))
-            return b"Accepted" in b"".join(sent[before:])
-
-        assert [submit(i, "greedy") for i in range(4)] == [True, True, True, False]
-        assert [submit(10 + i, "other") for i in range(4)] == [True, True, True, False]
-        assert not submit(20, "third") and b"6 sequences are waiting already and at most 6 may" in sent[-1]
-        loop._abort(b"frontend", 0)
-        assert submit(30, "greedy") and not submit(31, "greedy")
-        for first in (1, 2, 10, 11, 12, 30):
-            loop._abort(b"frontend", first)
-        assert loop.engine.idle and not loop._open_of and submit(40, "greedy")
+        made = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3, grammars=grammars)
+        yield made
+        context.destroy(0)
 
 
-def test_grammars_are_compiled_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def submit(first: int, client: str, **limits: Any) -> Submit:
+    params = SamplingParams(max_tokens=4, **limits)
+    return Submit(first, [np.array([1], np.int32).tobytes()], params, client)
+
+
+def test_one_client_does_not_fill_the_queue(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(loop, "_socket", Mock(send_multipart=lambda parts: sent.append(parts[1])))
+
+    def queued(first: int, client: str) -> bool:
+        before = len(sent)
+        loop._submit(b"frontend", submit(first, client))
+        return b"Accepted" in b"".join(sent[before:])
+
+    assert [queued(i, "greedy") for i in range(4)] == [True, True, True, False]
+    assert [queued(10 + i, "other") for i in range(4)] == [True, True, True, False]
+    assert not queued(20, "third") and b"6 sequences are waiting already and at most 6 may" in sent[-1]
+    loop._abort(b"frontend", 0)
+    assert queued(30, "greedy") and not queued(31, "greedy")
+    for first in (1, 2, 10, 11, 12, 30):
+        loop._abort(b"frontend", first)
+    assert loop.engine.idle and not loop._open_of and queued(40, "greedy")
+
+
+def test_grammars_are_compiled_in_turn(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose grammars wait to be compiled delays another client by one grammar."""
-    with zmq.Context() as context:
-        loop = engine_loop(context, tmp_path, max_waiting=99)
-        started: list[Callable[[Any], None]] = []
-        order: list[int] = []
+    started: list[Callable[[Any], None]] = []
+    order: list[int] = []
 
-        def run_beside(kind: str, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-            order.append(work())
-            started.append(then)
+    def run_beside(kind: str, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        order.append(work())
+        started.append(then)
 
-        monkeypatch.setattr(loop, "_run_beside", run_beside)
-        monkeypatch.setattr(loop._grammars, "get", lambda params: int(params.structured_outputs.regex))
-        monkeypatch.setattr(loop, "_queue", lambda key, asked, constraint: None)
-        for first in range(8):
-            params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"{first}"))
-            asked = Submit(first, [np.array([1], np.int32).tobytes()], params, "other" if first in (6, 7) else "greedy")
-            loop._submit(b"frontend", asked)
-        assert order == [0]  # one at a time
-        loop._abort(b"frontend", 2)
-        for then in started:
-            then(None)
-        assert order == [0, 1, 6, 7, 3, 4, 5]  # 2 was aborted before its turn
-        assert not loop._compiling and not loop._uncompiled and not loop._compiles
-        loop._control.close()
-        loop._socket.close()
+    monkeypatch.setattr(loop, "_max_waiting", 99)
+    monkeypatch.setattr(loop, "_run_beside", run_beside)
+    monkeypatch.setattr(loop._grammars, "get", lambda params: int(params.structured_outputs.regex))
+    monkeypatch.setattr(loop, "_queue", lambda key, asked, constraint: None)
+    for first in range(8):
+        form = StructuredOutputsParams(regex=f"{first}")
+        loop._submit(b"frontend", submit(first, "greedy" if first < 6 else "other", structured_outputs=form))
+    assert order == [0]  # one at a time
+    loop._abort(b"frontend", 2)
+    for then in started:
+        then(None)
+    assert order == [0, 1, 6, 7, 3, 4, 5]  # 2 was aborted before its turn
+    assert not loop._compiling and not loop._uncompiled and not loop._compiles
+
+
+def test_an_engine_that_fails_while_the_server_ends_holds_nothing_up(loop: EngineLoop) -> None:
+    loop.engine.step = Mock(side_effect=ValueError("in the last step"))  # type: ignore[method-assign]
+    loop._handle(b"frontend", submit(0, "a"))
+    loop._in_engine(loop._end)
+    loop.start()
+    loop._thread.join(60)
+    assert not loop._thread.is_alive()
