@@ -313,7 +313,7 @@ class EngineLoop:
             )
             job.requests.append(request)
         if not self._jobs:
-            self.row.put(progress_at=monotonic())
+            self.row.put(progress_at=monotonic(), open=job.open)  # now, because the first step may never end
         self._jobs[key] = job
         accepted = messages.Accepted(first, constraint.left if constraint else ())
         self._socket.send_multipart([frontend, messages.encode(accepted)])

@@ -476,12 +476,15 @@ def test_the_server_tells_its_cpu_time(live: Live) -> None:
     assert all(after[kind] > before[kind] > 0 for kind in after)
 
 
-def test_health_tells_of_a_stall(llm: LLM, live: Live) -> None:
+def test_health_tells_of_a_stall(llm: LLM, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the first step after a pause never ends."""
     assert live.request("GET", "/health")[0::2] == (200, b"")
-    with another(llm, live, 0.6, stall_timeout=0.2) as server:
+    with another(llm, live, stall_timeout=0.2) as server:
+        step, go_on = llm.engine.step, Event()
+        monkeypatch.setattr(llm.engine, "step", lambda **more: (go_on.wait(60), step(**more))[1])
         with server.send(COMPLETIONS, {"prompt": "x", "max_tokens": 3}):
             until(lambda: b"no step has ended for" in server.request("GET", "/health")[2])
-        server.host.loop.on_step.clear()
+        go_on.set()
         until(lambda: server.request("GET", "/health")[0] == 200)
 
 
