@@ -88,9 +88,9 @@ class Live:
 
     def at_rest(self) -> bool:
         """Return whether the server holds no request any more and every KV page is free."""
-        loop, stats = self.host.loop, self.host.loop.engine.stats
-        known = loop._jobs or loop._job_of or loop._open_of or self.service.engine._choices
-        return not (known or stats.running or stats.waiting or stats.pages_used)
+        loop, stats, open_here = self.host.loop, self.host.loop.engine.stats, self.service.engine._choices
+        known = loop._jobs or loop._job_of or loop._open_of or open_here
+        return not (known or self.server.server_state.tasks or stats.running or stats.waiting or stats.pages_used)
 
 
 @contextmanager
