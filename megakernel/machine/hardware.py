@@ -136,7 +136,7 @@ class Core(_Section, frozen=True):
 
 def _check_rates(points: tuple[float, ...], values: tuple[float, ...]) -> None:
     if not points or len(points) != len(values) or list(points) != sorted(set(points)):
-        raise ValueError(f"{list(points)} must be in ascending order, with one rate for each")
+        raise ValueError(f"the sizes {list(points)} must be in ascending order, and each size must have one rate")
 
 
 class Tiles(_Section, frozen=True):

@@ -199,7 +199,9 @@ class Keys:
         value = self.raw.get(self.prefix + key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(short, allowed)) or "null"
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} = {short(value)} is not supported, only {known}")
+            raise MegakernelError(
+                f"{self.source}: {self.prefix}{key} = {short(value)} is not supported: it must be {known}"
+            )
 
     def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
         """Return the value of `key`, or `default` if it is null or absent. Errors call the allowed values `what`."""

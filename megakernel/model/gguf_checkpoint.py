@@ -264,7 +264,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         if isinstance(architecture, str) and architecture in LACKING:
             raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
         known = ", ".join(dict.fromkeys(repr(name) for f in FAMILIES.values() for name in f.gguf))
-        raise refuse(f"architecture {architecture!r} is not supported, only {known}")
+        raise refuse(f"architecture {architecture!r} is not supported: it must be one of {known}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key in sorted(set(values) - _READ - _HARMLESS - family.metadata_keys):
@@ -331,8 +331,8 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise MegakernelError(
-            f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported, only none, linear, yarn and "
-            "longrope"
+            f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported: it must be none, linear, yarn "
+            "or longrope"
         )
     keys.only("rope.scaling.yarn_ext_factor", 1)
     full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0)) if kind == "yarn" else 1.0

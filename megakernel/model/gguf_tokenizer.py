@@ -77,7 +77,7 @@ def ggml_tokenizer(
     if model in (None, "none", "no_vocab"):
         return None
     if model not in ("gpt2", "llama"):
-        raise UnknownTokenizer(f"{source}: tokenizer {short(model)} is not supported, only 'gpt2' and 'llama'")
+        raise UnknownTokenizer(f"{source}: tokenizer {short(model)} is not supported: it must be 'gpt2' or 'llama'")
     tokens, types = _tokens(keys)
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) < len(tokens):

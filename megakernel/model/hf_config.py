@@ -228,7 +228,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     kind = next((k for k in _NEEDS if k.value == name), None)
     if kind is None:
         known = ", ".join(k.value for k in _NEEDS)
-        raise MegakernelError(f"{where}: rope_type {name!r} is not supported, only {known}")
+        raise MegakernelError(f"{where}: rope_type {name!r} is not supported: it must be one of {known}")
     if missing := sorted(_NEEDS[kind] - set(table)):
         raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
     # Keys of other kinds of RoPE scaling are accepted, because some files contain them and they have no effect.

@@ -68,9 +68,9 @@ def _byte_level(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Build a tokenizer from `vocab.json` (`path`) and `merges.txt`. The class in `config` says how it splits texts."""
     kind = str(config.get("tokenizer_class")).removesuffix("Fast")
     if kind not in _SPLITS:
-        known = " and ".join(_SPLITS)
+        known = " or ".join(_SPLITS)
         raise UnknownTokenizer(
-            f"{path}: the tokenizer class {short(kind)} is not supported without tokenizer.json, only {known}"
+            f"{path}: the tokenizer class {short(kind)} is not supported without tokenizer.json: it must be {known}"
         )
     vocabulary, merges = read_json(path), regular(path.with_name("merges.txt"))
     _check_ids({"model": {"vocab": vocabulary}}, path)

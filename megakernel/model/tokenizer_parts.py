@@ -47,7 +47,8 @@ def check_parts(declared: dict[str, Any]) -> None:
                 raise ValueError("the normalizer's precompiled_charsmap is damaged")
     if count > MOST_TOKENIZER_PARTS or growth > MOST_TOKENIZER_GROWTH:
         raise ValueError(
-            f"it has over {MOST_TOKENIZER_PARTS} components, or makes a text over {MOST_TOKENIZER_GROWTH} times longer"
+            f"the tokenizer has more than {MOST_TOKENIZER_PARTS} components, or makes a text more than "
+            f"{MOST_TOKENIZER_GROWTH} times longer"
         )
     if any(len(text) > MOST_TOKEN_CHARACTERS for text in _texts(declared)):
         raise ValueError(f"the tokenizer has a token of more than {MOST_TOKEN_CHARACTERS} characters")

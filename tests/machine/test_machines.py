@@ -132,7 +132,7 @@ def test_a_file_on_top_of_a_known_machine(tmp_path: Path) -> None:
         (
             'base = "h100"\n[core]\nmemory_bytes_per_s = 1\nvector_flops_per_s = 1\nmatmul_rows = [1]\n'
             "matmul_flops_per_s = [1]\nattention_rows = [2, 1]\nattention_flops_per_s = [1, 2]",
-            "in ascending order, with one rate for each - at `$.core`",
+            "in ascending order, and each size must have one rate - at `$.core`",
         ),
     ],
 )

@@ -274,13 +274,13 @@ def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
 @pytest.mark.parametrize(
     ("named", "metadata"),
     [
-        ("rope.freq_base_swa = 20000.0 is not supported, only 10000", {"gpt-oss__rope__freq_base_swa": 2e4}),
+        ("rope.freq_base_swa = 20000.0 is not supported: it must be 10000", {"gpt-oss__rope__freq_base_swa": 2e4}),
         ("true or false for each of 1 layers", {"olmo2__attention__sliding_window_pattern": ["L"]}),
         ("rope.scaling.type 'ntk'", {"llama__rope__scaling__type": "ntk"}),
         ("yarn_ext_factor", {"llama__rope__scaling__yarn_ext_factor": 0.5}),
-        ("yarn_attn_factor = 1.5 .* only 1.0$", {"llama__rope__scaling__yarn_attn_factor": 1.5}),
+        ("yarn_attn_factor = 1.5 .* must be 1.0$", {"llama__rope__scaling__yarn_attn_factor": 1.5}),
         (
-            "yarn_attn_factor = 1.5 .* only 1.0 or 1.138",
+            "yarn_attn_factor = 1.5 .* must be 1.0 or 1.138",
             {"llama__rope__scaling__type": "yarn"}
             | {f"llama__rope__scaling__{key}": n for key, n in {"factor": 4.0, "yarn_attn_factor": 1.5}.items()},
         ),
@@ -301,7 +301,7 @@ def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
         ("the file is a LoRA adapter: merge it", {"llama__rope__freq_base": 1e4, "general__type": "adapter"}),
         ("only the image encoder", {"clip__vision__block_count": 1, "general__type": "mmproj"}),
         ("freq_base", {"llama__rope__freq_base": float("nan")}),
-        ("'jina-bert-v2' is not supported, only .*'llama', ", {"jina-bert-v2__vocab_size": 70}),
+        ("'jina-bert-v2' is not supported: it must be one of .*'llama', ", {"jina-bert-v2__vocab_size": 70}),
     ],
 )
 def test_refused_by_name(path: Path, named: str, metadata: dict[str, Any]) -> None:

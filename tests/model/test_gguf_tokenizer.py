@@ -197,7 +197,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"add_bos_token": "no"}, 'add_bos_token is "no", not true or false'),
     ({"bos_token_id": "<s>"}, 'bos_token_id is "<s>", not token ids'),
     ({"pre": "new"}, 'pre-tokeniser "new" is not supported'),
-    ({"model": "bert"}, "tokenizer \"bert\" is not supported, only 'gpt2' and 'llama'"),
+    ({"model": "bert"}, "tokenizer \"bert\" is not supported: it must be 'gpt2' or 'llama'"),
     ({"model": "llama"}, "scores and token_type must have 260 numbers"),
     ({"model": "llama", "scores": [0.0] * 7}, "scores and token_type must have 260 numbers"),
     ({"model": "llama", "scores": ["0"] * 260}, "scores and token_type must have 260 numbers"),

@@ -52,7 +52,8 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
 
     config = checkpoint.config
     if config.family not in SUPPORTED:
-        raise MegakernelError(f"--vs {NAME} cannot run {config.family} models, but only {', '.join(SUPPORTED)}")
+        told = f"--vs {NAME} cannot run {config.family} models: choose a model of the family {' or '.join(SUPPORTED)}"
+        raise MegakernelError(told)
     with torch.device("meta"):  # no memory is allocated or initialised
         model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             transformers.AutoConfig.for_model(
