@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +25,28 @@ from .families.family import WEIGHTS
 from .rope import rope_table
 
 
-class TensorFile(Protocol):
-    """One or several files with named tensors. A tensor's last axis is a row; its other axes count rows."""
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file. Its last axis is a row; its other axes count rows.
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    `dtype`  the type of the elements or blocks that `rows` returns; None for bytes without a meaning of their own
+    `rows`   returns rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column
+    """
 
-    def where(self, name: str) -> Path:
-        """Return the path of the file that contains the tensor `name`."""
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Dtype | None
+    rows: Callable[[int, int], NDArray[np.generic]]
 
-    def dtype(self, name: str) -> Dtype:
-        """Return the type of the elements or blocks that `rows` returns."""
 
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        """Return rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column."""
+Tensors = dict[str, Tensor]
+
+
+def stored(path: Path, shape: tuple[int, ...], dtype: Dtype | None, data: NDArray[np.uint8]) -> Tensor:
+    """Return a tensor whose bytes, `data`, are stored as `Tensor.rows` returns them."""
+    kind = np.dtype(np.uint8) if dtype is None else dtype.numpy.newbyteorder("<")
+    rows = data.reshape(math.prod(shape[:-1] or shape), -1)
+    return Tensor(path, shape, dtype, lambda start, end: rows[start:end].view(kind))
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Naming:
         return parts
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
-        """The tensors that contain the rows of a buffer, in order. NAME[i] is piece i of a tensor (see `_Pieces`)."""
+        """The tensors that contain the rows of a buffer, in order. NAME[i] is piece i of a tensor (`_with_pieces`)."""
         config, parts = self.config, self._parts(buffer)
         if not (config.experts and weight(buffer).per_expert):
             # Dense layers have no router. So the router of the first layer with experts is read, but not used.
@@ -111,7 +120,7 @@ class FileCheckpoint:
     def __init__(
         self,
         name: str,
-        tensors: TensorFile,
+        tensors: Tensors,
         naming: Naming,
         widened: Mapping[str, int] | None = None,
         left_out: int = 0,
@@ -121,7 +130,7 @@ class FileCheckpoint:
         self.name = name
         self.widened, self.left_out = widened or {}, left_out
         self.config = config
-        self._tensors = tensors = _Pieces(tensors, naming) if config.experts else tensors
+        self._tensors = tensors = _with_pieces(tensors, naming)
         self._naming = naming
         _check(tensors, naming, some)
         whole = {} if some else dict(_expected(config))
@@ -144,7 +153,7 @@ class FileCheckpoint:
         names, halved = self._naming.names(source, layer), self._naming.halved(source)
         more, divisor = self._naming.scaling(buffer)
         for index, (name, share) in enumerate(zip(names, row_shares(buffer, split), strict=True)):
-            if name in self._tensors.shapes:
+            if name in self._tensors:
                 part = self._read(name, share._replace(first=begin[name] + share.first), buffer, split, wanted)
             else:  # an absent bias, which `_check` has accepted
                 part = vector(np.zeros(share.size, np.float32))
@@ -161,7 +170,7 @@ class FileCheckpoint:
         found = []
         for buffer, layer in _expected(self.config):
             names = self._naming.names(buffer, layer)
-            absent = [name for name in names if name not in self._tensors.shapes]
+            absent = [name for name in names if name not in self._tensors]
             if absent and len(absent) < len(names):
                 other = next(name for name in names if name not in absent)
                 raise MegakernelError(f"tensor {absent[0]} is missing: it must come together with {other}")
@@ -173,25 +182,26 @@ class FileCheckpoint:
         shares = row_shares(buffer, Split(self.config.sizes(Dtype.F32)))
         layers = BUFFERS[buffer].layers(self.config)
         parts = (zip(self._naming.names(buffer, layer), shares, strict=True) for layer in layers)
-        return Storage(tuple(tuple(StoredRows(self._tensors.dtype(n), s.whole) for n, s in layer) for layer in parts))
+        return Storage(tuple(tuple(StoredRows(_type(self._tensors[n]), s.whole) for n, s in layer) for layer in parts))
 
     def _read(self, name: str, share: Share, buffer: Buffer, split: Split, dtype: Dtype | None) -> WeightRows:
         """Return a rank's part of a tensor in the float type `dtype`. The result is a view of the file if the tensor
         has this type, or if `dtype` is None. Raises MegakernelError if a weight is NaN or infinite: such a weight would
         make every token meaningless, and later errors could not name the cause."""
-        kind, end, shape = self._tensors.dtype(name), share.first + share.size, self._tensors.shapes[name]
+        tensor, end = self._tensors[name], share.first + share.size
+        kind, shape = _type(tensor), tensor.shape
         length = 1 if BUFFERS[buffer].matrix else math.prod(shape[1:])
 
         def part(start: int, stop: int) -> WeightRows:
             # A tensor's row may be a whole vector, such as an expert's bias. A buffer's row is one element of it.
-            rows = self._tensors.rows(name, start // length, -(-stop // length))
+            rows = tensor.rows(start // length, -(-stop // length))
             if BUFFERS[buffer].matrix and len(shape) == 1:  # a matrix with one row
-                rows = self._tensors.rows(name, 0, shape[0]).reshape(1, -1)
+                rows = tensor.rows(0, shape[0]).reshape(1, -1)
             elif length > 1:
                 rows = rows.reshape(-1, 1)[start % length :][: stop - start]
             if not all_finite(rows, kind):
                 raise MegakernelError(
-                    f"tensor {name} in {self._tensors.where(name)} contains a NaN or an infinity: fetch the file again"
+                    f"tensor {name} in {tensor.path} contains a NaN or an infinity: fetch the file again"
                 )
             return cut_columns(WeightRows(kind, rows.view(np.uint8)), buffer, split)
 
@@ -253,7 +263,7 @@ def _expected(config: ModelConfig) -> list[tuple[Buffer, int]]:
     return [place for place in places(config) if place[0] not in without]
 
 
-def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
+def _check(tensors: Tensors, naming: Naming, some: bool) -> None:
     """Raise MegakernelError if a tensor is unknown, has a wrong shape or, unless `some` is set, is missing."""
     expected = expected_shapes(naming)
     # GGUF files leave out biases that are zero.
@@ -261,67 +271,63 @@ def _check(tensors: TensorFile, naming: Naming, some: bool) -> None:
     optional = {
         name for buffer in biases for layer in range(naming.config.layers) for name in naming.names(buffer, layer)
     }
-    if missing := [name for name in expected if not some and name not in {*tensors.shapes, *optional}]:
+    if missing := [name for name in expected if not some and name not in {*tensors, *optional}]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        file = next(map(tensors.where, tensors.shapes), "the checkpoint")
+        file = next((tensor.path for tensor in tensors.values()), "the checkpoint")
         raise MegakernelError(f"{file} lacks tensor {missing[0].partition('[')[0]}{more} that the config asks for")
     for name, shape in expected.items():
-        _check_shape(tensors, name, shape)
-    for name in tensors.shapes:
+        if name in tensors:
+            _check_shape(name, tensors[name], shape)
+    for name, tensor in tensors.items():
         if name not in expected and not naming.unused(name):
             raise MegakernelError(
-                f"tensor {name} in {tensors.where(name)} belongs to no part of the model that the config describes"
+                f"tensor {name} in {tensor.path} belongs to no part of the model that the config describes"
+            )
+        if name in expected and tensor.dtype is None:
+            raise MegakernelError(
+                f"tensor {name} in {tensor.path} has type U8, which is not supported: use one of F32, F16, BF16"
             )
 
 
-def _check_shape(tensors: TensorFile, name: str, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise MegakernelError if a tensor's shape is not `shape`. Axes of length 1 do not count: files may lack them."""
-    found = tensors.shapes.get(name, shape)
-    if [size for size in found if size > 1] != [size for size in shape if size > 1]:
+    if [size for size in tensor.shape if size > 1] != [size for size in shape if size > 1]:
         raise MegakernelError(
-            f"tensor {name} in {tensors.where(name)} has shape {list(found)}; the config asks for {list(shape)}"
+            f"tensor {name} in {tensor.path} has shape {list(tensor.shape)}; the config asks for {list(shape)}"
         )
 
 
-class _Pieces:
-    """A view of files in which MLPs that all tokens use are cut into pieces as wide as an expert. Zeros fill up the
-    last piece. The tensor NAME becomes NAME[0], NAME[1] and so on."""
+def _type(tensor: Tensor) -> Dtype:
+    """The type of a tensor that `_check` has accepted."""
+    assert tensor.dtype is not None
+    return tensor.dtype
 
-    def __init__(self, files: TensorFile, naming: Naming) -> None:
-        config = naming.config
-        self._files, self._ffn, self.shapes = files, config.ffn, dict(files.shapes)
-        self._wide: dict[str, tuple[int, bool]] = {}  # the width of an MLP, and whether its columns are cut, not rows
-        for layer, down in product(range(config.layers), (False, True)):
-            names, width, count = naming.wide(Buffer.W_DOWN if down else Buffer.W_GATE_UP, layer)
-            for name in names:
-                whole, piece = ((config.hidden, n) if down else (n, config.hidden) for n in (width, config.ffn))
-                _check_shape(files, name, whole)
-                if self.shapes.pop(name, None):
-                    self._wide[name] = width, down
-                    self.shapes |= {f"{name}[{number}]": piece for number in range(count)}
 
-    def _stored(self, name: str) -> str:
-        stem = name.partition("[")[0]
-        return stem if stem in self._wide else name
+def _with_pieces(tensors: Tensors, naming: Naming) -> Tensors:
+    """Cut MLPs that all tokens use into pieces as wide as an expert. Zeros fill up the last piece. The tensor NAME
+    becomes NAME[0], NAME[1] and so on."""
+    config, out = naming.config, dict(tensors)
 
-    def where(self, name: str) -> Path:
-        return self._files.where(self._stored(name))
-
-    def dtype(self, name: str) -> Dtype:
-        return self._files.dtype(self._stored(name))
-
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        if (stem := self._stored(name)) == name:
-            return self._files.rows(name, start, end)
-        first, (width, down) = int(name[len(stem) + 1 : -1]) * self._ffn, self._wide[stem]
+    def cut(name: str, width: int, first: int, down: bool, start: int, end: int) -> NDArray[np.generic]:
+        whole = tensors[name]
         if not down:
-            rows = self._files.rows(stem, min(first + start, width), min(first + end, width))
+            rows = whole.rows(min(first + start, width), min(first + end, width))
             return np.pad(rows, ((0, end - start - len(rows)), (0, 0)))
-        kind, rows = self.dtype(stem), self._files.rows(stem, start, end)
+        kind, rows = _type(whole), whole.rows(start, end)
         if kind.quantised and first % BLOCKS[kind].weights:
-            raise MegakernelError(f"{self.where(stem)}: cannot cut tensor {stem} inside a block of quantised weights")
-        part = rows.view(np.uint8)[:, kind.row_bytes(first) : kind.row_bytes(min(first + self._ffn, width))]
-        return np.pad(part, ((0, 0), (0, kind.row_bytes(self._ffn) - part.shape[1]))).view(rows.dtype)
+            raise MegakernelError(f"{whole.path}: cannot cut tensor {name} inside a block of quantised weights")
+        part = rows.view(np.uint8)[:, kind.row_bytes(first) : kind.row_bytes(min(first + config.ffn, width))]
+        return np.pad(part, ((0, 0), (0, kind.row_bytes(config.ffn) - part.shape[1]))).view(rows.dtype)
+
+    for layer, down in product(range(config.layers), (False, True)):
+        names, width, count = naming.wide(Buffer.W_DOWN if down else Buffer.W_GATE_UP, layer)
+        whole, piece = ((config.hidden, n) if down else (n, config.hidden) for n in (width, config.ffn))
+        for name in (name for name in names if out.pop(name, None)):
+            _check_shape(name, tensors[name], whole)
+            for number in range(count):
+                rows = partial(cut, name, width, number * config.ffn, down)
+                out[f"{name}[{number}]"] = replace(tensors[name], shape=piece, rows=rows)
+    return out
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:

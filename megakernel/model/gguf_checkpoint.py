@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..isa import Dtype
 from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
 from .families import FAMILIES, LACKING
-from .file_checkpoint import FileCheckpoint, Naming, check_ranges, damaged, map_file
+from .file_checkpoint import FileCheckpoint, Naming, Tensor, Tensors, check_ranges, damaged, map_file, stored
 from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
 from .rope import yarn_attention
@@ -116,13 +117,14 @@ class _Cursor:
 
 
 class GgufFile:
-    """A GGUF model as a TensorFile: one file, or all parts of a model that is split into several files. `path` is any
-    of the parts. `metadata` is the metadata of the first part: numbers, strings, and lists of either."""
+    """A GGUF model: one file, or all parts of a model that is split into several files. `path` is any of the parts.
+    `metadata` is the metadata of the first part: numbers, strings, and lists of either. `widened` counts the bytes of
+    tensors that are converted to float32, by the name of their type in the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, tuple[GGMLQuantizationType, NDArray[np.uint8], Path]] = {}  # their rows as bytes
+        self.tensors = Tensors()
+        self.widened = Counter[str]()
         self.metadata = self._open(path)
         if (count := self.metadata.get("split.count", 0)) not in (0, 1):
             self._open_others(path, count, self.metadata.get("split.no"))
@@ -146,9 +148,9 @@ class GgufFile:
                 raise MegakernelError(f"{part} is not part {other + 1} of {count}: fetch the file again")
             if other == 0:
                 self.path, self.metadata = part, metadata
-        if (declared := self.metadata.get("split.tensors.count", len(self.shapes))) != len(self.shapes):
+        if (declared := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
             raise MegakernelError(
-                f"{self.path}: the {count} parts have {len(self.shapes)} tensors, but the model has {declared}: "
+                f"{self.path}: the {count} parts have {len(self.tensors)} tensors, but the model has {declared}: "
                 "fetch the files again"
             )
 
@@ -159,29 +161,6 @@ class GgufFile:
             return self._parse(path, _Cursor(path, data), data)
         except UnicodeDecodeError as e:
             raise damaged(path, "a string in its header is not UTF-8") from e
-
-    def widened(self) -> dict[str, int]:
-        """For each type that `rows` converts to float32, its name and the bytes that its tensors take in the file."""
-        sizes = Counter[str]()
-        for type_, data, _ in self._tensors.values():
-            sizes[type_.name] += 0 if type_ in _KEPT else data.nbytes
-        return dict(+sizes)
-
-    def where(self, name: str) -> Path:
-        return self._tensors[name][2]
-
-    def dtype(self, name: str) -> Dtype:
-        return _KEPT.get(self._tensors[name][0], Dtype.F32)
-
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        type_, data, _ = self._tensors[name]
-        rows, columns = data[start:end], (1, *self.shapes[name][1:])[-1]
-        if type_ in _KEPT:
-            return rows.view(_KEPT[type_].numpy.newbyteorder("<"))
-        values, step = np.empty((len(rows), columns), np.float32), max(1, CHUNK // columns)
-        for first in range(0, len(rows), step):
-            values[first : first + step] = dequantize(rows[first : first + step], type_)
-        return values
 
     def _parse(self, path: Path, cursor: _Cursor, data: NDArray[np.uint8]) -> dict[str, Any]:
         if cursor.bytes(4) != b"GGUF":
@@ -198,48 +177,62 @@ class GgufFile:
             if key in metadata:
                 raise damaged(path, f"its metadata has the key {key} twice")
             metadata[key] = cursor.value()
-        table = [self._tensor_entry(path, cursor) for _ in range(tensors)]
+        table: dict[str, tuple[tuple[int, ...], GGMLQuantizationType, int, int]] = {}
+        for _ in range(tensors):
+            if (name := cursor.string()) in table or name in self.tensors:
+                raise damaged(path, f"tensor {name} appears twice")
+            table[name] = _tensor_entry(path, name, cursor)
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT:
             raise damaged(path, f"general.alignment is {alignment}, not 1 to {MOST_ALIGNMENT}")
         start = -(-cursor.offset // alignment) * alignment
-        ranges = [(start + offset, start + offset + size, name) for name, _, offset, size in table]
+        ranges = [(start + offset, start + offset + size, name) for name, (_, _, offset, size) in table.items()]
         check_ranges(path, ranges, start, len(data))
-        for (begin, end, name), (_, type_, _, _) in zip(ranges, table, strict=True):
-            first, *others = self.shapes[name]
-            self._tensors[name] = type_, data[begin:end].reshape(first * math.prod(others[:-1]), -1), path
+        for begin, end, name in ranges:
+            shape, type_, *_ = table[name]
+            tensor = stored(path, shape, _KEPT.get(type_), data[begin:end])
+            if tensor.dtype is None:
+                self.widened[type_.name] += end - begin
+                tensor = replace(tensor, dtype=Dtype.F32, rows=partial(_dequantised, tensor, type_))
+            self.tensors[name] = tensor
         return metadata
 
-    def _tensor_entry(self, path: Path, cursor: _Cursor) -> tuple[str, GGMLQuantizationType, int, int]:
-        """Read a tensor's entry. Return its name, type, offset and size in bytes, and add its shape to `shapes`, in
-        which the slowest axis comes first."""
-        name, axes = cursor.string(), cursor.u32()
-        if name in self.shapes or not 1 <= axes <= 4:
-            what = "appears twice" if name in self.shapes else f"has {axes} axes"
-            raise damaged(path, f"tensor {name} {what}")
-        sizes = [cursor.u64() for _ in range(axes)]
-        kind, offset = cursor.u32(), cursor.u64()
-        try:
-            type_ = GGMLQuantizationType(kind)
-            block, block_bytes = GGML_QUANT_SIZES[type_]
-            dequantize(np.zeros((1, block_bytes), dtype=np.uint8), type_)
-        except (ValueError, KeyError) as e:
-            raise MegakernelError(f"tensor {name} in {path} has type {kind}, unknown to the gguf package") from e
-        except NotImplementedError as e:
-            raise MegakernelError(
-                f"tensor {name} in {path} has type {type_.name}, which the gguf package cannot read"
-            ) from e
-        if 0 in sizes or sizes[0] % block or (axes == 1 and block > 1):
-            raise damaged(path, f"tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow")
-        self.shapes[name] = tuple(reversed(sizes))
-        return name, type_, offset, math.prod(sizes) // block * block_bytes
+
+def _tensor_entry(path: Path, name: str, cursor: _Cursor) -> tuple[tuple[int, ...], GGMLQuantizationType, int, int]:
+    """Read the rest of the entry of a tensor. Return its shape, in which the slowest axis comes first, its type, and
+    its offset and size in bytes."""
+    if not 1 <= (axes := cursor.u32()) <= 4:
+        raise damaged(path, f"tensor {name} has {axes} axes")
+    sizes = [cursor.u64() for _ in range(axes)]
+    kind, offset = cursor.u32(), cursor.u64()
+    try:
+        type_ = GGMLQuantizationType(kind)
+        block, block_bytes = GGML_QUANT_SIZES[type_]
+        dequantize(np.zeros((1, block_bytes), dtype=np.uint8), type_)
+    except (ValueError, KeyError) as e:
+        raise MegakernelError(f"tensor {name} in {path} has type {kind}, unknown to the gguf package") from e
+    except NotImplementedError as e:
+        raise MegakernelError(
+            f"tensor {name} in {path} has type {type_.name}, which the gguf package cannot read"
+        ) from e
+    if 0 in sizes or sizes[0] % block or (axes == 1 and block > 1):
+        raise damaged(path, f"tensor {name} has shape {sizes[::-1]}, which type {type_.name} does not allow")
+    return tuple(reversed(sizes)), type_, offset, math.prod(sizes) // block * block_bytes
+
+
+def _dequantised(tensor: Tensor, type_: GGMLQuantizationType, start: int, end: int) -> NDArray[np.float32]:
+    rows, columns = tensor.rows(start, end), (1, *tensor.shape[1:])[-1]
+    values, step = np.empty((len(rows), columns), np.float32), max(1, CHUNK // columns)
+    for first in range(0, len(rows), step):
+        values[first : first + step] = dequantize(rows[first : first + step], type_)
+    return values
 
 
 def open_gguf(path: Path, name: str) -> FileCheckpoint:
     """Open a GGUF file. `name` is the model's name in messages. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
-    return FileCheckpoint(name, file, gguf_naming(config), file.widened())
+    return FileCheckpoint(name, file.tensors, gguf_naming(config), dict(file.widened))
 
 
 def gguf_naming(config: ModelConfig) -> Naming:
@@ -290,15 +283,15 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             raise refuse(f"{prefix}{key} = {values[key]} is not supported: it must be the head size, {head_dim}")
     ids = Keys(metadata, source, "tokenizer.ggml.").ids
     tokens = metadata.get("tokenizer.ggml.tokens")
-    embedding = file.shapes.get("token_embd.weight", (0,))
-    biases = {name.split(".")[2] for name in file.shapes if name.startswith("blk.") and name.endswith(".bias")}
+    embedding = file.tensors.get("token_embd.weight")
+    biases = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
     own = family.gguf_config_fields(keys)
     own["qkv_bias"], own["o_bias"] = bool(biases & {"attn_q", "attn_k", "attn_v"}), "attn_output" in biases
     own["mlp_bias"] = any(name.startswith("ffn_") for name in biases)
     if "head_norms" in family.fields:
-        own["head_norms"] = "blk.0.attn_q_norm.weight" in file.shapes
+        own["head_norms"] = "blk.0.attn_q_norm.weight" in file.tensors
     config = ModelConfig(
-        vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding[0]),
+        vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding.shape[0] if embedding else 0),
         hidden=hidden,
         ffn=own.pop("ffn") if "ffn" in own else count("feed_forward_length"),
         layers=count("block_count") - count("nextn_predict_layers", 0),
@@ -308,7 +301,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         max_context=longest if "window" in own else min(longest, count("attention.sliding_window", 0) or longest),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
-        tied="output.weight" not in file.shapes,
+        tied="output.weight" not in file.tensors,
         family=family.name,
         bos_id=next(iter(ids("bos_token_id")), None),
         eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
@@ -340,7 +333,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
         keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
-    tables = {name: _factors(file, name) for name in (ROPE_FREQS, _LONG, _SHORT) if name in file.shapes}
+    tables = {name: _factors(file, name) for name in (ROPE_FREQS, _LONG, _SHORT) if name in file.tensors}
     if tables or kind != "yarn":
         keys.only("attention.temperature_scale", 0)
     if tables and kind != "none" and factor != 1.0:
@@ -366,6 +359,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
 
 
 def _factors(file: GgufFile, name: str) -> tuple[float, ...]:
-    if len(file.shapes[name]) != 1:
-        raise MegakernelError(f"{file.where(name)}: {name} is not a vector")
-    return tuple(file.rows(name, 0, file.shapes[name][0]).astype(float).ravel().tolist())
+    tensor = file.tensors[name]
+    if len(tensor.shape) != 1:
+        raise MegakernelError(f"{tensor.path}: {name} is not a vector")
+    return tuple(tensor.rows(0, tensor.shape[0]).astype(float).ravel().tolist())

@@ -14,33 +14,30 @@ from ..errors import MegakernelError
 from ..isa import Dtype, all_finite
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .file_checkpoint import FileCheckpoint
+from .file_checkpoint import FileCheckpoint, Tensors, stored
 from .hf_config import parse_hf_config
-from .safetensors_checkpoint import SafetensorsFiles, Tensor, checkpoint_of
+from .safetensors_checkpoint import checkpoint_of
 
 _KINDS = {"float32": Dtype.F32, "float16": Dtype.F16, "bfloat16": Dtype.BF16}
 
 
-class _Tensors(SafetensorsFiles):
-    """Tensors in memory as a TensorFile. The constructor checks that all weights are finite. It copies only tensors
-    that are not contiguous in the CPU's memory."""
-
-    def __init__(self, tensors: Any) -> None:
-        self.left_out, self.shapes, self._tensors = 0, {}, {}
-        if hasattr(tensors, "state_dict"):  # a model of transformers, whose names are to be those in published files
-            model, tensors = tensors, tensors.state_dict()
-            if hasattr(loading := importlib.import_module("transformers"), "core_model_loading"):
-                tensors = loading.core_model_loading.revert_weight_conversion(model, tensors)
-            tensors = tensors.items()
-        for name, value in tensors:
-            kind, array = _array(name, value)
-            if 0 in array.shape or not array.ndim:
-                raise MegakernelError(f"tensor {name} must have axes and elements: its shape is {list(array.shape)}")
-            rows = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
-            if not all_finite(rows, kind):
-                raise MegakernelError(f"tensor {name} contains a NaN or an infinity")
-            self.shapes[name] = array.shape
-            self._tensors[name] = Tensor(Path("memory"), kind.name, rows.view(np.uint8))
+def _tensors(given: Any) -> Tensors:
+    """Return tensors in memory like those of files, after a check that all weights are finite. Only tensors that are
+    not contiguous in the CPU's memory are copied."""
+    if hasattr(given, "state_dict"):  # a model of transformers, whose names are to be those in published files
+        model, given = given, given.state_dict()
+        if hasattr(loading := importlib.import_module("transformers"), "core_model_loading"):
+            given = loading.core_model_loading.revert_weight_conversion(model, given)
+        given = given.items()
+    found = Tensors()
+    for name, value in given:
+        kind, array = _array(name, value)
+        if 0 in array.shape or not array.ndim:
+            raise MegakernelError(f"tensor {name} must have axes and elements: its shape is {list(array.shape)}")
+        if not all_finite(array, kind):
+            raise MegakernelError(f"tensor {name} contains a NaN or an infinity")
+        found[name] = stored(Path("memory"), array.shape, kind, array.reshape(-1).view(np.uint8))
+    return found
 
 
 def _array(name: str, value: Any) -> tuple[Dtype, NDArray[np.generic]]:
@@ -64,10 +61,10 @@ def open_memory(model: Any) -> Checkpoint:
     raw = dict(config) if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
     if (generation := getattr(model, "generation_config", None)) is not None and generation.eos_token_id is not None:
         raw["eos_token_id"] = generation.eos_token_id
-    return checkpoint_of(parse_hf_config(raw, "the model's config"), _Tensors(tensors), "model")
+    return checkpoint_of(parse_hf_config(raw, "the model's config"), _tensors(tensors), "model")
 
 
 def replacement(config: ModelConfig, weights: Any) -> FileCheckpoint:
     """Return a checkpoint that has only the new `weights`: a transformers model, or pairs (name, tensor). Raises
     MegakernelError for a tensor that does not fit `config`."""
-    return checkpoint_of(config, _Tensors(weights), "the new weights", some=True)
+    return checkpoint_of(config, _tensors(weights), "the new weights", some=True)

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MegakernelError
 from ..isa import Dtype
 from .config import ModelConfig
-from .families import FAMILIES, Family
-from .file_checkpoint import FileCheckpoint, Naming, check_ranges, damaged, expected_shapes, map_file
+from .families import FAMILIES
+from .file_checkpoint import FileCheckpoint, Naming, Tensors, check_ranges, damaged, expected_shapes, map_file, stored
 from .folder import INDICES, shards
 from .hf_config import read_hf_config
 from .split_experts import split_experts
 
-_FLOATS = {kind.name: kind.numpy.newbyteorder("<") for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
-_DTYPES = {**_FLOATS, "U8": np.dtype(np.uint8)}  # U8 tensors have quantised weights (split_experts.py)
+_DTYPES: dict[str, Dtype | None] = {kind.name: kind for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
+_DTYPES["U8"] = None  # the tensor has quantised weights (split_experts.py)
 _HEADER_LIMIT = 100_000_000  # the format's limit on the length of a header, in bytes
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"
 # Prefixes of tensor names, each with the usual prefix that replaces it. Embedding models, which have no LM head, have
@@ -38,89 +36,35 @@ _OF_IMAGES = tuple(
 )
 
 
-class Tensor(NamedTuple):
-    """A tensor, the file that has it, and the name of its type."""
+def _read_folder(folder: Path) -> Tensors:
+    """Return the tensors of all safetensors files of a folder. Headers are checked, and files mapped into memory."""
+    single, index = (folder / name for name in INDICES)
+    if single.exists():
+        return _read_file(single)
+    if not index.exists():
+        raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
+    placed, tensors = shards(index), Tensors()
+    for shard in sorted(set(placed.values())):
+        more = _read_file(folder / shard)
+        for name in sorted(tensors.keys() & more.keys()):
+            paths = f"{tensors[name].path} and {more[name].path}"
+            raise MegakernelError(f"tensor {name} must not be in two files, {paths}")
+        tensors |= more
+    for name, shard in placed.items():
+        if name not in tensors:
+            raise MegakernelError(f"{index} places tensor {name} in {shard}, which does not hold it")
+    return tensors
 
-    path: Path
-    dtype: str
-    data: NDArray[np.uint8]  # [rows, bytes of a row]
 
-
-class SafetensorsFiles:
-    """All safetensors files of a folder as a TensorFile. The constructor checks the headers and maps the files.
-    `left_out` counts the tensors that only images need."""
-
-    def __init__(self, folder: Path) -> None:
-        self.left_out = 0
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, Tensor] = {}
-        single, index = (folder / name for name in INDICES)
-        if single.exists():
-            self._open(single)
-        elif index.exists():
-            self._open_shards(folder, index)
-        else:
-            raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
-
-    def rename(self, old: str, new: str) -> None:
-        """In names of tensors, replace the prefix `old` by `new`."""
-        self._change(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
-
-    def use(self, family: Family) -> None:
-        """Give all tensors the family's usual names, and leave out those that only images need."""
-
-        def usual(name: str) -> str:
-            for part, other in family.renames.items():
-                name = name.replace(part, other)
-            return name
-
-        kept = {name: shape for name, shape in self.shapes.items() if not name.startswith(_OF_IMAGES)}
-        self.left_out, self.shapes = len(self.shapes) - len(kept), kept
-        self._change(usual)
-
-    def _change(self, change: Callable[[str], str]) -> None:
-        names = {name: change(name) for name in self.shapes}
-        self.shapes = {renamed: self.shapes[name] for name, renamed in names.items()}
-        self._tensors = {renamed: self._tensors[name] for name, renamed in names.items()}
-
-    def where(self, name: str) -> Path:
-        return self._tensors[name].path
-
-    def dtype(self, name: str) -> Dtype:
-        tensor = self._tensors[name]
-        if tensor.dtype not in _FLOATS:
-            raise _unsupported(tensor.path, name, tensor.dtype)
-        return Dtype[tensor.dtype]
-
-    def rows(self, name: str, start: int, end: int) -> NDArray[np.generic]:
-        tensor = self._tensors[name]
-        return tensor.data[start:end].view(_DTYPES[tensor.dtype])
-
-    def _open_shards(self, folder: Path, index: Path) -> None:
-        placed = shards(index)
-        for shard in sorted(set(placed.values())):
-            self._open(folder / shard)
-        for name, shard in placed.items():
-            if name not in self._tensors:
-                raise MegakernelError(f"{index} places tensor {name} in {shard}, which does not hold it")
-
-    def _open(self, path: Path) -> None:
-        data = map_file(path)
-        if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
-            raise damaged(path, "it is too short for the header of a safetensors file")
-        ranges, dtypes = [], []
-        for name, entry in _header(path, bytes(data[8 : 8 + length])).items():
-            if name == "__metadata__":
-                continue
-            if name in self._tensors:
-                raise MegakernelError(f"tensor {name} must not be in two files, {self._tensors[name].path} and {path}")
-            self.shapes[name], dtype, (begin, end) = _entry(path, name, entry)
-            ranges.append((8 + length + begin, 8 + length + end, name))
-            dtypes.append(dtype)
-        check_ranges(path, ranges, 8 + length, len(data))
-        for (begin, end, name), dtype in zip(ranges, dtypes, strict=True):
-            rows = math.prod(self.shapes[name][:-1] or self.shapes[name])
-            self._tensors[name] = Tensor(path, dtype, data[begin:end].reshape(rows, -1))
+def _read_file(path: Path) -> Tensors:
+    data = map_file(path)
+    if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
+        raise damaged(path, "it is too short for the header of a safetensors file")
+    header, start = _header(path, bytes(data[8 : 8 + length])), 8 + length
+    entries = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    ranges = [(start + begin, start + end, name) for name, (_, _, (begin, end)) in entries.items()]
+    check_ranges(path, ranges, start, len(data))
+    return {name: stored(path, *entries[name][:2], data[begin:end]) for begin, end, name in ranges}
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -139,7 +83,7 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, list[int]]:
+def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], Dtype | None, list[int]]:
     """Return a tensor's shape, type and byte range from its header entry. Raises MegakernelError if the range does not
     have the size that the shape and the type require."""
 
@@ -150,43 +94,50 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], str, lis
         raise damaged(path, f"tensor {name} has no valid shape or data_offsets")
     shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise _unsupported(path, name, dtype)
-    size = math.prod(shape) * _DTYPES[dtype].itemsize
+        raise MegakernelError(
+            f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of F32, F16, BF16"
+        )
+    kind = _DTYPES[dtype]
+    size = math.prod(shape) * (kind.itemsize if kind is not None else 1)
     if 0 in shape:
         raise MegakernelError(f"tensor {name} in {path} is empty: its shape is {list(shape)}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         told = f"tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, not data_offsets {offsets}"
         raise damaged(path, told)
-    return shape, dtype, offsets
-
-
-def _unsupported(path: Path, name: str, dtype: Any) -> MegakernelError:
-    return MegakernelError(
-        f"tensor {name} in {path} has type {dtype!s:.60}, which is not supported: use one of {', '.join(_FLOATS)}"
-    )
+    return shape, kind, offsets
 
 
 def open_folder(folder: Path, name: str) -> FileCheckpoint:
     """Open a Hugging Face model folder. `name` is the model's name in messages."""
-    return checkpoint_of(read_hf_config(folder), SafetensorsFiles(folder), name or folder.name)
+    return checkpoint_of(read_hf_config(folder), _read_folder(folder), name or folder.name)
 
 
-def checkpoint_of(config: ModelConfig, tensors: SafetensorsFiles, name: str, *, some: bool = False) -> FileCheckpoint:
-    """Return a checkpoint called `name` of `tensors` with Hugging Face's names. With `some`, weights may be absent."""
+def checkpoint_of(config: ModelConfig, given: Tensors, name: str, *, some: bool = False) -> FileCheckpoint:
+    """Return a checkpoint called `name` of tensors with Hugging Face's names. Those that only images need are left out,
+    and the others get the family's usual names. With `some`, weights may be absent."""
     family = FAMILIES[config.family]
-    tensors.use(family)
+    tensors = {name: tensor for name, tensor in given.items() if not name.startswith(_OF_IMAGES)}
+    left_out = len(given) - len(tensors)
+    for part, usual in family.renames.items():
+        tensors = {name.replace(part, usual): tensor for name, tensor in tensors.items()}
     expected = expected_shapes(safetensors_naming(config))
     for old, new in _PREFIXES:
-        names = (name.removeprefix(old) for name in tensors.shapes if name.startswith(old) and name not in expected)
+        names = (name.removeprefix(old) for name in tensors if name.startswith(old) and name not in expected)
         if any(new + name in expected for name in names):
-            tensors.rename(old, new)
-            config = replace(config, tied=config.tied or not (some or _HEAD in tensors.shapes))
-    if config.tied and _EMBED not in tensors.shapes and not some:
-        tensors.rename(_HEAD, _EMBED)  # the package safetensors stores a shared matrix once, under its first name
-    _check_tied(config, tensors)
+            tensors = _renamed(tensors, old, new)
+            config = replace(config, tied=config.tied or not (some or _HEAD in tensors))
+    if config.tied and _EMBED not in tensors and not some:
+        # The package safetensors stores a shared matrix once, under its first name.
+        tensors = _renamed(tensors, _HEAD, _EMBED)
+    if config.tied:
+        _remove_tied(tensors)
     naming = safetensors_naming(config)
-    files = split_experts(tensors, family.alternate)
-    return FileCheckpoint(name, files, naming, left_out=tensors.left_out, some=some)
+    return FileCheckpoint(name, split_experts(tensors, family.alternate), naming, left_out=left_out, some=some)
+
+
+def _renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    """Replace the prefix `old` of names by `new`."""
+    return {new + n.removeprefix(old) if n.startswith(old) else n: tensor for n, tensor in tensors.items()}
 
 
 def safetensors_naming(config: ModelConfig) -> Naming:
@@ -194,17 +145,19 @@ def safetensors_naming(config: ModelConfig) -> Naming:
     return Naming(config, "safetensors", ("rotary_emb.inv_freq",))
 
 
-def _check_tied(config: ModelConfig, tensors: SafetensorsFiles) -> None:
-    """Raise MegakernelError if the file's LM head differs from its embedding table, but the configuration says that
+def _remove_tied(tensors: Tensors) -> None:
+    """Remove the LM head. Raise MegakernelError if it differs from the embedding table, but the configuration says that
     they are the same matrix (tied). Inference engines disagree about which one to use."""
-    if not config.tied or _HEAD not in tensors.shapes:
-        return
-    same = tensors.shapes[_HEAD] == tensors.shapes.get(_EMBED) and all(
-        np.array_equal(tensors.rows(_HEAD, row, row + 4096), tensors.rows(_EMBED, row, row + 4096))
-        for row in range(0, tensors.shapes[_HEAD][0], 4096)
-    )
-    if not same:
-        raise MegakernelError(
-            f"{tensors.where(_HEAD)}: {_HEAD} differs from {_EMBED}, but config.json says that they are equal (tied)"
+    head, embed = tensors.pop(_HEAD, None), tensors.get(_EMBED)
+    if head is None or (
+        embed is not None
+        and head.shape == embed.shape
+        and all(
+            np.array_equal(head.rows(row, row + 4096), embed.rows(row, row + 4096))
+            for row in range(0, head.shape[0], 4096)
         )
-    del tensors.shapes[_HEAD]
+    ):
+        return
+    raise MegakernelError(
+        f"{head.path}: {_HEAD} differs from {_EMBED}, but config.json says that they are equal (tied)"
+    )

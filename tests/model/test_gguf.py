@@ -327,7 +327,7 @@ def test_wrong_tensors_are_named(path: Path, tensors: dict[str, Any], message: s
 def test_a_tensor_has_four_axes_at_most(path: Path, axes: int) -> None:
     tiny_gguf(path, tensors={"extra": np.ones([1] * (axes - 1) + [32], np.float32)})
     if axes == 4:
-        assert GgufFile(path).shapes["extra"] == (1, 1, 1, 32)
+        assert GgufFile(path).tensors["extra"].shape == (1, 1, 1, 32)
     else:
         with pytest.raises(MegakernelError, match="tensor extra has 5 axes"):
             GgufFile(path)
@@ -407,7 +407,7 @@ def test_elements_of_metadata_have_a_limit(tmp_path: Path, monkeypatch: pytest.M
     tiny_gguf(path, "llama")
     file = GgufFile(path)
     lists = sum(len(value) for value in file.metadata.values() if isinstance(value, list))
-    announced = len(file.metadata) + len(file.shapes) + lists
+    announced = len(file.metadata) + len(file.tensors) + lists
     monkeypatch.setattr(gguf_checkpoint, "MOST_METADATA_ELEMENTS", announced)
     GgufFile(path)
     monkeypatch.setattr(gguf_checkpoint, "MOST_METADATA_ELEMENTS", announced - 1)
