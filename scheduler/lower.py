@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megakernel.isa import BUFFERS, OPERATIONS, Column, Dims, Phase, Result, Rows, ceil_div
 from megakernel.isa.buffers import given
@@ -111,16 +112,11 @@ def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
 def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Cut a matmul: each row block is divided into column tiles of nearly equal width. Tiles start at multiples of the
     number of columns that the hardware computes at once, and of a head's width if heads must not be cut."""
-    rows, cols = _blocks(phase, d, machine), phase.width(d.split)
-    blocks, unit = len(rows.numbers), max(machine.tiles.col_unit, output_columns(phase, d))
+    rows, unit = _blocks(phase, d, machine), max(machine.tiles.col_unit, output_columns(phase, d))
     unit = math.lcm(unit, d.model.head_dim) if phase.whole_heads(d.model) else unit
-    units = ceil_div(cols, unit)
-    count = 0
-    if blocks and cols:
-        first = {"row": int(rows.numbers[0]) * rows.length, "rows": rows.length}
-        count = _column_tiles(phase, first, (blocks, rows.length), unit, d, machine, panel)
-    cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
-    at = np.repeat(rows.numbers, count)
+    blocks, first = len(rows.numbers), {"row": int(rows.numbers[:1].sum()) * rows.length, "rows": rows.length}
+    cuts = _column_cuts(phase, first, (blocks, rows.length), unit, d, machine, panel)
+    at = np.repeat(rows.numbers, len(cuts) - 1)
     columns = {
         "row": at * rows.length,
         "rows": np.minimum(rows.length, rows.total - at * rows.length),
@@ -133,20 +129,15 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
     """Cut the matmuls of a mixture of experts into column tiles for each place. The operand `place` selects an expert.
     For tiles of one row, place j is the j-th expert that the row uses; for tiles of all rows, expert j of the rank."""
-    tokens, cols, unit = d.bucket.tokens, phase.width(d.split), machine.tiles.col_unit
-    length, starts = (tokens, 1) if d.by_expert else (1, tokens)
-    units, count = ceil_div(cols, unit), 0
-    if cols:
-        rows = max(1, round(length * share(d)))
-        first = {"row": 0, "rows": length, "place": 0}
-        count = _column_tiles(phase, first, (starts * d.places, rows), unit, d, machine, panel)
-    cuts = np.minimum(np.arange(count + 1) * units // max(count, 1) * unit, cols).astype(np.int32)
-    row, place, tile = (a.ravel().astype(np.int32) for a in np.indices((starts, d.places, count)))
+    length, starts = (d.bucket.tokens, 1) if d.by_expert else (1, d.bucket.tokens)
+    blocks, first = (starts * d.places, max(1, round(length * share(d)))), {"row": 0, "rows": length, "place": 0}
+    cuts = _column_cuts(phase, first, blocks, machine.tiles.col_unit, d, machine, panel)
+    row, place, tile = (a.ravel().astype(np.int32) for a in np.indices((starts, d.places, len(cuts) - 1)))
     columns = {"row": row, "rows": np.full_like(row, length), "col": cuts[tile], "cols": np.diff(cuts)[tile]}
     return PhaseTasks(phase, columns | {"place": place}, row // d.bucket.row_block, d.split.rank)
 
 
-def _column_tiles(
+def _column_cuts(
     phase: Phase,
     start: Mapping[str, int],
     row_blocks: tuple[int, int],
@@ -154,16 +145,19 @@ def _column_tiles(
     d: Dims,
     machine: Machine,
     panel: int,
-) -> int:
-    """Return the number of column tiles per row block that minimises the time of a phase: the number of waves × the
-    seconds of the widest tile. In a wave, each worker computes one tile. `row_blocks` are the number of row blocks and
-    the rows of one. Widths are multiples of `unit`. `start` has the other operands of a tile of the first block.
+) -> NDArray[np.int32]:
+    """Return the columns at which tiles begin, and the end of the last one. The number of tiles per row block minimises
+    the time of a phase: the number of waves × the seconds of the widest tile. In a wave, each worker computes one tile.
+    `row_blocks` are the number of row blocks and the rows of one. Widths are nearly equal multiples of `unit`. `start`
+    has the other operands of a tile of the first block.
 
     A tile holds at most tiles.rows × tiles.cols outputs. So tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (groups
     that share a pass over the weights), workers that are idle in the last wave begin the next phase. Then a partial
     wave counts only as the fraction of workers that it uses."""
     (blocks, rows), cols = row_blocks, phase.width(d.split)
+    if not blocks or not cols:
+        return np.zeros(1, dtype=np.int32)
     units = ceil_div(cols, unit)
     widest = max(1, machine.tiles.rows * machine.tiles.cols // (rows * unit))
     fewest = ceil_div(units, widest)
@@ -176,7 +170,8 @@ def _column_tiles(
     waves = np.maximum(1.0, counts * blocks / machine.workers)
     if blocks <= panel_blocks(d, machine, panel):
         waves = np.ceil(waves)
-    return int(counts[np.argmin(waves * tile)])
+    best = int(counts[np.argmin(waves * tile)])
+    return np.minimum(np.arange(best + 1) * units // best * unit, cols).astype(np.int32)
 
 
 def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
