@@ -180,8 +180,7 @@ def _records(program: Program, parts: list[Part], whole: bool) -> Iterator[str]:
         yield from _headers(part, number)
         yield from _operands(part, dims)
         yield from _counters(part)
-    yield from _attention(parts[1], dims)
-    yield from _whole_attention(parts[1], dims) if whole else ()
+    yield from _attention(parts[1], dims, whole)
     yield from _drains(program, parts[1])
 
 
@@ -247,13 +246,19 @@ def _counters(part: Part) -> Iterator[str]:
             yield from each(part, row[past], f"its {what} grid runs past the block of {program.counters} counters")
 
 
-def _attention(body: Part, dims: list[Dims]) -> Iterator[str]:
+def _attention(body: Part, dims: list[Dims], whole: bool) -> Iterator[str]:
+    """Yield violations in attention instructions. If `whole`, all those of a rank are also checked together: the step
+    table may give any attention item to any of them, so they must name the same counters."""
     phase = body.phases.attention
     if phase is None:
         return
+    every = body.rows(phase)
+    for words, what in ((body.waits, "wait"), (body.signals, "signal")) if whole else ():
+        grid = np.zeros(len(body.records), dtype=np.bool_)
+        grid[words.row[words.indexed & (words.slot == 0)]] = True
+        yield from each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
     for rank, d in enumerate(dims):
-        rows = body.rows(phase)
-        rows = rows[body.rank[rows] == rank]
+        rows = every[body.rank[every] == rank]
         if not d.split.rank_heads:
             yield from each(body, rows, f"rank {rank} has no heads")
             continue
@@ -262,29 +267,12 @@ def _attention(body: Part, dims: list[Dims]) -> Iterator[str]:
         heads = columns["group_heads"]
         bad = (heads < 1) | (columns["groups"] != -(-d.split.rank_kv_heads // np.maximum(heads, 1)))
         yield from each(body, rows[bad], f"its groups do not cover {d.split.rank_kv_heads} KV heads")
-
-
-def _whole_attention(body: Part, dims: list[Dims]) -> Iterator[str]:
-    """Yield violations in the attention instructions of a rank together. The step table may give any attention item to
-    any attention instruction of a rank, so all of these must name the same counters."""
-    phase = body.phases.attention
-    if phase is None:
-        return
-    every = body.rows(phase)
-    for words, what in ((body.waits, "wait"), (body.signals, "signal")):
-        grid = np.zeros(len(body.records), dtype=np.bool_)
-        grid[words.row[words.indexed & (words.slot == 0)]] = True
-        yield from each(body, every[~grid[every]], f"its {what} word 0 must name a grid")
-    for rank, d in enumerate(dims):
-        rows = every[body.rank[every] == rank]
-        if not d.split.rank_heads:
-            continue
-        slots = np.sort(phase.columns(body.records[rows])["slot"])
-        if not np.array_equal(slots, np.arange(d.bucket.attention_slots)):
+        slots = np.sort(columns["slot"])
+        if whole and not np.array_equal(slots, np.arange(d.bucket.attention_slots)):
             wanted = f"each of 0..{d.bucket.attention_slots - 1} once"
             yield f"{phase.name}: rank {rank} has slots {slots.tolist()}, not {wanted}"
         same = body.records[rows][:, [bits.OPERAND_WORD + 1, bits.WAIT_WORD, bits.SIGNAL_WORD]]
-        bad = (same != same[:1]).any(axis=1)
+        bad = whole & (same != same[:1]).any(axis=1)
         yield from each(body, rows[bad], "its grids differ from those of the rank's first attention")
 
 
