@@ -60,6 +60,7 @@ class Backend(Protocol):
 
     def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
         """Execute one step: `start`, then `wait`."""
+        return self.start(program, table, trace=trace).wait()
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
         """Set HISTORY[slot, start : start + len(tokens)], the tokens of a sequence. Allowed only between launches."""

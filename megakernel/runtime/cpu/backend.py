@@ -26,7 +26,7 @@ from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, row
 from ...program import SEGMENTS, Program
 from ...targets import MOST_HEAD_DIM
 from ...trace import DTYPE, Trace, TraceHeader
-from ..backend import Output
+from ..backend import Backend, Output
 from ..buffers import check_program, check_table, holds_whole, write_history
 from . import native
 
@@ -34,7 +34,7 @@ _ALIGNMENT = 64
 _SLICE_MS = 50  # a wait is cut into slices, so that Python can handle Ctrl-C between them
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Executes programs on this machine's cores, with one model's weights and one KV cache.
 
     `dims` gives the model, ranks, page size and limits. Its row limits are ignored: each program has its own. `threads`
@@ -221,9 +221,6 @@ class CpuBackend:
             launch.abort()
             raise
         return launch
-
-    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
-        return self.start(program, table, trace=trace).wait()
 
     def close(self) -> None:
         if self._running is not None:

@@ -18,7 +18,7 @@ from ...isa import BUFFERS, Buffer, Dims, Forward, StepTable, record
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, Ablation
-from ..backend import Output
+from ..backend import Backend, Output
 from ..buffers import check_history, check_program, check_table
 from . import compile
 from .driver import Gpu, Kernel
@@ -60,7 +60,7 @@ class DeviceRows:
         return np.array(got, np.uint8).view(kind).reshape(*wanted.shape, columns)
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """Executes programs on this machine's GPUs, with one model's weights and one KV cache.
 
     `dims` gives the model, ranks, page size and limits. Its row limits are ignored: each program has its own.
@@ -141,9 +141,6 @@ class CudaBackend:
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
         load_weights(self._heap, checkpoint, self.dims, places)
-
-    def launch(self, program: Program, table: StepTable, *, trace: bool = False) -> Output:
-        return self.start(program, table, trace=trace).wait()
 
     def _loaded(self, program: Program) -> Loaded:
         """Return a program's copy on the GPUs. The first call for a program checks it, copies it, and enlarges
