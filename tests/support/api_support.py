@@ -36,7 +36,7 @@ class Live:
         """Send a request and return the response's status, headers with names in lower case, and body. A `body` that is
         a dict or a list is sent as JSON, bytes are sent unchanged, and an iterator is sent in HTTP chunks. `source` is
         the address of the client."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, 60, (source, 0))
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, 300, (source, 0))
         data = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
         given = {"Content-Type": "application/json", **(headers or {})} if data is not None else headers or {}
         try:

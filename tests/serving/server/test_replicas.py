@@ -338,7 +338,7 @@ def without_names(data: bytes) -> list[bytes]:
 
 def ask_all(fleet: Fleet, numbers: Sequence[int]) -> list[Future[tuple[int, dict[str, str], bytes]]]:
     pool = ThreadPoolExecutor(len(numbers))
-    asked = [pool.submit(fleet.live.request, "POST", *varied(number), timeout=300) for number in numbers]
+    asked = [pool.submit(fleet.live.request, "POST", *varied(number)) for number in numbers]
     pool.shutdown(wait=False)
     return asked
 
