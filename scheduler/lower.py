@@ -73,7 +73,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
 
 
 def _idle(phase: Phase, d: Dims) -> bool:
-    """Whether the rank does nothing in a phase, because it has no heads or none of the weights that ranks divide."""
+    """Whether the rank does nothing in a phase. Then it has no heads, or none of the weights that ranks divide."""
     return {Result.PARTIAL: phase.inner(d.split), Result.HEADS: d.split.rank_heads}.get(phase.result, 1) == 0
 
 
@@ -148,8 +148,8 @@ def _column_cuts(
 ) -> NDArray[np.int32]:
     """Return the columns at which tiles begin, and the end of the last one. The number of tiles per row block minimises
     the time of a phase: the number of waves × the seconds of the widest tile. In a wave, each worker computes one tile.
-    `row_blocks` are the number of row blocks and the rows of one. Widths are nearly equal multiples of `unit`. `start`
-    has the other operands of a tile of the first block.
+    `row_blocks` has two numbers: of row blocks, and of rows in each. Widths are nearly equal multiples of `unit`.
+    `start` has the other operands of a tile of the first block.
 
     A tile holds at most tiles.rows × tiles.cols outputs. So tiles of short row blocks may be wide. Tiles are narrower
     than this limit only to occupy all workers or to fill the last wave. If the row blocks form several panels (groups

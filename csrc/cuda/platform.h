@@ -111,7 +111,7 @@ constexpr int kMostHidden = 8192, kMostGroup = kQueryTile, kMostInner = 0;
 // The number of pages in the ring. A build for one row has one page less. It keeps all input rows of matmuls
 // outside the ring, in the first kCopyBytes of Scratch.
 constexpr int kRing = kOneRow ? kRowPages : kPages, kRowBytes = kNormBytes + (kPages - kRing) * kPageBytes;
-// Whether all consumer warps together compute each tile of attention, because a single row has few tiles.
+// Whether all consumer warps compute each tile of attention together. A single row has few tiles.
 constexpr bool kTogether = kOneRow && !kWide;
 
 // An encoded tensor map, which describes a tensor in global memory to the bulk copy engine (TMA) or, in tests

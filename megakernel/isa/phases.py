@@ -104,7 +104,7 @@ class Phase:
         return shape[0] if len(shape) == 3 else 1
 
     def whole_heads(self, model: ModelSizes) -> bool:
-        """Whether tiles must contain whole heads, because a head is normalised or quantised as a whole."""
+        """Whether tiles must contain whole heads. They must if heads are normalised or quantised."""
         return self.result is Result.HEADS and (self.head_norm is not None or model.quantised_kv > 0)
 
     def stored_bits(self, model: ModelSizes) -> float:

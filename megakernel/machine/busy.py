@@ -13,7 +13,7 @@ _COLUMNS = 8  # time columns to add up; the guest columns after them are already
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU seconds since the system started: of all cores together, of their idle time, and of this process."""
+    """CPU seconds since the system started: the time of all cores, how much of it was idle, and this process's time."""
 
     total_s: float
     idle_s: float

@@ -166,7 +166,7 @@ class FileCheckpoint:
         return out
 
     def places(self) -> list[tuple[Buffer, int]]:
-        """Return the buffers and layers that the file has. Raises MegakernelError if it has only a part of one."""
+        """Return the buffers and layers that the file has. Raises MegakernelError if one is there only in part."""
         found = []
         for buffer, layer in _expected(self.config):
             names = self._naming.names(buffer, layer)

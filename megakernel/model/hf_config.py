@@ -197,7 +197,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """If layers with sliding windows have RoPE settings of their own, return `raw` with the other layers' settings."""
+    """If layers with sliding windows have their own RoPE settings, return `raw` with those of all other layers."""
     table = raw.get("rope_parameters")
     if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}

@@ -67,7 +67,7 @@ def json_response(value: object) -> Response:
 # -- the same answer from another server
 
 HEADER, KEY = "x-megakernel-replay", "MEGAKERNEL_REPLAY_KEY"
-# A mark is an SSE comment with the number of the events' choice. JSON has no line breaks, so no event contains a mark.
+# An SSE comment, the mark, names the choice of the events before it. JSON has no line breaks, so no event contains one.
 MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
 
 
@@ -280,7 +280,7 @@ class Writer(ABC):
     def _json(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, whole: bool = False, **more: Any
     ) -> bytes:
-        """Return as JSON a `whole` answer that consists of choices, or otherwise a chunk of one."""
+        """Return, as JSON, a whole answer that consists of choices or, unless `whole` is set, a chunk of an answer."""
         return encode_json({**self.head, "object": self.objects[not whole], "choices": choices, "usage": usage, **more})
 
     def _plain(self, index: int, text: str) -> dict[str, Any]:

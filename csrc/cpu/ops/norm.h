@@ -32,7 +32,7 @@ inline void add_norm(const Call& call, const Run& op) {
   }
 }
 
-// Normalises each row's q over all its heads, and k likewise. Stores this rank's heads as `heads` does.
+// Normalises q of each row over all heads, and k too. Stores this rank's heads as `heads` does.
 template <class T>
 inline void norm_qkv(const Call& call, const Run& op) {
   const Dims& d = *call.dims;

@@ -90,7 +90,7 @@ def _gemma3(config: Keys) -> dict[str, Any]:
 
 
 def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
-    """Read the windows, and the RoPE base of layers with windows. llama.cpp assumes most of the other numbers."""
+    """Read the windows, and the RoPE base of layers with windows. Most others are fixed, as in llama.cpp."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
     # The 27B models, with 46 or 62 layers, divide scores by the root of a size other than that of their heads.
     size = max(1, hidden / max(heads, 1) if layers in (46, 62) else config.count("attention.key_length", 256))

@@ -183,7 +183,7 @@ class Lane:
             done.record()
 
     def aborted(self) -> bool | None:
-        """Whether a watchdog has aborted the launch on a GPU, so that the others wait in vain. None: it still runs."""
+        """Whether a watchdog has aborted the launch on a GPU; other GPUs then wait in vain. None: it still runs."""
         done = [done.done() for done in self._done]
         failed = any(ended and pinned[:_WORD].any() for ended, pinned in zip(done, self._pinned[1:], strict=True))
         return failed if failed or all(done) else None
