@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from statistics import median_low
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,17 +36,6 @@ _MOST_MATCH = 32  # how many of the last tokens are compared with earlier text, 
 _TRIED = 8  # how many earlier occurrences of the last two tokens are compared, latest first
 _KEPT = 8  # latest step times kept per program; their median is used
 _STALE = 100  # if a program has not run for so many steps, its times are no longer used
-
-
-class Proposer(Protocol):
-    """Guesses the next tokens of one sequence from its earlier ones."""
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Read the tokens that the sequence has gained. While a launch runs, this takes no extra time."""
-
-    def propose(self, count: int) -> tuple[list[int], int]:
-        """Return at most `count` tokens that may come next, and how many of the sequence's last tokens would have been
-        proposed in the same way."""
 
 
 @dataclass(slots=True)
@@ -81,7 +69,7 @@ class Draft:
     """The speculation state of one sequence. `debt` is the time that proposals have cost beyond what they gained, as a
     number of tokens that could have been generated instead. While it is positive, nothing is proposed."""
 
-    proposer: Proposer
+    proposer: Lookup
     acceptance: Acceptance = field(default_factory=Acceptance)
     read: int = 0  # number of the sequence's tokens that `proposer` has read
     debt: float = 0.0
@@ -112,8 +100,8 @@ class Lookup:
         self._before = [0, 0]
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`, and add each pair of neighbouring tokens to the index. The last pair is not added yet,
-        because `propose` looks for its earlier occurrences."""
+        """Append `tokens`, which the sequence has gained. Add each pair of neighbouring tokens to the index, except the
+        last pair, because `propose` looks for its earlier occurrences."""
         self._tokens += tokens
         tokens, ends, before = self._tokens, self._ends, self._before
         for end in range(len(before), len(tokens)):
@@ -214,11 +202,9 @@ class _Offer:
 
 
 class Speculation:
-    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes a sequence's `Proposer`."""
+    """Proposes up to `depth` tokens for each sequence of a step. `proposer` makes a sequence's `Lookup`."""
 
-    def __init__(
-        self, depth: int, times: StepTimes, proposer: Callable[[Choice], Proposer] = lambda _: Lookup()
-    ) -> None:
+    def __init__(self, depth: int, times: StepTimes, proposer: Callable[[Choice], Lookup] = lambda _: Lookup()) -> None:
         self.times = times
         times.growing(1, 1, depth)  # compiles programs, so that the first proposal does not have to wait for them
         self._depth, self._proposer = depth, proposer

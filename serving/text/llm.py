@@ -27,11 +27,11 @@ from megakernel.serving.engine.engine import Engine, Step
 from megakernel.serving.engine.grammars import Grammars
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes
 from megakernel.serving.engine.programs import Programs, buckets
-from megakernel.serving.engine.request import VERIFIED_ROWS, Request
+from megakernel.serving.engine.request import VERIFIED_ROWS
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation, StepTimes
-from megakernel.serving.text.codec import Codec, Conversation, Token, Transcript, single_tokens
+from megakernel.serving.text.codec import Codec, Conversation, Token, single_tokens
 from megakernel.serving.text.engine_args import EngineArgs
 from megakernel.serving.text.vllm import Question, RequestOutput, as_conversations, as_prompts
 
@@ -170,6 +170,20 @@ class LLM:
             for choice in range(request.params.n)
         }
         watched = on_token is not None or on_step is not None
+
+        def take(token: Token) -> bool:
+            """Add a token to the text of its choice. Returns whether this ends the last choice of the request."""
+            request, choice, transcripts = choices[token.choice]
+            transcript = transcripts[choice]
+            if transcript.finish_reason is not None:
+                return False  # a stop string has ended this text, but the step had already begun
+            text = transcript.add(token)
+            if transcript.finish_reason != token.finish_reason:
+                self.engine.stop(request, choice)
+            if on_token:
+                on_token(token, text)
+            return transcript.finish_reason is not None and all(other.finish_reason for other in transcripts)
+
         try:
             with progress(len(requests), use_tqdm and not watched) as advance:
                 for step in self.engine.run():
@@ -177,8 +191,7 @@ class LLM:
                         on_step(step)
                     if step.failed:
                         raise MegakernelError(f"generation cannot continue: {step.failed[0].stuck}")
-                    told = (self._take(token, *choices[token.choice], on_token) for token in single_tokens(step.tokens))
-                    advance(sum(told))
+                    advance(sum(map(take, single_tokens(step.tokens))))
         except BaseException:
             for request in requests:
                 self.engine.abort(request)
@@ -190,25 +203,6 @@ class LLM:
             scores = request.prompt_logprobs, request.prompt_top_logprobs
             results.append(question.result(outputs, scores, request.cached_tokens or 0))
         return results
-
-    def _take(
-        self,
-        token: Token,
-        request: Request,
-        choice: int,
-        transcripts: Sequence[Transcript],
-        on_token: Callable[[Token, str], None] | None,
-    ) -> bool:
-        """Add a token to the text of its choice. Returns whether this ends the last choice of the request."""
-        transcript = transcripts[choice]
-        if transcript.finish_reason is not None:
-            return False  # a stop string has ended this text, but the step had already begun
-        text = transcript.add(token)
-        if transcript.finish_reason != token.finish_reason:
-            self.engine.stop(request, choice)
-        if on_token:
-            on_token(token, text)
-        return transcript.finish_reason is not None and all(other.finish_reason for other in transcripts)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters that the model's author recommends; other fields have their usual defaults."""

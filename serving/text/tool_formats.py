@@ -75,13 +75,8 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat:
         if name not in FORMATS:
             raise MegakernelError(f"unknown tool call parser {name!r}: choose from {', '.join(FORMATS)}")
         return FORMATS[name]
-    marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
-    marks |= {
-        "<seed:tool_call>": "seed_oss",
-        "<|tool_call|>": "granite",
-        "<|start_header_id|>": "llama3_json",
-        "<|channel|>": "openai",
-    }
+    marks = {form.begin.strip(): kind for kind, form in FORMATS.items()}
+    marks |= {"<|start_header_id|>": "llama3_json", "<|channel|>": "openai"}
     return FORMATS[next((kind for mark, kind in marks.items() if mark in (template or "")), "hermes")]
 
 
