@@ -35,7 +35,7 @@ from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.server.client import Answers, Delta
 from megakernel.serving.server.errors import ClientGone, as_api_error, is_messages
 from megakernel.serving.server.requests import Choices
-from megakernel.serving.server.scores import Pieces, append, prompt_logprobs
+from megakernel.serving.server.scores import Pieces, append, chat_logprobs, prompt_logprobs
 from megakernel.serving.text.tool_calls import Piece, Reader
 
 log = logging.getLogger(__name__)
@@ -267,7 +267,8 @@ class Writer(ABC):
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         """Return the lists of log-probabilities that an answer shows for new tokens."""
-        return {}
+        count = self.body.shown
+        return {} if count is None else {"content": chat_logprobs(self._shown_by, delta.tokens, count)}
 
     @abstractmethod
     def _events(self, delta: Delta) -> bytes:

@@ -16,7 +16,6 @@ from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, OF_REASONING
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from megakernel.serving.server.requests import READ, Strict
-from megakernel.serving.server.scores import chat_logprobs
 from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.server.writer import Said, Writer, event
 from megakernel.serving.text.codec import Conversation
@@ -334,11 +333,6 @@ class _ChatWriter(Writer):
 
     def _plain(self, index: int, text: str) -> dict[str, Any]:
         return _chunk_choice(index, {"content": text})
-
-    def _lists(self, delta: Delta) -> dict[str, list[Any]]:
-        if self.body.shown is None:
-            return {}
-        return {"content": chat_logprobs(self._shown_by, delta.tokens, self.body.shown)}
 
 
 def _chunk_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megakernel.serving.server.fields import OF_EARLIER_ANSWERS, OF_TEXT
 from megakernel.serving.server.limits import MAX_MESSAGES, MAX_TOOLS
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes import chat
-from megakernel.serving.server.scores import Pieces, append, chat_logprobs
+from megakernel.serving.server.scores import Pieces, append
 from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
@@ -249,7 +249,7 @@ class _ResponseWriter(ItemWriter):
             return self._tell(item, "function_call_arguments.delta", delta=text)
         new = self._lists(delta)
         append(self._scores, new)
-        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=new.get("logprobs", []))
+        return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=new.get("content", []))
 
     def _close(self, item: Item, status: Status = "completed") -> bytes:
         done = self._item(item, status)
@@ -283,7 +283,7 @@ class _ResponseWriter(ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, None if self.body.shown is None else self._written(self._scores).get("logprobs", []))
+        part = _part(item.text, None if self.body.shown is None else self._written(self._scores).get("content", []))
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: FinishReason | None) -> dict[str, Any]:
@@ -321,11 +321,6 @@ class _ResponseWriter(ItemWriter):
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             **_ALWAYS,
         }
-
-    def _lists(self, delta: Delta) -> dict[str, list[Any]]:
-        if self.body.shown is None:
-            return {}
-        return {"logprobs": chat_logprobs(self._shown_by, delta.tokens, self.body.shown)}
 
 
 def _part(text: str, logprobs: Any) -> dict[str, Any]:
