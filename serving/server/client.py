@@ -4,6 +4,7 @@ asyncio event loop. Up to 64 messages are read at once, so a frontend that lags 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
@@ -60,21 +61,16 @@ class Delta:
 
 
 class Answers:
-    """The choices (completions) of prompts that were submitted together, while the engine generates them.
+    """The choices (completions) of prompts that are submitted together, while the engine generates them. `transcripts`
+    has a new transcript for each choice, prompt by prompt.
 
     Only the event loop's thread may use it. A caller that stops before `finished` is true must call `close`. Choice c
     of prompt p has the number p * n + c, where `n` is the number of choices per prompt."""
 
     def __init__(
-        self,
-        client: EngineClient,
-        first: int,
-        prompts: Seq[TokenIds],
-        params: SamplingParams,
-        transcripts: list[Transcript],
-        metrics: Metrics | None,
+        self, client: EngineClient, prompts: Seq[TokenIds], params: SamplingParams, transcripts: list[Transcript]
     ) -> None:
-        self.first, self.n, self.choices = first, params.n, len(transcripts)
+        self.first, self.params, self.n, self.choices = 0, params, params.n, len(transcripts)
         self.submitted_at = perf_counter()
         self.transcripts = transcripts  # the text of each choice
         # Maps a prompt's number to the log-probabilities of its tokens except the first, and of the most likely ids at
@@ -87,11 +83,11 @@ class Answers:
         self.cached = self.completion_tokens = 0  # `cached` prompt tokens were found in the prefix cache so far
         # `open` counts the choices that the engine has not ended, `_left` those whose end `take` has not returned.
         self.open = self._left = len(transcripts)
-        self._client, self._metrics, self.prompts = client, metrics, prompts
+        self._client, self._metrics, self.prompts = client, client.metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
         work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
         self._most = max(1, MOST_WORK // work)  # maximum number of tokens of one `take`
-        self._tokens: dict[int, list[Token]] = {}
+        self._tokens: deque[Token] = deque()  # those that have arrived since the last `take`
         self._begun = False  # whether tokens have arrived
         self._error: Exception | None = None
         self._news = asyncio.Event()
@@ -130,11 +126,8 @@ class Answers:
 
     def put(self, token: Token) -> None:
         """Keep a token for the next `take`."""
-        if (tokens := self._tokens.get(token.choice - self.first)) is None:
-            self._tokens[token.choice - self.first] = [token]
-            self._news.set()
-        else:
-            tokens.append(token)
+        self._tokens.append(token)
+        self._news.set()
 
     def begin(self, index: int, begun: Begun) -> None:
         """Keep the facts that are sent with the first token of the choice number `index`."""
@@ -158,13 +151,15 @@ class Answers:
         self._news.set()
 
     async def _arrived(self) -> dict[int, list[Token]]:
-        """Wait for tokens, and return them by the number of their choice."""
+        """Wait for tokens, and return as many as one call of `take` may return, by the number of their choice."""
         while not self._tokens:
             await self._woken()
-        taken, self._tokens = self._tokens, {}
-        if sum(map(len, taken.values())) > self._most:
-            taken = self._some(taken)
+        if len(self._tokens) > self._most:
             await asyncio.sleep(0)
+        taken: dict[int, list[Token]] = {}
+        for _ in range(min(self._most, len(self._tokens))):
+            token = self._tokens.popleft()
+            taken.setdefault(token.choice - self.first, []).append(token)
         if self._metrics and not self._begun:
             self._metrics.prompts(self.prompts)
         self._begun = True
@@ -175,17 +170,6 @@ class Answers:
             raise self._error
         self._news.clear()
         await self._news.wait()
-
-    def _some(self, arrived: dict[int, list[Token]]) -> dict[int, list[Token]]:
-        """Return as many tokens as one call of `take` may return, and keep the rest for the next call."""
-        taken, left = {}, self._most
-        for index, tokens in arrived.items():
-            if left:
-                taken[index] = tokens[:left]
-            if rest := tokens[left:]:
-                self._tokens[index] = rest
-            left = max(0, left - len(tokens))
-        return taken
 
     def _add(self, index: int, tokens: list[Token]) -> Delta:
         """Append tokens to the choice number `index`, up to its end. Returns its new text and tokens."""
@@ -213,10 +197,12 @@ class Answers:
 
 
 class EngineClient:
-    """Connects the HTTP server process `name` to the engine at the addresses in `description`, on one event loop."""
+    """Connects the HTTP server process `name` to the engine at the addresses in `description`, on one event loop.
+    `metrics` counts requests and tokens."""
 
-    def __init__(self, description: messages.Description, name: str) -> None:
+    def __init__(self, description: messages.Description, name: str, metrics: Metrics | None = None) -> None:
         self.dead: EngineDead | None = None
+        self.metrics = metrics
         self.row = Board(description.board, description.rows).row(0, ENGINE_FIELDS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = socket = self._context.socket(zmq.DEALER)
@@ -243,26 +229,19 @@ class EngineClient:
         self._requests.close(linger=1000)
         self._context.term()
 
-    def submit(
-        self,
-        prompts: Seq[TokenIds],
-        params: SamplingParams,
-        client: str,
-        transcripts: list[Transcript],
-        metrics: Metrics | None = None,
-        seed: int | None = None,
-    ) -> Answers:
-        """Submit a client's prompts. `transcripts` has a new transcript for each choice, prompt by prompt. `seed` makes
-        the random seeds reproducible (see `messages.Submit`). Raises EngineDead if the engine is known to be dead.
-        `Answers.take` may raise Overloaded or EngineDead later. It raises another MegakernelError if a prompt can
-        never run, or if a constraint (such as a grammar) allows no next token."""
+    def submit(self, answers: Answers, client: str = "", seed: int | None = None) -> Answers:
+        """Submit a client's prompts, and return `answers`. `seed` makes the random seeds reproducible (see
+        `messages.Submit`). Raises EngineDead if the engine is known to be dead. `Answers.take` may raise Overloaded or
+        EngineDead later. It raises another MegakernelError if a prompt can never run, or if a constraint (such as a
+        grammar) allows no next token."""
         if self.dead is not None:
             raise self.dead
-        answers = Answers(self, self._next, prompts, params, transcripts, metrics)
+        answers.first = self._next
         self._next += answers.choices
         for number in range(answers.first, self._next):
             self._choices[number] = answers
-        self._send(messages.Submit(answers.first, [ids.tobytes() for ids in prompts], params, client, seed))
+        prompts = [ids.tobytes() for ids in answers.prompts]
+        self._send(messages.Submit(answers.first, prompts, answers.params, client, seed))
         return answers
 
     def stop(self, answers: Answers, number: int) -> None:

@@ -15,7 +15,6 @@ from megakernel.roofline import Ceilings
 from megakernel.serving.bench.ceilings import share_of
 from megakernel.serving.engine.engine import Step
 from megakernel.serving.engine.live import Totals
-from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
 from megakernel.serving.server.messages import Description
 from megakernel.serving.text.llm import LLM
@@ -34,7 +33,7 @@ class EngineHost:
     ) -> None:
         """`source` says where the tokenizer is. Steps are added up and compared with `ceilings`, the hardware's maximum
         rates. Without `ceilings`, no step is added up or traced."""
-        engine, dims = llm.engine, llm.engine.dims
+        dims = llm.engine.dims
         folder = tempfile.mkdtemp(prefix="megakernel-")  # `mkdtemp` makes a folder that other users cannot enter
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.description = Description(
@@ -49,24 +48,15 @@ class EngineHost:
             folder=folder,
             rows=1 + frontends,
         )
-        self._row = Board(self.description.board, 1 + frontends, create=True).row(0, ENGINE_FIELDS)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.loop = EngineLoop(
-                engine,
-                self._context,
-                self.description.requests,
-                self._row,
-                max_waiting=max_waiting,
-                grammars=llm.grammars,
-            )
+            self.loop = EngineLoop(llm.engine, llm.grammars, self.description, max_waiting=max_waiting)
         except zmq.ZMQError as e:
             raise MegakernelError(f"cannot create a socket in {folder}: {e}: set TMPDIR to another folder") from e
         if ceilings is not None:
             self._record_steps(llm, ceilings)
 
     def _record_steps(self, llm: LLM, ceilings: Ceilings) -> None:
-        self._row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
+        self.loop.row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
         machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
         totals = Totals(ceilings, llm.config.tied)
         made = threading.Event()
@@ -75,7 +65,7 @@ class EngineHost:
         def record(step: Step, seconds: float) -> None:
             nonlocal traced
             totals.add(step, seconds)
-            self._row.put(**{name: getattr(totals, name) for name in _TOTALS})
+            self.loop.row.put(**{name: getattr(totals, name) for name in _TOTALS})
             if step.output.trace is not None:
                 self.loop.tracing = False
                 traced = step.program, step.output.trace
@@ -100,5 +90,4 @@ class EngineHost:
 
     def close(self) -> None:
         self.loop.close()
-        self._context.term()
         self._remove()

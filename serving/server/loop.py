@@ -30,7 +30,7 @@ from megakernel.serving.engine.grammars import Constraint, Grammars
 from megakernel.serving.engine.request import Request, Sequence
 from megakernel.serving.engine.sampling import Score, Tokens
 from megakernel.serving.server import messages
-from megakernel.serving.server.board import Row
+from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.client import Overloaded
 
 log = logging.getLogger(__name__)
@@ -55,36 +55,31 @@ class _Job:
 class EngineLoop:
     """Runs `engine` in a thread. No other code may call the engine between `start` and the end of `close`.
 
-    Frontends (HTTP server processes) connect to `address`. At most `max_waiting` choices of one client may wait. Of
-    all clients together, twice as many may wait, so that no client alone fills the queue. Further requests are refused.
+    Frontends (HTTP server processes) know from `description` where the engine's socket is. At most `max_waiting`
+    choices of one client may wait. Of all clients together, twice as many may wait, so that no client alone fills the
+    queue. Further requests are refused.
     The callbacks in `on_step` run in the engine's thread after each step. They get the step and its wall time in
     seconds, which begins when the previous step ended or, after a pause, when the step began. `on_death` runs in that
     thread when the engine has failed."""
 
     def __init__(
-        self,
-        engine: Engine,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        row: Row,
-        *,
-        max_waiting: int,
-        grammars: Grammars,
+        self, engine: Engine, grammars: Grammars, description: messages.Description, *, max_waiting: int
     ) -> None:
         self.engine = engine
-        self.row = row
+        self.row = Board(description.board, description.rows, create=True).row(0, ENGINE_FIELDS)
         self.on_step: list[Callable[[Step, float], None]] = []
         self.tracing = False  # whether to trace the next step
         self.on_death: Callable[[], None] = lambda: None
         self.timeline: Callable[[], bytes | None] = lambda: None  # traces a step and returns it as an HTML page
         self._max_waiting = max_waiting
-        self._socket = context.socket(zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.bind(address)
-        self._control = context.socket(zmq.DEALER)
+        self._socket.bind(description.requests)
+        self._control = self._context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
-        self._control.connect(address)
+        self._control.connect(description.requests)
         self._control_lock = threading.Lock()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # calls for the engine's thread
         # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
@@ -129,6 +124,7 @@ class EngineLoop:
             thread.shutdown(cancel_futures=True)
         self._control.close(linger=0)
         self._socket.close(linger=1000)
+        self._context.term()
 
     def _in_engine(self, call: Callable[[], None]) -> None:
         """Let the engine's thread make a call between two steps."""

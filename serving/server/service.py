@@ -125,9 +125,9 @@ class Service:
         self._seeds = None if start.seed is None else Random(f"{start.seed} {start.number}")
         self._most = max_values(description.max_context)  # tokens of all prompts of a request together
         self.started = int(time.time())
-        self.engine = EngineClient(description, start.identity)
         board = Board(description.board, description.rows)
         self.metrics = Metrics(board, start.number, kv_page=description.kv_page, model=self.names[0])
+        self.engine = EngineClient(description, start.identity, self.metrics)
 
     def model(self, name: str | None) -> str:
         """Return the model name that the answer contains. Raises a 404 for a name that is not served."""
@@ -233,8 +233,8 @@ class Service:
         self.codec.check(params)
         make = partial(self.codec.transcripts, params=params, special=special, keeps=False)
         transcripts = [one for prompt in prompts for one in make(prompt)]
-        seed = replay.seed if replay else None
-        answers = self.engine.submit(prompts, params, CLIENT.get(), transcripts, self.metrics, seed)
+        answers = Answers(self.engine, prompts, params, transcripts)
+        self.engine.submit(answers, CLIENT.get(), replay.seed if replay else None)
         ANSWERS.get([]).append(answers)
         return answers
 

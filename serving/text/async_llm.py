@@ -11,7 +11,7 @@ import numpy as np
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.server.client import EngineClient
+from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.host import EngineHost
 from megakernel.serving.text.llm import LLM, Prompt
 from megakernel.serving.text.vllm import Question, RequestOutput, as_prompts
@@ -52,7 +52,8 @@ class AsyncLLM:
             self._client.start()
         name = str(number) if request_id is None else request_id
         question = Question(name, asked[0], ids, params, self._llm.tokenizer)
-        answers = self._client.submit([np.array(ids, np.int32)], params, "", self._llm.codec.transcripts(ids, params))
+        transcripts = self._llm.codec.transcripts(ids, params)
+        answers = self._client.submit(Answers(self._client, [np.array(ids, np.int32)], params, transcripts))
         try:
             while not answers.finished:
                 await answers.take()

@@ -100,7 +100,7 @@ def test_long_answers_leave_other_clients_their_turn(
 
     async def run() -> Any:
         transcripts = Codec("m", tokenizer).transcripts(PROMPT, params)
-        answers = Answers(Mock(), 0, [prompt], params, transcripts, None)
+        answers = Answers(Mock(metrics=None), [prompt], params, transcripts)
         best = {65 + i: -1.0 - i for i in range(top)}
         answers.scores[0] = [-1.0] * 2999, [best] * 2999
         for index in range(n * tokens):

@@ -10,13 +10,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import zmq
 from api_support import Live
 from engine_support import fake_engine
 
 from megakernel import SamplingParams, StructuredOutputsParams
 from megakernel.serving.engine.grammars import Grammars
-from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.loop import EngineLoop
 from megakernel.serving.server.messages import Submit
 from megakernel.serving.server.service import CLIENT, ThreadTurns
@@ -106,12 +104,10 @@ def test_the_engine_admits_clients_in_turn() -> None:
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[EngineLoop]:
     engine, _ = fake_engine(max_seqs=1)
-    row = Board(tmp_path / "board", 1, create=True).row(0, ENGINE_FIELDS)
-    grammars = Grammars(None, engine.dims.model.vocab, frozenset())
-    with zmq.Context() as context:
-        made = EngineLoop(engine, context, "inproc://requests", row, max_waiting=3, grammars=grammars)
-        yield made
-        context.destroy(0)
+    description = Mock(requests="inproc://requests", board=tmp_path / "board", rows=1)
+    made = EngineLoop(engine, Grammars(None, engine.dims.model.vocab, frozenset()), description, max_waiting=3)
+    yield made
+    made._context.destroy(0)
 
 
 def submit(first: int, client: str, **limits: Any) -> Submit:
