@@ -59,7 +59,7 @@ struct Bodies {
     } else if (kOneRow && operation == Operation::kMatmul) {
       copy_row(p, c);
     }
-    // Matmuls and attention are tested first. `here` prevents one slow jump table for all operations.
+    // Matmuls and attention are tested first. `here` keeps the compiler from making a slow jump table.
     if (operation == Operation::kMatmul || (kHasExperts && operation == Operation::kExperts))
       return matmul(p, c, pages);
     if (operation == Operation::kAttention) return attention(p, c, pages);

@@ -77,8 +77,8 @@ def _all_in(config: ModelConfig, kind: Dtype) -> dict[Buffer, Storage]:
 
 
 def bytes_by_type(config: ModelConfig, dtype: Dtype, storage: Mapping[Buffer, Storage]) -> dict[str, int]:
-    """Return how many bytes a model's matrices take in memory, for each type by name. `storage` lists the matrices that
-    do not have the compute type `dtype`. An LM head that is the embedding table (tied) counts once."""
+    """Return how many bytes of each type, by its name, a model's matrices take in memory. `storage` lists the matrices
+    that do not have the compute type `dtype`. An LM head that is the embedding table (tied) counts once."""
     split, out = Split(config.sizes(dtype)), Counter[str]()
     for buffer, kept in {**_all_in(config, dtype), **storage}.items():
         if buffer is Buffer.LM_HEAD and config.tied:

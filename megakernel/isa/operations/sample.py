@@ -30,8 +30,8 @@ def _sample(c: Context, row: int, rows: int) -> None:
 
 
 def _choose(c: Context, i: int, z: F32) -> int:
-    """Choose a token for logit row i, whose logits are z. Applies in order: penalties, bias, mask, temperature, min-p,
-    top-k and top-p, and then draws one token at random."""
+    """Choose a token for logit row i, whose logits are z. Apply, in this order, penalties, bias, mask, temperature,
+    min-p, top-k and top-p. Then draw one token at random."""
     t = c.table
     if t.history_slot[i] >= 0:
         seen = c.buffer(Buffer.HISTORY)[t.history_slot[i], : t.sample_position[i]]
