@@ -13,8 +13,9 @@
 namespace mk {
 namespace {
 
-constexpr int64_t kPrefetchLimit = 256 << 10;  // maximum bytes of weights to prefetch into a core's L2 cache
-constexpr int64_t kPrefetchSlice = 4 << 10;    // bytes to prefetch before the waits are checked again
+// Maximum bytes of weights that a waiting core prefetches. What its L2 cache evicts stays in the L3 cache.
+constexpr int64_t kPrefetchLimit = 4 << 20;
+constexpr int64_t kPrefetchSlice = 4 << 10;  // bytes to prefetch before the waits are checked again
 
 // A thread that waits spins first and yields later. It spins for longer than most waits take, because on a
 // busy system a thread that yields may lose its core to another process.

@@ -35,7 +35,7 @@ constexpr int kPassRows = kTileRows / kMicroRows * kMicroRows;
 template <class W>
 constexpr int panel_log2(int rows) {
   constexpr bool kScaled = !kPlain<W> && !std::is_same_v<W, Half>;
-  int log2 = 2;
+  int log2 = rows == 1 && kStreams < 4 ? 1 : 2;
   const int vectors = (kScaled ? rows + 1 : rows) * kPanelVectors;
   while (log2 > 0 && vectors << log2 > (kScaled ? kWithScales : kAccumulators)) --log2;
   return log2;
@@ -136,15 +136,15 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// The input rows A and the output C of a matmul, for all its weight panels. `block_rows` rows are
-// computed at a time. `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the
+// The input rows A and the output C of a matmul. `block_rows` rows are computed at a time, with panels that
+// are `apart` panels apart. `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the
 // results `c` are `ldc` floats apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
   float* c;
   int64_t ldc;
-  int rows, block_rows;
+  int rows, block_rows, apart;
 
   template <class W>
   void multiply(const Panel* panels, int log2, int begin, int skip, int steps, bool resume) const {
@@ -152,7 +152,8 @@ struct RowBlocks {
     for (int i = 0; i < rows; i += block_rows) {
       const int n = lower_of(rows - i, block_rows), least = least_log2<W>(n);
       kMicro<W>.entry[n][higher_of(log2, least)](block_x + int64_t{i} * kChunkStride, chunk_stride, panels,
-                                                 log2 >= least, begin, steps, c + i * ldc, ldc, resume);
+                                                 log2 >= least ? apart : 0, begin, steps, c + i * ldc, ldc,
+                                                 resume);
     }
   }
 };
@@ -313,9 +314,9 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
         for (int q = 0; q < panels;) {
           if (call.aborted()) return;
           const Panel* const first = weights + p + q;
+          int count = 1;
+          while (q + count < panels && first[count].dtype == first->dtype) ++count;
           if (rounds(p + q)) {
-            int count = 1;
-            while (q + count < panels && first[count].dtype == first->dtype) ++count;
             with_packed(first->type(), false, [&]<class P>() {
               multiply_rounded<P>(rounded + begin / kChunk * rows * kRowUnits, rows * kRowUnits, rows, first,
                                   count, begin, steps, call.scratch->weights, c + q * kPanel, ldc, begin > 0);
@@ -325,12 +326,15 @@ void gemm(const Call& call, const Tile& tile, const Panel* weights, const float*
             continue;
           }
           prepare(begin);
-          const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows};
           const auto multiply_block = [&]<class W>() {
             int log2 = rows == 1 ? panel_log2<W>(1) : panel_log2<float>(block_rows);
-            while (q + (1 << log2) > panels || !same_type(first, 1 << log2)) --log2;
-            multiply<W>(part, first, log2, begin, steps, call.scratch->weights, begin > 0);
-            q += 1 << log2;
+            while (1 << log2 > count) --log2;
+            const int apart = rows == 1 ? count >> log2 : 1;
+            for (int i = 0; i < apart; ++i, ++q) {
+              const RowBlocks part{x, chunk_stride, c + q * kPanel, ldc, rows, block_rows, apart};
+              multiply<W>(part, first + i, log2, begin, steps, call.scratch->weights, begin > 0);
+            }
+            q += apart * ((1 << log2) - 1);
           };
           if constexpr (kMayPair<T>) {
             if (pairs) {

@@ -262,11 +262,6 @@ template <class K>
 constexpr auto kMultiplyUnits =
     multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows - kLeastRows + 1>{});
 
-// How many groups of 16 weight columns are read at once for one or two rows. A core reads memory faster at a
-// few distant addresses than at one: on a Zen 3, this saved a quarter of the time for 4-bit weights that were
-// not in caches. Portable code gains nothing, because it is too slow.
-constexpr int kStreams = MK_LANES == 4 ? 1 : 4;
-
 // For at most kDirectIntegerRows rows, weights are unpacked in registers, for kDirectBlock rows at a time.
 // This saves storing and loading them. For more rows, unpacking them again for each block takes longer.
 constexpr int kDirectBlock = MK_LANES == 16 ? 4 : 2, kDirectIntegerRows = MK_LANES == 16 ? 8 : 2;
