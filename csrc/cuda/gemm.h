@@ -14,20 +14,26 @@ constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 // time. But if a stage is not filled yet, the previous one is released first: the loaders may need it.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN void multiply(Pages& pages, int steps, Accumulators& acc) {
-  MK_LOOP for (int s = 0; s < steps; ++s, pages.advance()) {
-    const bool filled = s > 0 && pages.filled();
-    if (!filled) {
+  int held = 0;  // how many stages of earlier steps are not released: 0 or 1
+  MK_LOOP while (steps > 0) {
+    if (!pages.all(pages.filled(0))) {
       acc.template settle<0>();
-      if (s > 0) pages.release_stage();
+      pages.release_stage(1, held);
+      held = 0;
       pages.wait_stage();
     }
-    acc.template step<kHalves>(pages.ring(), stage_of(pages.stage()).slot);
-    if (!filled) continue;
-    acc.template settle<1>();
-    pages.release_stage();
+    MK_LOOP for (bool filled = true; filled && steps > 0; --steps) {
+      const bool next = pages.filled(1);  // asked early, because the answer takes long
+      acc.template step<kHalves>(pages.ring(), stage_of(pages.stage()).slot);
+      pages.advance();
+      filled = pages.all(next);
+      acc.template settle<1>();
+      pages.release_stage(2, held);
+      held = 1;
+    }
   }
   acc.template settle<0>();
-  pages.release_stage();
+  pages.release_stage(1, held);
 }
 
 // store_stages and store_results process kTurn blocks of accumulators (8 columns each) at a time. If they
@@ -126,7 +132,7 @@ MK_FN void pass_over(const Call& c, Pages& pages) {
     MK_LOOP for (int s = 0; s < chunk.steps(); ++s) {
       pages.wait_stage();
       pages.advance();
-      pages.release_stage();
+      pages.release_stage(1, 1);
     }
     MK_LOOP for (int page = 0; page < chunk.outputs(); page += kStepPages) {
       pages.wait_stage();

@@ -32,20 +32,25 @@ class Pages {
     next_ += n;
   }
 
-  // Matmuls on tensor cores go through stages in order. filled() returns whether the current stage is filled;
-  // wait_stage() waits until it is or, if it is for results, until this warp may write it.
-  MK_FN bool filled() {
-    const Page at = stage_of(stage_);
+  // Matmuls on tensor cores go through stages in order. filled(n) returns whether this lane sees that the
+  // n-th stage after the current one is filled. wait_stage() waits until the current stage is filled or, if
+  // it is for results, until this warp may write it.
+  MK_FN bool filled(int n) {
+    const Page at = stage_of(stage_ + n);
     auto& full = block_.stages[at.slot].full;
-    return p_.all(p_.test(full[0], at.parity) & p_.test(full[1], at.parity));
+    return p_.test(full[0], at.parity) & p_.test(full[1], at.parity);
   }
+  MK_FN bool all(bool held) { return p_.all(held); }
   MK_FN void wait_stage() {
     const Page at = stage_of(stage_);
     MK_LOOP for (auto& full : block_.stages[at.slot].full) p_.wait(full, at.parity, task_.where);
   }
   MK_FN void advance() { ++stage_; }
-  // Releases the stage before the current one. Tensor cores read through the async proxy and need no fence.
-  MK_FN void release_stage() { p_.arrive(block_.stages[stage_of(stage_ - 1).slot].empty); }
+  // Releases the n-th stage before the current one if `held` is 1, and nothing if it is 0. Tensor cores read
+  // through the async proxy and need no fence.
+  MK_FN void release_stage(int n, int held) {
+    p_.arrive(block_.stages[stage_of(stage_ - n).slot].empty, held);
+  }
   // Tells the storer that this warp has written its part of the current stage, and goes to the next one.
   MK_FN void ready() {
     p_.fence_pages();

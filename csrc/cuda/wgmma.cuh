@@ -34,14 +34,6 @@ __device__ __forceinline__ void start_wgmma(float* v, uint64_t a, uint64_t b) {
   }
 }
 
-#undef MK_WGMMA
-#undef MK_120
-#undef MK_60
-#undef MK_10
-#undef MK_ACC_64
-#undef MK_ACC_32
-#undef MK_ACC_8
-
 // One lane's part of the results. It has two rows, row(0) and row(1). The 256 columns form 32 blocks of 8
 // columns, and the lane has two adjacent columns of each block.
 class Accumulators {
@@ -65,7 +57,8 @@ class Accumulators {
   __device__ __forceinline__ void step(const void* ring, int stage) {
     constexpr int kStage = kStepPages * kPageBytes / 16, kHalf = 64 * kTileRowBytes / 16;
     constexpr uint64_t kUpper = k_major_descriptor(0) >> 32 << 32;  // only the lower half differs
-    const int first = static_cast<int>(k_major_descriptor(shared(ring))) + stage * kStage,
+    const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
+    const int first = static_cast<int>(k_major_descriptor(at)) + stage * kStage,
               a = here(first + warp_ / 4 * kHalf), b = here(first + 2 * kHalf);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     MK_UNROLL for (int k = 0; k < 4; ++k) {
@@ -107,10 +100,6 @@ class Accumulators {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t shared(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-  }
-
   // Prevents the compiler from moving reads or writes of the accumulators across this point.
   __device__ __forceinline__ void pin() {
     MK_UNROLL for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(v_[i])::"memory");

@@ -54,7 +54,7 @@ tensor
   loaders do not wait for empty stages  loaders.h: p.wait(stage.empty  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   loaders do not wait between pages and stages  loaders.h: p.wait(block.slots[slot_of(j - 1)].retired  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   a stage needs one arrival less  roles.h: p.init(stage.empty, kConsumerWarps)  (mbarrier\.init\S* \S+), \S+$  \1, 7
-  a consumer does not release a stage  pages.h: p_.arrive(block_.stages[stage_of(stage_ - 1).slot].empty  mbarrier\.arrive
+  a consumer does not release a stage  pages.h: p_.arrive(block_.stages[stage_of(stage_ - n).slot].empty  mbarrier\.arrive
   stores are not waited for  device.cuh: cp.async.bulk.wait_group 0  cp\.async\.bulk\.wait_group 0
   a page is released while it is stored  device.cuh: cp.async.bulk.wait_group.read 0  cp\.async\.bulk\.wait_group\.read 0
   stores are not committed  device.cuh: cp.async.bulk.commit_group  cp\.async\.bulk\.commit_group
