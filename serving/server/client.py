@@ -293,8 +293,8 @@ class EngineClient:
         self._requests.send(messages.encode(message))
         # ZeroMQ's file descriptor signals an arriving message only once, and sending may consume that signal. So read
         # after each send: otherwise a message that has arrived could stay unread.
-        assert self._loop is not None
-        self._loop.call_soon(self._read)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon(self._read)
 
     def _read(self) -> None:
         """Handle up to _AT_ONCE messages, and stop after a `Score`, which takes long. Another call handles the rest."""

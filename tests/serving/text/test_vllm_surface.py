@@ -3,7 +3,7 @@
 import asyncio
 import io
 import math
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import closing, redirect_stderr, redirect_stdout
 from typing import Any
 
 import pytest
@@ -167,7 +167,7 @@ def test_requests_of_an_event_loop(quiet_model: str, llm: LLM) -> None:
 
     async def leave(engine: AsyncLLM) -> None:
         async for output in engine.generate([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)):
-            assert not output.finished and len(output.outputs[0].token_ids) >= 1
+            assert output.outputs[0].token_ids
             break
 
     async def main() -> None:
@@ -198,3 +198,6 @@ def test_requests_of_an_event_loop(quiet_model: str, llm: LLM) -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
+    with AsyncLLM(quiet_model, **LIMITS) as engine, closing(asyncio.new_event_loop()) as loop:
+        unfinished = engine.generate("hello", SamplingParams(max_tokens=200, ignore_eos=True))
+        loop.run_until_complete(anext(unfinished))
