@@ -25,9 +25,6 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
-
-import headers  # noqa: E402
 
 # -Werror=switch: a switch over an enumeration, for example of operations, must have a case for each value.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Werror=switch"]
@@ -105,7 +102,13 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-headers.write_headers(ROOT)
+# pip asks for metadata twice before it builds. Metadata needs no headers, so the tables that headers are made of are
+# not imported for it.
+if sys.argv[-1] != "egg_info" and "dist_info" not in sys.argv:
+    sys.path.insert(0, str(ROOT))
+    from headers import write_headers
+
+    write_headers(ROOT)
 setup(
     ext_modules=[
         Extension(
