@@ -19,13 +19,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.errors import TOO_DEEP, APIError, answer_error, shortened
-from megakernel.serving.server.http import Gate
-from megakernel.serving.server.limits import CHAT_PAGE, max_values
-from megakernel.serving.server.requests import DetokenizeRequest, TokenizeText
+from megakernel.serving.server import errors, http, limits, requests, writer
 from megakernel.serving.server.routes import anthropic, chat, completions, embeddings, responses
 from megakernel.serving.server.service import Service
-from megakernel.serving.server.writer import json_response, while_connected
 from megakernel.timeline.template import fill, policy, timeline_script
 
 _POST: dict[int | str, dict[str, Any]] = {status: {} for status in (400, 404, 408, 413, 415, 503)}
@@ -57,7 +53,7 @@ class _Route(APIRoute):
             if self.body_field is None:
                 return await handle(request)
             await request.body()  # the next message then says that the client has left
-            return await while_connected(request.receive, handle(request))
+            return await writer.while_connected(request.receive, handle(request))
 
         return answer
 
@@ -85,15 +81,15 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     )
     app.router.route_class = _Route
     app.root_path = root_path  # FastAPI warns of the parameter, which users of `serve` cannot avoid
-    for kind in (APIError, MegakernelError, RequestValidationError, HTTPException, *TOO_DEEP, Exception):
-        app.add_exception_handler(kind, answer_error)
+    for kind in (errors.APIError, MegakernelError, RequestValidationError, HTTPException, *errors.TOO_DEEP, Exception):
+        app.add_exception_handler(kind, errors.answer_error)
 
     @app.exception_handler(404)
     async def nothing_there(request: Request, _: Exception) -> Response:
         listed = [f"{'/'.join(r.methods or ())} {r.path}" for r in app.routes if isinstance(r, APIRoute)]
-        where = shortened(f"{request.method} {request.url.path}")
+        where = errors.shortened(f"{request.method} {request.url.path}")
         told = f"there is no route {where}: this server has {', '.join(listed)}"
-        return APIError(404, told).response(request.scope["path"])
+        return errors.APIError(404, told).response(request.scope["path"])
 
     app.state.service = service
     for path, answer in _ANSWERS.items():
@@ -104,38 +100,38 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     @app.get("/v1/models")
     async def models() -> Response:
         """List the model names that requests may use."""
-        return json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
+        return writer.json_response({"object": "list", "data": [_model(service, name) for name in service.names]})
 
     @app.get("/v1/models/{name:path}", responses={404: {}})
     async def model(name: str) -> Response:
         """Describe one model."""
         if not name:
             return await models()
-        return json_response(_model(service, service.model(name)))
+        return writer.json_response(_model(service, service.model(name)))
 
     @app.post("/tokenize", responses=_POST)
     async def tokenize(body: Annotated[chat.TokenizeRequest, Body()]) -> Response:
         """Convert a text or a conversation to token ids."""
         service.model(body.model)
-        if isinstance(body, TokenizeText):
+        if isinstance(body, requests.TokenizeText):
             [tokens] = await service.encode_prompts([body.prompt], body.add_special_tokens is not False)
         else:
             tokens = await service.encode_chat(body.conversation())
         service.check_count(tokens)
         told = {"count": len(tokens), "max_model_len": service.max_context, "tokens": tokens.tolist()}
-        return json_response(told)
+        return writer.json_response(told)
 
     @app.post("/detokenize", responses=_POST)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: requests.DetokenizeRequest) -> Response:
         """Convert token ids to text."""
         service.model(body.model)
-        return json_response({"prompt": await service.decode(body.tokens)})
+        return writer.json_response({"prompt": await service.decode(body.tokens)})
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """Return the BOS and EOS tokens, for evaluation harnesses that have no tokenizer."""
         special = service.tokenizer.special if service.tokenizer else {}
-        return json_response({name: special.get(name) for name in ("bos_token", "eos_token")})
+        return writer.json_response({name: special.get(name) for name in ("bos_token", "eos_token")})
 
     @app.get("/health", responses={200: {"content": None}, 503: {}})
     async def health() -> Response:
@@ -144,7 +140,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         if service.engine.dead:
             raise service.engine.dead
         if (stalled := service.engine.stalled_for()) > service.limits.stall_timeout:
-            raise APIError(503, f"the engine is stalled: it has work, but no step has ended for {stalled:.0f} s")
+            raise errors.APIError(503, f"the engine is stalled: it has work, but no step has ended for {stalled:.0f} s")
         return Response()
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
@@ -155,7 +151,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     @app.get("/version")
     async def own_version() -> Response:
         """The server's version."""
-        return json_response({"version": version("megakernel")})
+        return writer.json_response({"version": version("megakernel")})
 
     making = asyncio.Lock()
 
@@ -172,7 +168,7 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
     chat_page = _chat_page()
 
     @app.get("/", include_in_schema=False)
-    @app.get(CHAT_PAGE, include_in_schema=False)
+    @app.get(limits.CHAT_PAGE, include_in_schema=False)
     async def chat_with_model() -> HTMLResponse:
         return HTMLResponse(chat_page)
 
@@ -184,10 +180,10 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         return HTMLResponse(traced)
 
     app.add_middleware(
-        Gate,
+        http.Gate,
         access=service.access,
         limits=service.limits,
-        max_values=max_values(service.max_context),
+        max_values=limits.max_values(service.max_context),
         takes_body={route.path for route in app.routes if isinstance(route, APIRoute) and route.body_field},
     )
     if origins := service.access.origins:

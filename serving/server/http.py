@@ -12,11 +12,8 @@ from time import perf_counter
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megakernel.serving.server.client import Answers
-from megakernel.serving.server.errors import APIError, ClientGone, quoted
+from megakernel.serving.server import client, errors, service, writer
 from megakernel.serving.server.limits import BODY_SECONDS, LARGE_BODY, TURNS, AccessRules, Limits, has_more_values
-from megakernel.serving.server.service import ANSWERS, CLIENT
-from megakernel.serving.server.writer import DIRECT, HEADER, REPLAYED, replayed
 
 log = logging.getLogger(__name__)
 _MOST_ID = 256  # maximum characters of a client's X-Request-Id
@@ -43,20 +40,20 @@ class Gate:
         headers = dict(scope["headers"])
         if scope["method"] == "HEAD":  # answered like GET; uvicorn leaves out the body
             scope = {**scope, "method": "GET"}
-        scope[DIRECT] = send
-        CLIENT.set(scope["client"][0] if scope.get("client") else "")
-        REPLAYED.set(replayed(headers.get(HEADER.encode())))
+        scope[writer.DIRECT] = send
+        service.CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        writer.REPLAYED.set(writer.replayed(headers.get(writer.HEADER.encode())))
         if headers.keys() & {b"content-length", b"transfer-encoding"}:
             receive, send = _answered_to_the_end(receive, send)
-        began, answers = perf_counter(), list[Answers]()
-        ANSWERS.set(answers)
+        began, answers = perf_counter(), list[client.Answers]()
+        service.ANSWERS.set(answers)
         send = noted = _Noted(send, headers.get(b"x-request-id", b""))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             names = [name for name, _ in scope["headers"]]
             for name in (b"host", b"authorization", b"x-api-key"):
                 if names.count(name) > 1:
-                    raise APIError(400, f"the request has several {name.decode().title()} headers: send one")
+                    raise errors.APIError(400, f"the request has several {name.decode().title()} headers: send one")
             self._access.check(path, headers)
             if scope["method"] == "OPTIONS" and path in ("/", "*"):  # a balancer's check
                 await Response(status_code=204, headers={"Allow": "GET"})(scope, receive, send)
@@ -64,9 +61,9 @@ class Gate:
                 await self._with_body(headers, scope, receive, send)
             else:
                 await self._app(scope, receive, send)
-        except ClientGone:
+        except errors.ClientGone:
             noted.status = _LEFT
-        except APIError as e:
+        except errors.APIError as e:
             await e.response(scope["path"])(scope, receive, send)
         finally:
             if scope["method"] == "POST":
@@ -77,8 +74,8 @@ class Gate:
         bodies."""
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
         if coding.lower() not in ("", "identity"):
-            told = f"the body is compressed ({quoted(coding)}): send it without Content-Encoding"
-            raise APIError(415, told, headers={"Accept-Encoding": "identity"})
+            told = f"the body is compressed ({errors.quoted(coding)}): send it without Content-Encoding"
+            raise errors.APIError(415, told, headers={"Accept-Encoding": "identity"})
         body = await self._read(headers, receive)
         size = len(body)
         try:
@@ -87,7 +84,7 @@ class Gate:
                     for _ in range(TURNS):
                         await asyncio.sleep(0)
             if has_more_values(body, self._max_values):
-                raise APIError(413, f"the body has more than {self._max_values} JSON values: send less")
+                raise errors.APIError(413, f"the body has more than {self._max_values} JSON values: send less")
             messages = [{"type": "http.request", "body": body, "more_body": False}]
             del body
 
@@ -108,7 +105,7 @@ class Gate:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise errors.ClientGone
                     piece = message.get("body", b"")
                     self._admit(len(body) + len(piece), len(piece))
                     body += piece
@@ -119,17 +116,17 @@ class Gate:
             self._held -= len(body)
             if isinstance(e, TimeoutError):
                 late = f"the body did not arrive within {BODY_SECONDS:.0f} s"
-                raise APIError(408, late, headers={"Connection": "close"}) from None
+                raise errors.APIError(408, late, headers={"Connection": "close"}) from None
             raise
 
     def _admit(self, size: int, more: int) -> None:
         """Raise a 413 if a body of `size` bytes is too large. Raise a 503 if `more` further bytes would take the bodies
         of all requests together beyond their limit."""
         if size > self._max_body:
-            raise APIError(413, f"the body is larger than {self._max_body} bytes: send less")
+            raise errors.APIError(413, f"the body is larger than {self._max_body} bytes: send less")
         if self._held + more > self._max_bodies:
             told = f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later"
-            raise APIError(503, told, headers={"Retry-After": "5"})
+            raise errors.APIError(503, told, headers={"Retry-After": "5"})
 
 
 def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
@@ -170,7 +167,7 @@ class _Noted:
             message["headers"] = [*message["headers"], (b"x-request-id", self._id)]
         await self._send(message)
 
-    def log(self, path: str, seconds: float, answers: list[Answers]) -> None:
+    def log(self, path: str, seconds: float, answers: list[client.Answers]) -> None:
         read, made = (sum(getattr(a, name) for a in answers) for name in ("prompt_tokens", "completion_tokens"))
         begun = (one.first_at - a.submitted_at for a in answers for one in a.transcripts if one.first_at)
         first = min(begun, default=seconds)

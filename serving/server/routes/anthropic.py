@@ -12,14 +12,10 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
-from megakernel.serving.server import requests
-from megakernel.serving.server.client import Delta
-from megakernel.serving.server.fields import IGNORED, OF_MESSAGES
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
+from megakernel.serving.server import client, fields, limits, requests, writer
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes.chat import FunctionName, Mode, conversation, plain_call
 from megakernel.serving.server.service import Served, Tools
-from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event, json_response
 from megakernel.serving.text.codec import Conversation
 
 # -- the request. Blocks ignore fields that they do not declare, such as `cache_control`, `citations` and `is_error`.
@@ -45,7 +41,7 @@ def _blocks(content: Any) -> Any:
 
 
 _BILLING = "x-anthropic-billing-header"
-_Many = Field(max_length=MAX_PARTS)
+_Many = Field(max_length=limits.MAX_PARTS)
 Texts = Annotated[list[TextBlock], _Many, BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock])]
 
 
@@ -143,11 +139,11 @@ class OutputConfig(Strict):
 
 class CountRequest(requests.Body):
     where = "/v1/messages/count_tokens"
-    ignored = IGNORED | OF_MESSAGES
+    ignored = fields.IGNORED | fields.OF_MESSAGES
 
-    messages: Annotated[list[MessagesTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[MessagesTurn], Field(min_length=1, max_length=limits.MAX_MESSAGES, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: requests.TemplateValues | None = None
@@ -172,7 +168,7 @@ class MessagesRequest(CountRequest, requests.Sampled):
     where = "/v1/messages"
 
     max_tokens: requests.NewTokens
-    stop_sequences: Annotated[list[requests.StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[requests.StopText], Field(max_length=limits.MAX_STOPS)] | None = None
 
     @model_validator(mode="after")
     def _stop_has_one_name(self) -> Self:
@@ -191,7 +187,7 @@ async def count_tokens(service: Served, body: CountRequest) -> Response:
     """Return the number of tokens of a conversation, tools included."""
     service.model(body.model)
     prompt = await service.encode_chat(body.conversation(body.chosen()))
-    return json_response({"input_tokens": len(prompt)})
+    return writer.json_response({"input_tokens": len(prompt)})
 
 
 async def answer_messages(service: Served, body: MessagesRequest) -> Response:
@@ -203,10 +199,10 @@ async def answer_messages(service: Served, body: MessagesRequest) -> Response:
 
 
 def _tell(kind: str, **content: Any) -> bytes:
-    return event(encode_json({"type": kind, **content}), kind)
+    return writer.event(writer.encode_json({"type": kind, **content}), kind)
 
 
-class _MessageWriter(ItemWriter):
+class _MessageWriter(writer.ItemWriter):
     kind = "msg"
     filler = _tell("ping")
 
@@ -216,22 +212,22 @@ class _MessageWriter(ItemWriter):
         super().__init__(*given)
         self._room = context - self.answers.prompt_tokens
 
-    def _whole(self, choices: list[Said]) -> bytes:
+    def _whole(self, choices: list[writer.Said]) -> bytes:
         content = [_block(item, _object(item.text)) for item in self.said.items]
-        return encode_json(self._answer(content, end=True))
+        return writer.encode_json(self._answer(content, end=True))
 
     def _begin(self) -> bytes:
         return _tell("message_start", message=self._answer([], end=False)) + _tell("ping")
 
-    def _open(self, item: Item) -> bytes:
+    def _open(self, item: writer.Item) -> bytes:
         return self._about("start", content_block=_block(replace(item, text=""), {}))
 
-    def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
+    def _grow(self, item: writer.Item, text: str, delta: client.Delta) -> bytes:
         if item.kind == "call":
             return self._about("delta", delta={"type": "input_json_delta", "partial_json": text})
         return self._about("delta", delta={"type": "text_delta", "text": text})
 
-    def _close(self, item: Item) -> bytes:
+    def _close(self, item: writer.Item) -> bytes:
         return _tell("content_block_stop", index=self.said.items.index(item))
 
     def _about(self, what: str, **content: Any) -> bytes:
@@ -276,7 +272,7 @@ class _MessageWriter(ItemWriter):
         return "tool_use" if self.said.calls else "end_turn", None
 
 
-def _block(item: Item, arguments: dict[str, Any]) -> dict[str, Any]:
+def _block(item: writer.Item, arguments: dict[str, Any]) -> dict[str, Any]:
     if item.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{item.id}", "name": item.name, "input": arguments}
     return {"type": "text", "text": item.text}

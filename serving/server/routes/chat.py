@@ -10,20 +10,15 @@ from typing import Annotated, Any, Literal, Self
 from fastapi.responses import Response
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from megakernel.serving.server import requests
-from megakernel.serving.server.client import Delta
-from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.fields import HOSTED_TOOLS, OF_EARLIER_ANSWERS, OF_REASONING
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from megakernel.serving.server import client, errors, fields, limits, requests, writer
 from megakernel.serving.server.requests import READ, Strict
 from megakernel.serving.server.service import Served, Tools
-from megakernel.serving.server.writer import Said, Writer, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
 # -- the request
 
-_HOSTED = re.compile(f"({HOSTED_TOOLS})(_[0-9_]+)?")
+_HOSTED = re.compile(f"({fields.HOSTED_TOOLS})(_[0-9_]+)?")
 
 
 def _callable(tools: Any) -> Any:
@@ -55,7 +50,7 @@ class Tool(Strict):
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=limits.MAX_TOOLS)]
 
 
 class AllowedChoice(Strict):
@@ -108,7 +103,8 @@ class TextPart(Strict):
 
 Parts = list[Annotated[TextPart, requests.typed("a part", ["input_text", "output_text", "text"])]]
 Content = Annotated[
-    Annotated[str, Tag("(text)")] | Annotated[Parts, Field(max_length=MAX_PARTS, fail_fast=True), Tag("(parts)")],
+    Annotated[str, Tag("(text)")]
+    | Annotated[Parts, Field(max_length=limits.MAX_PARTS, fail_fast=True), Tag("(parts)")],
     requests.TEXT_OR_PARTS,
 ]
 
@@ -119,13 +115,13 @@ def plain_text(content: str | list[TextPart] | None) -> str:
 
 class Message(Strict):
     where = "an entry of messages"
-    ignored = OF_EARLIER_ANSWERS
+    ignored = fields.OF_EARLIER_ANSWERS
     lenient = True
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     refusal: Annotated[str, Field(description="read as content")] | None = None
-    tool_calls: Annotated[list[Called], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[Called], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: Annotated[str, Field(description="the reasoning of an earlier answer")] | None = None
     reasoning: Annotated[str, Field(description="the same as reasoning_content")] | None = None
@@ -145,12 +141,12 @@ class Message(Strict):
 TOOL_CHOICE = requests.one_message(
     'must be "none", "auto", "required" or an object with type "function" or "allowed_tools"'
 )
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES, fail_fast=True)]
 
 
 class Reasoning(Strict):
     where = "reasoning"
-    ignored = OF_REASONING
+    ignored = fields.OF_REASONING
 
     effort: str | None = None
 
@@ -165,7 +161,7 @@ class Templated(Strict):
     reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
     reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
     add_special_tokens: requests.AddSpecial | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), CALLABLE] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS), CALLABLE] | None = None
 
     @model_validator(mode="after")
     def _prompt_has_one_end(self) -> Self:
@@ -192,10 +188,10 @@ def conversation(
 ) -> Conversation:
     """Return a conversation for a request of another API. `said` has the messages of the request's field `field`,
     converted to the form of the chat API. Raises an HTTP error 400 if they exceed a limit."""
-    if len(said) > MAX_MESSAGES:
-        raise APIError(400, f"{field} may have at most {MAX_MESSAGES} entries", param=field)
-    if any(len(message.get("tool_calls", ())) > MAX_TOOLS for message in said):
-        raise APIError(400, f"one turn in {field} may have at most {MAX_TOOLS} tool calls", param=field)
+    if len(said) > limits.MAX_MESSAGES:
+        raise errors.APIError(400, f"{field} may have at most {limits.MAX_MESSAGES} entries", param=field)
+    if any(len(message.get("tool_calls", ())) > limits.MAX_TOOLS for message in said):
+        raise errors.APIError(400, f"one turn in {field} may have at most {limits.MAX_TOOLS} tool calls", param=field)
     return Conversation(said, tools.told, values, continue_final)
 
 
@@ -254,7 +250,7 @@ async def chat(service: Served, body: ChatRequest) -> Response:
     return await service.converse(body, asked, tools, _ChatWriter)
 
 
-class _ChatWriter(Writer):
+class _ChatWriter(writer.Writer):
     kind, objects = "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
     body: ChatRequest
@@ -264,7 +260,7 @@ class _ChatWriter(Writer):
         last = self.body.messages[-1]
         self._before = last.plain()["content"] if self.body.echo and last.role == "assistant" else ""
 
-    def _whole(self, choices: list[Said]) -> bytes:
+    def _whole(self, choices: list[writer.Said]) -> bytes:
         shown = [
             {
                 "index": said.index,
@@ -280,7 +276,7 @@ class _ChatWriter(Writer):
         scores = self._written(self._prompts.get(0, {})).get("prompt")
         return self._json(shown, self._usage(), whole=True, prompt_token_ids=ids, prompt_logprobs=scores)
 
-    def _message(self, said: Said) -> dict[str, Any]:
+    def _message(self, said: writer.Said) -> dict[str, Any]:
         text, reasoning = self._before + said.text("content"), said.text("reasoning")
         calls = [
             {"id": f"call_{item.id}", "type": "function", "function": {"name": item.name, "arguments": item.text}}
@@ -290,7 +286,7 @@ class _ChatWriter(Writer):
         told = {"role": "assistant", "content": (text or None) if calls else text, "tool_calls": calls or None}
         return told | ({"reasoning_content": reasoning} if reasoning else {})
 
-    def _events(self, delta: Delta) -> bytes:
+    def _events(self, delta: client.Delta) -> bytes:
         """Return the events for new tokens of a choice. The first event of each choice contains the role and, with
         `echo`, the text of the last assistant message. There is no event for new text that may still turn out to be
         part of a tool call. Many clients read only one call per event, so each piece of a call gets its own."""
@@ -314,7 +310,7 @@ class _ChatWriter(Writer):
         return begin + b"".join(events)
 
     @staticmethod
-    def _delta(said: Said, piece: Piece) -> dict[str, Any]:
+    def _delta(said: writer.Said, piece: Piece) -> dict[str, Any]:
         """Return a piece of an answer as the `delta` of an event. No field is null, because some clients let null
         replace earlier text. A call begins with its id and name. Pieces of its arguments follow."""
         said.put(piece)
@@ -329,7 +325,7 @@ class _ChatWriter(Writer):
         return {"tool_calls": [call]}
 
     def _event(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
-        return event(self._json([_chunk_choice(index, delta) | more]))
+        return writer.event(self._json([_chunk_choice(index, delta) | more]))
 
     def _plain(self, index: int, text: str) -> dict[str, Any]:
         return _chunk_choice(index, {"content": text})

@@ -9,16 +9,10 @@ from fastapi.responses import Response
 from pydantic import Discriminator, Field, Tag
 
 from megakernel.serving.engine.sampling import StructuredOutputsParams
-from megakernel.serving.server import requests
-from megakernel.serving.server.client import Delta, FinishReason
-from megakernel.serving.server.errors import APIError
-from megakernel.serving.server.fields import OF_EARLIER_ANSWERS, OF_TEXT
-from megakernel.serving.server.limits import MAX_MESSAGES, MAX_TOOLS
+from megakernel.serving.server import client, errors, fields, limits, requests, scores, writer
 from megakernel.serving.server.requests import Strict
 from megakernel.serving.server.routes import chat
-from megakernel.serving.server.scores import Pieces, append
 from megakernel.serving.server.service import Served, Tools
-from megakernel.serving.server.writer import Item, ItemWriter, Said, encode_json, event
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
 
@@ -26,7 +20,7 @@ from megakernel.serving.text.tool_calls import Piece
 
 
 class _Item(Strict):
-    ignored = OF_EARLIER_ANSWERS
+    ignored = fields.OF_EARLIER_ANSWERS
     lenient = True
 
 
@@ -85,7 +79,7 @@ class TextFormat(requests.JsonSchema):
 
 class TextConfig(Strict):
     where = "text"
-    ignored = OF_TEXT
+    ignored = fields.OF_TEXT
 
     format: TextFormat | None = None
 
@@ -104,7 +98,7 @@ class ResponseTool(Strict):
 class AllowedChoice(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=limits.MAX_TOOLS)]
 
     def chosen(self) -> tuple[str, list[str]]:
         return self.mode, [tool.name for tool in self.tools]
@@ -129,7 +123,7 @@ class ResponsesRequest(requests.Sampled):
 
     input: Annotated[
         Annotated[requests.Text, Tag("(text)")]
-        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES - 1), Tag("(items)")],
+        | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES - 1), Tag("(items)")],
         Discriminator(lambda given: "(items)" if isinstance(given, list) else "(text)"),
     ]
     instructions: Annotated[str, Field(description="a system message before the conversation")] | None = None
@@ -137,7 +131,7 @@ class ResponsesRequest(requests.Sampled):
     top_logprobs: requests.TopCount | None = None
     include: list[Addition] | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), chat.CALLABLE] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS), chat.CALLABLE] | None = None
     tool_choice: Annotated[chat.Mode | ResponseTool | AllowedChoice | None, chat.TOOL_CHOICE] = None
     parallel_tool_calls: requests.Flag | None = None
     reasoning: chat.Reasoning | None = None
@@ -155,7 +149,7 @@ class ResponsesRequest(requests.Sampled):
         if wanted.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if wanted.schema_ is None:
-            raise APIError(400, "text.format.schema is required", param="text.format.schema")
+            raise errors.APIError(400, "text.format.schema is required", param="text.format.schema")
         return StructuredOutputsParams(json=wanted.schema_)
 
     def chosen(self) -> Tools:
@@ -179,12 +173,14 @@ class ResponsesRequest(requests.Sampled):
                 said.append({"role": "tool", "content": chat.plain_text(item.output), "tool_call_id": item.call_id})
             elif isinstance(item, InputCall):
                 last = said[-1] if said else {}
-                if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == MAX_TOOLS:
+                if last.get("role") != "assistant" or len(last.get("tool_calls", ())) == limits.MAX_TOOLS:
                     said.append({"role": "assistant", "content": ""})
                 call = chat.plain_call(item.call_id, item.name, item.arguments)
                 said[-1].setdefault("tool_calls", []).append(call)
         if not said:
-            raise APIError(400, "input must have a message, function_call or function_call_output", param="input")
+            raise errors.APIError(
+                400, "input must have a message, function_call or function_call_output", param="input"
+            )
         return chat.conversation(said, "input", tools, chat.reasoning_values(None, self.reasoning))
 
 
@@ -204,24 +200,24 @@ async def respond(service: Served, body: ResponsesRequest) -> Response:
     if tools.reader(service.codec)() is not None and body.shown is not None:
         cause = "tools" if tools.used else "a model that writes its reasoning in channels"
         told = f"log-probabilities cannot be combined with {cause}: leave out top_logprobs and {_LOGPROBS}"
-        raise APIError(400, told)
+        raise errors.APIError(400, told)
     return await service.converse(body, body.conversation(tools), tools, _ResponseWriter)
 
 
-class _ResponseWriter(ItemWriter):
+class _ResponseWriter(writer.ItemWriter):
     kind = "resp"
     body: ResponsesRequest
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._next = 0  # number of the next event
-        self._scores: Pieces = {}
+        self._scores: scores.Pieces = {}
 
-    def _whole(self, choices: list[Said]) -> bytes:
+    def _whole(self, choices: list[writer.Said]) -> bytes:
         self._scores = self.said.scores
         if not self.said.items:
             self.said.put(Piece("content", ""))
-        return encode_json(self._response(self.said.last.finish_reason))
+        return writer.encode_json(self._response(self.said.last.finish_reason))
 
     def _begin(self) -> bytes:
         response = self._response(None)
@@ -235,7 +231,7 @@ class _ResponseWriter(ItemWriter):
         self.said.put(Piece("content", ""))
         return self._open(self.said.items[-1])
 
-    def _open(self, item: Item) -> bytes:
+    def _open(self, item: writer.Item) -> bytes:
         begun = self._item(replace(item, text=""), "in_progress")
         if item.kind != "call":
             begun["content"] = []
@@ -244,14 +240,14 @@ class _ResponseWriter(ItemWriter):
             return events
         return events + self._tell(item, "content_part.added", content_index=0, part=_part("", None))
 
-    def _grow(self, item: Item, text: str, delta: Delta) -> bytes:
+    def _grow(self, item: writer.Item, text: str, delta: client.Delta) -> bytes:
         if item.kind == "call":
             return self._tell(item, "function_call_arguments.delta", delta=text)
         new = self._lists(delta)
-        append(self._scores, new)
+        scores.append(self._scores, new)
         return self._tell(item, "output_text.delta", content_index=0, delta=text, logprobs=new.get("content", []))
 
-    def _close(self, item: Item, status: Status = "completed") -> bytes:
+    def _close(self, item: writer.Item, status: Status = "completed") -> bytes:
         done = self._item(item, status)
         if item.kind == "call":
             events = self._tell(item, "function_call_arguments.done", name=item.name, arguments=item.text)
@@ -272,21 +268,21 @@ class _ResponseWriter(ItemWriter):
 
     def _event(self, kind: str, **content: Any) -> bytes:
         name = f"response.{kind}"
-        data = encode_json({"type": name, "sequence_number": self._next, **content})
+        data = writer.encode_json({"type": name, "sequence_number": self._next, **content})
         self._next += 1
-        return event(data, name)
+        return writer.event(data, name)
 
-    def _tell(self, item: Item, kind: str, **content: Any) -> bytes:
+    def _tell(self, item: writer.Item, kind: str, **content: Any) -> bytes:
         return self._event(kind, item_id=_id(item), output_index=self.said.items.index(item), **content)
 
-    def _item(self, item: Item, status: Status) -> dict[str, Any]:
+    def _item(self, item: writer.Item, status: Status) -> dict[str, Any]:
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
         part = _part(item.text, None if self.body.shown is None else self._written(self._scores).get("content", []))
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
-    def _response(self, reason: FinishReason | None) -> dict[str, Any]:
+    def _response(self, reason: client.FinishReason | None) -> dict[str, Any]:
         """Return the response object so far: the request's parameters and the answer. `reason` is None while the answer
         is generated."""
         body, usage = self.body, None
@@ -327,9 +323,9 @@ def _part(text: str, logprobs: Any) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _id(item: Item) -> str:
+def _id(item: writer.Item) -> str:
     return f"fc_{item.id}" if item.kind == "call" else f"msg_{item.id}"
 
 
-def _status(reason: FinishReason | None) -> Status:
+def _status(reason: client.FinishReason | None) -> Status:
     return "completed" if reason == "stop" else "incomplete"
