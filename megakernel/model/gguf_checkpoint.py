@@ -65,7 +65,7 @@ class _Cursor:
     """Reads values from the bytes of a file, one after another. The next value begins at byte `offset`."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
-        self._path, self._data, self.offset = path, memoryview(data), 0
+        self._path, self._data, self.offset = path, data.data, 0
         self._elements = 0
 
     def bytes(self, size: int) -> bytes:
