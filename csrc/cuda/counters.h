@@ -79,7 +79,7 @@ MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32
 
 // Signals the end of an instruction: adds to the counters that its record's signal words name directly
 // (without the INDEXED bit). The lanes divide the counters and the ranks among themselves. The constructor
-// loads the addresses of the counters early, so that `send` does not have to wait for them.
+// reads the words early, so that `send` does not have to wait for them.
 template <class P>
 class Signals {
  public:
@@ -93,15 +93,12 @@ class Signals {
       told.ranks.begin += lane / kSignals;
       if (word == 0 || (word & kIndexed) || !params.synchronise) told.ranks.end = 0;
       told.at = static_cast<int64_t>(block) * params.counters + word_counter(word);
-      if (told.ranks.begin < told.ranks.end) told.first = params.counters_of(told.ranks.begin) + told.at;
     }
   }
 
   MK_FN void send(P& p) const {
     MK_UNROLL for (const Told& told : told_) {
-      if (told.ranks.begin >= told.ranks.end) continue;
-      p.signal(told.first, 1, scope_);
-      MK_LOOP for (int32_t rank = told.ranks.begin + kStep; rank < told.ranks.end; rank += kStep)
+      MK_LOOP for (int32_t rank = told.ranks.begin; rank < told.ranks.end; rank += kStep)
           p.signal(params_.counters_of(rank) + told.at, 1, scope_);
     }
   }
@@ -110,9 +107,8 @@ class Signals {
   static constexpr int32_t kWords = P::kLanes < kSignals ? kSignals / P::kLanes : 1;
   static constexpr int32_t kStep = P::kLanes < kSignals ? 1 : P::kLanes / kSignals;
   struct Told {
-    Ranks ranks;     // this lane signals every kStep-th rank, starting with ranks.begin
-    int64_t at;      // the counter's index among a rank's counters
-    int32_t* first;  // address of the counter on rank ranks.begin
+    Ranks ranks;  // this lane signals every kStep-th rank, starting with ranks.begin
+    int64_t at;   // the counter's index among a rank's counters
   };
   const Params& params_;
   const Scope scope_;

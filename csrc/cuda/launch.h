@@ -20,8 +20,9 @@ struct Diagnosis {
   int32_t expected;  // the counter value waited for, or the parity of the barrier phase waited for
 };
 
-constexpr int32_t kMostBuffers = 48;
-static_assert(kBuffers <= kMostBuffers);
+constexpr int32_t kMostRanks = 14;  // record words can name so many
+constexpr int32_t kMostCopies = 672;
+static_assert(kMostRanks == kOwner && kMostRanks * kBuffers <= kMostCopies);
 
 struct Params {
   const Dims* dims;                // [tp]: one Dims per rank, which differ in Dims.rank
@@ -29,10 +30,6 @@ struct Params {
   const int32_t* records[4];       // [n][kWords]: instructions of prologue, body, epilogue and queues
   const int32_t* offsets[4];       // [tp * (workers or queues) + 1]: where a stream or queue begins
   const int32_t* totals[3];        // [tp][counters]: a counter's signals: first, middle, last block
-  int32_t* const* counter_values;  // [tp]: each rank's counters, [layers + 1][counters]
-  int32_t* const* claims;          // [tp]: each rank's claim counters, [layers][queues]
-  void* const* buffers;            // [tp][kBuffers]
-  const uint64_t* layer_stride;    // [tp][kBuffers]: bytes between layers; 0 if they share one copy
   const TensorMap* maps;           // [tp][kBuffers][kMaps]: set only for buffers copied through tensor maps
   uint64_t mapped;                 // bit b is set if blocks use their own rank's tensor maps of buffer b
   uint64_t mapped_everywhere;      // bit b is set if blocks use every rank's tensor maps of buffer b
@@ -54,19 +51,17 @@ struct Params {
   int32_t pipelined;        // 0: a block fetches an instruction only after its previous instruction has ended
   int32_t segments;         // bit s is set if segment s is run
   int32_t layer_begin, layer_end;  // the layers of the body to run
-  // Rank 0's counter_values, buffers and layer_stride. Builds for one row use them, to save loads.
-  int32_t* first_counters;
-  void* first_buffers[kMostBuffers];
-  uint64_t first_strides[kMostBuffers];
+  // Addresses are passed by value, because reading the arguments takes less time than a load from memory.
+  int32_t* counter_values[kMostRanks];  // each rank's counters, [layers + 1][counters]
+  int32_t* claims[kMostRanks];          // each rank's claim counters, [layers][queues]
+  void* buffers[kMostCopies];           // [tp][kBuffers]
+  uint64_t layer_stride[kMostCopies];   // [tp][kBuffers]: bytes between layers; 0 if they share one copy
 
-  MK_DIMS_FN int32_t* counters_of(int32_t rank) const {
-    return kOneRow ? first_counters : counter_values[rank];
-  }
+  MK_DIMS_FN int32_t* counters_of(int32_t rank) const { return counter_values[kOneRow ? 0 : rank]; }
   // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.
   MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
-    const int32_t i = static_cast<int32_t>(buffer), of_rank = rank * kBuffers + i;
-    return static_cast<char*>(kOneRow ? first_buffers[i] : buffers[of_rank]) +
-           static_cast<uint64_t>(layer) * (kOneRow ? first_strides[i] : layer_stride[of_rank]);
+    const int32_t i = (kOneRow ? 0 : rank * kBuffers) + static_cast<int32_t>(buffer);
+    return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];
   }
 };
 

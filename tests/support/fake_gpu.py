@@ -148,10 +148,12 @@ class Arguments:
         sizes = tp, params.workers, params.counters
         self.program = Program(d, forward, "pretended", *sizes, *segments[:3], *totals, segments[3])
         self.table = StepTable(d, view(params.step_words, StepTable(d).words.shape, np.int32))
-        addresses = view(params.counter_values, (tp,), np.uint64).tolist()
-        self.counters = [view(address, (d.model.layers + 1, params.counters), np.int32) for address in addresses]
-        self.addresses = view(params.buffers, (tp, len(Buffer)), np.uint64)
-        self.strides = view(params.layer_stride, (tp, len(Buffer)), np.uint64)
+        counters = d.model.layers + 1, params.counters
+        self.counters = [view(address, counters, np.int32) for address in params.counter_values[:tp]]
+        copies = tp * len(Buffer)
+        self.addresses, self.strides = (
+            np.frombuffer(array, np.uint64, copies).reshape(tp, -1) for array in (params.buffers, params.layer_stride)
+        )
 
     def _forward(self, prologue: Segment, body: Segment, epilogue: Segment, queues: Segment) -> Forward:
         """Rebuild the forward pass from the phase numbers in the records, without the phases that compute nothing."""

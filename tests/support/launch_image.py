@@ -122,10 +122,6 @@ class LaunchImage:
         arrays = {
             "dims": np.stack([dims_words(d) for d in ranks]),
             "phases": np.stack([program.forward.words(d) for d in ranks]),
-            "counter_values": np.array([counters.ctypes.data for counters in self._counters]),
-            "claims": np.array([words.ctypes.data for words in claims]),
-            "buffers": addresses,
-            "layer_stride": strides,
             "maps": maps,
             "step_words": table.words,
             "abort": np.zeros(1, np.int32),
@@ -133,6 +129,10 @@ class LaunchImage:
         }
         for name, array in arrays.items():
             setattr(params, name, self._hold(array).ctypes.data)
+        params.counter_values[:tp] = [counters.ctypes.data for counters in self._counters]
+        params.claims[:tp] = [words.ctypes.data for words in claims]
+        for values, array in ((params.buffers, addresses), (params.layer_stride, strides)):
+            values[: array.size] = array.ravel().tolist()
         params.diagnoses = self._diagnoses.ctypes.data
         params.ranks, params.workers = tp, program.workers
         params.counters, params.queues = program.counters, program.rank_queues

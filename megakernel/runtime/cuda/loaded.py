@@ -59,7 +59,7 @@ class Tables:
 class Grid:
     """The part of a program that one GPU runs, for all ranks on it. `params` are its launch arguments."""
 
-    def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, Any]) -> None:
+    def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, list[int]]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
         lists = segments(program)
         ranks_dims = program.dims.ranks
@@ -68,9 +68,6 @@ class Grid:
         arrays: dict[str, NDArray[Any]] = {
             "dims": np.frombuffer(b"".join(bytes(d.native) for d in ranks_dims), np.uint8),
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
-            **arrivals,
-            "buffers": heap.addresses(),
-            "layer_stride": heap.strides(),
             "diagnoses": np.zeros(LANES * self.blocks * WARPS, stall.NOTE),
         }
         several: dict[str, list[NDArray[Any]]] = {
@@ -84,7 +81,6 @@ class Grid:
         self.params: Any = Params(
             mapped=mapped,
             mapped_everywhere=mapped_everywhere,
-            first_counters=int(arrivals["counter_values"][0]),
             first_rank=ranks.start,
             ranks=len(ranks),
             workers=program.workers,
@@ -96,6 +92,8 @@ class Grid:
             layer_begin=0,
             layer_end=program.dims.model.layers,
         )
+        for name, addresses in arrivals.items():
+            getattr(self.params, name)[: len(addresses)] = addresses
         for name in arrays:
             setattr(self.params, name, self._tables[name])
         for name, group in several.items():
@@ -109,14 +107,13 @@ class Grid:
 
     def _point(self) -> None:
         self.params.abort = self._heap.status[self.ranks.start]
-        self.params.first_buffers[: len(Buffer)] = self._heap.addresses()[0].tolist()
-        self.params.first_strides[: len(Buffer)] = self._heap.strides()[0].tolist()
+        for name, array in (("buffers", self._heap.addresses()), ("layer_stride", self._heap.strides())):
+            getattr(self.params, name)[: array.size] = array.ravel().tolist()
         self.params.maps = self._heap.maps(self.gpu, self._program.forward, self._program.dims)
 
     def refresh(self) -> None:
         """Update the launch arguments after the heap's buffers have moved to other addresses."""
         self.gpu.use()
-        self.gpu.upload(self._tables["buffers"], self._heap.addresses())
         self._point()
 
     def diagnoses(self, lane: int) -> int:
@@ -230,7 +227,7 @@ class Loaded:
         }
         zeros = {name: np.zeros(n, np.int32) for name, n in sizes.items()}
         self._own = [Tables(heap.node.gpu(rank), zeros) for rank in range(program.ranks)]
-        pointers = {name: np.array([own[name] for own in self._own], np.uint64) for name in sizes}
+        pointers = {name: [own[name] for own in self._own] for name in sizes}
         self.grids = [Grid(heap, program, gpu, ranks, pointers) for gpu, ranks in heap.node.grids()]
 
     @property
