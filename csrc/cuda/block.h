@@ -74,6 +74,7 @@ struct BlockMemory {
   Late late[kWarps];
   BlockAhead ahead;
   uint64_t begun;  // traces: when the consumers began the instruction; here, because registers are short
+  int32_t traced;  // traces: the number of intervals that the block has recorded
   Sizes dims;
   StepView step;
   int32_t rank, worker, index;  // index: the block's number in its grid

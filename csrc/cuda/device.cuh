@@ -54,13 +54,6 @@ class Device {
     uint64_t state;
   };
 
-#if MK_TRACE
-  // `traced` points to shared memory: the number of intervals that this block has recorded so far.
-  MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block, int32_t* traced)
-      : Device(params, block) {
-    traced_ = traced;
-  }
-#endif
   MK_DEVICE Device(const Params& params, BlockMemory<Barrier>& block)
       : params_(params),
         block_(block),
@@ -82,7 +75,14 @@ class Device {
 
   template <class Idle = None>
   MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where, const Idle& idle = {}) {
-    return wait_for(b, parity, where, idle);
+    bool held = try_wait(b, parity);
+    if (!held) {
+      uint32_t since = 0;
+      while (!(held = try_wait(b, parity) || idle()) && still_wait(since, &b, parity, where)) {
+      }
+      if (since != 0) forget_late();
+    }
+    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one but must agree on the result
   }
   MK_DEVICE bool test(Barrier& b, uint32_t parity) {
     uint32_t done;
@@ -104,7 +104,7 @@ class Device {
   template <class Idle = None>
   MK_DEVICE bool wait_always(Barrier& b, uint32_t parity, const Where& where = between(),
                              const Idle& idle = {}) {
-    if (wait_for(b, parity, where, idle)) return true;
+    if (wait(b, parity, where, idle)) return true;
     uint32_t since = 0;
     bool held = false;
     while (!held && waited(since) <= kLeaveTicks) held = try_wait(b, parity) || idle();
@@ -240,16 +240,15 @@ class Device {
   }
   MK_DEVICE bool aborted() { return load_relaxed(params_.abort, Scope::kSystem) != 0; }
 
-#if MK_TRACE
   MK_DEVICE uint64_t now() {
-    uint64_t t;
-    asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+    uint64_t t = 0;
+    if constexpr (kTrace) asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
     return t;
   }
-  MK_DEVICE void trace(const Where& where, Role role, IntervalKind kind, uint64_t begin, int slot = 0) {
+  MK_DEVICE void trace(const Where& where, Role role, IntervalKind kind, uint64_t begin) {
     const uint64_t end = now();
-    if (lane_ != 0) return;
-    const int32_t i = atomicAdd(traced_, 1);
+    if (!kTrace || lane_ != 0) return;
+    const int32_t i = atomicAdd(&block_.traced, 1);
     if (i >= params_.trace_capacity) return;
     const int32_t layer = where.segment == kPrologue   ? kTracePrologue
                           : where.segment == kEpilogue ? kTraceEpilogue
@@ -264,13 +263,8 @@ class Device {
         .rank = static_cast<uint8_t>(params_.first_rank + blockIdx.x / params_.workers),
         .role = static_cast<uint8_t>(role),
         .kind = static_cast<uint8_t>(kind),
-        .slot = static_cast<uint8_t>(slot),
     };
   }
-#else
-  MK_DEVICE uint64_t now() { return 0; }
-  MK_DEVICE void trace(const Where&, Role, IntervalKind, uint64_t, int = 0) {}
-#endif
 
  private:
   // The longest time that a try_wait may suspend the warp. An H100 resumes the warp after a fraction of a
@@ -296,17 +290,6 @@ class Device {
         : "memory");
     return done != 0;
   }
-  template <class Idle>
-  MK_DEVICE bool wait_for(Barrier& b, uint32_t parity, const Where& where, const Idle& idle) {
-    bool held = try_wait(b, parity);
-    if (!held) {
-      uint32_t since = 0;
-      while (!(held = try_wait(b, parity) || idle()) && still_wait(since, &b, parity, where)) {
-      }
-      if (since != 0) forget_late();
-    }
-    return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one but must agree on the result
-  }
 
   // Returns how many ticks an unfinished wait has lasted. `since` is the tick of the first call for this
   // wait, or 0 before that call.
@@ -328,7 +311,7 @@ class Device {
     if (ticks == 0) return true;
     if (aborted()) return false;
     block_.late[warp_] = {what, parity, where};
-    if (ticks > limit()) abort();
+    if (ticks > limit()) atomicExch(params_.abort, 1);
     return true;
   }
   // Called when a wait has ended. If the wait was recorded as late, clears the warp's record. If another lane
@@ -340,23 +323,15 @@ class Device {
   // Waits for one counter, on one lane.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
-    while (!reached(need, load_acquire(need.value, scope))) {
+    while (static_cast<int32_t>(static_cast<uint32_t>(load_acquire(need.value, scope)) - need.target) < 0) {
       if (!still_wait(since, need.value, 0, where)) return false;
     }
     if (since != 0) forget_late();
     return true;
   }
-  MK_DEVICE static bool reached(const Need& need, int32_t value) {
-    return static_cast<int32_t>(static_cast<uint32_t>(value) - need.target) >= 0;
-  }
-
-  MK_DEVICE void abort() { atomicExch(params_.abort, 1); }
 
   const Params& params_;
   BlockMemory<Barrier>& block_;
-#if MK_TRACE
-  int32_t* traced_ = nullptr;
-#endif
   int lane_, warp_;
 };
 

@@ -1,7 +1,7 @@
 // The megakernel: each SM runs one block, which executes its worker's instruction stream from the first to
 // the last instruction. Compile this file, the only one with device code, for sm_90a. -DMK_TRACE=1 makes the
-// kernel record a trace. -DMK_UNITS must equal Dims.units of the programs to run. For -DMK_EXPERTS and
-// -DMK_WIDE see platform.h, and for -DMK_ABLATION ablation.h.
+// kernel record a trace. -DMK_UNITS must equal Dims.units of the programs to run. For the other
+// options see platform.h.
 #ifndef MK_TRACE
 #define MK_TRACE 0
 #endif
@@ -14,13 +14,7 @@
 
 namespace mk {
 
-struct Shared {
-  Block<Device> block;
-#if MK_TRACE
-  int32_t traced;
-#endif
-};
-static_assert(sizeof(Shared) <= kSharedBytes, "a block's shared memory must not exceed kSharedBytes");
+static_assert(sizeof(Block<Device>) <= kSharedBytes, "a block's shared memory must not exceed kSharedBytes");
 constexpr int kAlignment = 1024;
 
 // Registers per thread, after setmaxnreg has moved some from the warps that move data (service warps) to the
@@ -32,17 +26,18 @@ static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kCo
                   kLaunchRegisters * kWarps,
               "the warps must not request more registers than the launch provides");
 
-#if MK_TRACE
 // Reads the SM's clock and the wall clock at the same moment, so that times in a trace can be converted to
-// wall time. The wall clock advances in steps, so the function first waits for its next step.
-MK_DEVICE void stamp(Device& p, uint64_t* to) {
+// wall time. The wall clock advances in steps, so the function first waits for its next step. Stamp 0 is that
+// of the block's begin, stamp 1 that of its end.
+MK_DEVICE void stamp(Device& p, const Params& params, int number) {
+  if (!Device::kTrace || threadIdx.x != 0) return;
+  uint64_t* to = params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps + 2 * number;
   const uint64_t before = wall_ns();
   uint64_t wall = before;
   while (wall == before) wall = wall_ns();
   to[0] = p.now();
   to[1] = wall;
 }
-#endif
 
 }  // namespace mk
 
@@ -51,33 +46,22 @@ extern "C" __global__ void __launch_bounds__(mk::kThreads, 1)
   using namespace mk;
   extern __shared__ __align__(kAlignment) unsigned char memory[];
   if (static_cast<int32_t>(blockIdx.x) >= params.ranks * params.workers) return;
-  Shared& shared =
-      // `here` hides the address from the compiler, which would otherwise hoist all address computations
-      *reinterpret_cast<Shared*>(memory + here(0));
-#if MK_TRACE
-  Device p(params, shared.block, &shared.traced);
-  if (threadIdx.x == 0) {
-    shared.traced = 0;
-    stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps);
-  }
-#else
-  Device p(params, shared.block);
-#endif
-  set_up(p, shared.block, params, static_cast<int32_t>(blockIdx.x));
+  // `here` hides the address from the compiler, which would otherwise hoist all address computations.
+  Block<Device>& block = *reinterpret_cast<Block<Device>*>(memory + here(0));
+  Device p(params, block);
+  stamp(p, params, 0);
+  set_up(p, block, params, static_cast<int32_t>(blockIdx.x));
   if (p.warp() < kConsumerWarp) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MK_SERVICE_REGISTERS));
-    serve(p, shared.block, params);
+    serve(p, block, params);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MK_CONSUMER_REGISTERS));
-    consume<Device, Bodies>(p, shared.block, params);
+    consume<Device, Bodies>(p, block, params);
   }
-  Device last(params, shared.block);  // a new object: keeping `p` until here would cost registers
-  report(last, shared.block, params);
-#if MK_TRACE
+  Device last(params, block);  // a new object: keeping `p` until here would cost registers
+  report(last, block, params);
+  if constexpr (!Device::kTrace) return;
   p.sync_block();
-  if (threadIdx.x == 0) {
-    params.trace_counts[blockIdx.x] = shared.traced;
-    stamp(p, params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps + 2);
-  }
-#endif
+  if (threadIdx.x == 0) params.trace_counts[blockIdx.x] = block.traced;
+  stamp(p, params, 1);
 }

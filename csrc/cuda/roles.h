@@ -33,6 +33,7 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
     }
     for (Late& late : block.late) late.what = nullptr;
     block.ahead = {};
+    block.traced = 0;
     MK_LOOP for (Slot<P>& slot : block.slots) {
       p.init(slot.fetched, 1);
       p.init(slot.inputs, 1);
@@ -53,18 +54,9 @@ MK_FN void set_up(P& p, Block<P>& block, const Params& params, int32_t index) {
 // Runs the role of a warp that is not a consumer: controller, weight loader, input loader or storer.
 template <class P>
 MK_FN void serve(P& p, Block<P>& block, const Params& params) {
-  switch (p.warp()) {
-    case kControllerWarp:
-      Controller<P>(p, block, params).run();
-      break;
-    case kWeightWarp:
-    case kInputWarp:
-      load(p, block, params);
-      break;
-    case kStorerWarp:
-      store_outputs(p, block, params);
-      break;
-  }
+  if (p.warp() == kControllerWarp) return Controller<P>(p, block, params).run();
+  if (p.warp() == kStorerWarp) return store_outputs(p, block, params);
+  load(p, block, params);
 }
 
 }  // namespace mk
