@@ -10,7 +10,7 @@ from built_once import ROOT, WARNINGS
 SWITCHES = {
     "Operation": {"cuda/bodies.h", "cpu/kernels.cpp"},
     "PagedOperation": {"cuda/plan.h"},
-    "Result": {"cuda/dots.h", "cuda/gemm.h", "cuda/plan.h", "cpu/ops/matmul.h"},
+    "Result": {"cuda/dots.h", "cuda/gemm.h", "cpu/ops/matmul.h"},
 }
 
 

@@ -1,7 +1,7 @@
 // Calls the function that does an instruction's work, according to its operation.
 #pragma once
-#include "ablation.h"
-#include "matmul.h"
+#include "dots.h"
+#include "gemm.h"
 #include "ops/attention.h"
 #include "ops/combine.h"
 #include "ops/gather.h"
@@ -43,7 +43,12 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void run(P& p, const Call& c, Pages& pages) {
     if constexpr (kAblation == Ablation::kCompute) {
-      pass_pages(c, pages);
+      // Waits for each stage or page and releases it at once, so that loaders and storer work as usual.
+      pass_over(c, pages);
+      for_pages(*c.dims, *c.step, *c.task, [&](const PageUse&) {
+        pages.skip(1);
+        return true;
+      });
     } else {
       work(p, c, pages);
     }
@@ -59,9 +64,12 @@ struct Bodies {
     } else if (kOneRow && operation == Operation::kMatmul) {
       copy_row(p, c);
     }
-    // Matmuls and attention are tested first. `here` keeps the compiler from making a slow jump table.
-    if (operation == Operation::kMatmul || (kHasExperts && operation == Operation::kExperts))
-      return matmul(p, c, pages);
+    // Matmuls and attention are tested first. `here` keeps the compiler from making a slow jump table. The two
+    // kinds of units round differently, so programs compute the same bits only if they have the same Dims.units.
+    if (operation == Operation::kMatmul || (kHasExperts && operation == Operation::kExperts)) {
+      const Matmul m = matmul_of(*c.task);
+      return by_dots(*c.dims, *c.task) ? dots(p, c, m, pages) : gemm<P>(c, m, pages);
+    }
     if (operation == Operation::kAttention) return attention(p, c, pages);
     switch (static_cast<Operation>(here(static_cast<int32_t>(operation)))) {
       case Operation::kGather:
@@ -73,7 +81,7 @@ struct Bodies {
       case Operation::kSample:
         return sample(p, c, operands<Run>(record));
       case Operation::kRoute:
-        // In builds without waits (ablation.h), `route` would change ROUTES while other blocks read it.
+        // In builds without waits (kAblation), `route` would change ROUTES while other blocks read it.
         if constexpr (kHasExperts && kAblation == Ablation::kNone) route(p, c, operands<Run>(record));
         return;
       case Operation::kCombine:

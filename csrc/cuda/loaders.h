@@ -2,8 +2,8 @@
 // instructions as long as pages are free, because weights do not depend on other instructions. The input
 // loader first waits for each instruction's counters, because other instructions write its inputs.
 #pragma once
-#include "ablation.h"
 #include "counters.h"
+#include "plan.h"
 
 namespace mk {
 

@@ -133,19 +133,7 @@ MK_FN int32_t first_matrix(const Sizes& d, const Task& task, int32_t matrices) {
 MK_FN int32_t chunk_cols(const Matmul& m) { return m.two() ? kChunk / 2 : kChunk; }
 // Whether the results are written to output pages, which the storer copies to global memory.
 MK_FN bool by_pages(Result result) {
-  switch (result) {
-    case Result::kResidual:
-    case Result::kPartial:
-    case Result::kGated:
-    case Result::kGeluGated:
-    case Result::kStored:
-      return true;
-    case Result::kNone:
-    case Result::kHeads:
-    case Result::kLogits:
-      break;
-  }
-  return false;
+  return result != Result::kNone && result != Result::kHeads && result != Result::kLogits;
 }
 // Returns the number of columns per output page. Results of the kinds kResidual and kStored are float32,
 // all others bf16.

@@ -98,6 +98,14 @@ constexpr bool kWide = MK_WIDE;
 constexpr bool kWide = true;
 #endif
 
+// The work that a build for benchmarks leaves out (params.h). The results of such a build are meaningless, so
+// instructions also do not wait for each other's results.
+#if defined(MK_ABLATION)
+constexpr Ablation kAblation = static_cast<Ablation>(MK_ABLATION);
+#else
+constexpr Ablation kAblation = Ablation::kNone;
+#endif
+
 // A build for one row (megakernel/runtime/cuda/compile.py) has the sizes of one model as constants (isa.h).
 // It has no code for several rows or ranks, or for features that the model does not use.
 #if defined(MK_ONE_ROW)

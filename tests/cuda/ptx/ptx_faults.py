@@ -9,9 +9,9 @@ from dataclasses import dataclass
 # there is no such text, the whole instruction is left out.
 _TABLE = r"""
 dots
-  signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
+  signals release nothing  counters.h: p.signal(params_.counters_of(rank) + told.at, 1, scope_)  red\.release  red.relaxed
   consumers release nothing before the storer signals  consumer.h: p.arrive(slot.outputs)  arrive\.release  arrive.relaxed
-  signals between GPUs have the scope of one GPU  counters.h: p.signal(told.first, 1, scope_)  \.sys\.global  .gpu.global
+  signals between GPUs have the scope of one GPU  counters.h: p.signal(params_.counters_of(rank) + told.at, 1, scope_)  \.sys\.global  .gpu.global
   the last item of a split acquires nothing  attention.h: p_.arrive_acq_rel(  atom\.acq_rel\.gpu  atom
   releases of pages release nothing  pages.h: p_.arrive(block_.empty[  arrive\.release  arrive.relaxed
   no syncwarp before the outputs are complete  consumer.h: p.arrive(slot.outputs)  bar\.warp\.sync
@@ -28,7 +28,7 @@ dots
   the barrier of consumers expects another warp  device.cuh: bar.sync 1, %0  bar\.sync 1, 256  bar.sync 1, 288
   blocks do not meet after their set-up  roles.h: p.sync_block()  bar\.sync 0
   a consumer does not release a page  pages.h: p_.arrive(block_.empty[  mbarrier\.arrive
-  signals are sent twice  counters.h: p.signal(told.first, 1, scope_)  (red\..*)  \1; \1
+  signals are sent twice  counters.h: p.signal(params_.counters_of(rank) + told.at, 1, scope_)  (red\..*)  \1; \1
   columns come from the next row of the map  loaders.h: p.load_columns(page, map  \{(\S+), (\S+), (\S+), (\S+), (\S+)\}  {\1, \2, \4, \3, \5}
 tensor
   an item's signals release nothing  pages.h: signal_item(  red\.release  red.relaxed
@@ -64,7 +64,7 @@ tensor
   a stage expects no bytes  loaders.h: p.expect(stage.full[inputs], loads ? bytes : 0)  expect_tx\.release(.*), \S+$  release\1, 1
   a page is empty before the other loader has passed it  roles.h: p.init(block.empty[i], kConsumerWarps + 1)  (mbarrier\.init\S* \S+), \S+$  \1, 8
   a consumer does not report the end  consumer.h: p.arrive(slot.retired)  mbarrier\.arrive
-  signals go to the next counter  counters.h: p.signal(told.first, 1, scope_)  (red\S+ \[%\w+)\]  \1+4]
+  signals go to the next counter  counters.h: p.signal(params_.counters_of(rank) + told.at, 1, scope_)  (red\S+ \[%\w+)\]  \1+4]
   the coordinates of tiles are exchanged  loaders.h: load_tiles(p, params, block, first  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
   loads go to the page's second half  loaders.h: load_tiles(p, params, block, first  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
   pages of weights are not loaded  loaders.h: load_tiles(p, params, block, first  cp\.async
@@ -80,7 +80,7 @@ experts dots
 experts tensor
   each part of experts signals  routes.h: task.record[i] = 0  st\.
 row dots
-  signals release nothing  counters.h: p.signal(told.first, 1, scope_)  red\.release  red.relaxed
+  signals release nothing  counters.h: p.signal(params_.counters_of(rank) + told.at, 1, scope_)  red\.release  red.relaxed
   loaders do not wait for empty pages  loaders.h: p.wait(block.empty[at.slot]  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   consumers do not wait for inputs  consumer.h: p.wait(slot.inputs  mbarrier\.try_wait\S+ (\S+),.*  setp.eq.u32 \1, 0, 0
   the parity of pages is always 0  block.h: n / kRing & 1  and\.b32 (\S+), (\S+), 1$  and.b32 \1, \2, 0
