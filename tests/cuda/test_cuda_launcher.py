@@ -397,7 +397,7 @@ def test_traces_are_nanoseconds_of_one_clock() -> None:
         trace = backend.launch(program, _table(program.dims), trace=True).trace
     assert trace.header.source == "cuda" and trace.header.program == program.hash and trace.header.dropped == 3
     assert trace.header.tick_s == 1e-9 and trace.header.clock_error_s == 32e-9
-    assert 17e-9 < trace.header.read_s < 19e-9
+    assert 4e-9 < trace.header.read_s < 4.2e-9
     np.testing.assert_array_equal(trace.attention, slot_work(_table(program.dims))[None])
     later = trace.intervals[trace.intervals["worker"] > 0]
     np.testing.assert_array_equal(later["begin"].reshape(-1, 2) - later["begin"].min(), [[0, 50]] * (WORKERS - 1))

@@ -23,7 +23,7 @@ from .loaded import Grid, Loaded, segments
 
 _PER_INSTRUCTION = 32  # room per instruction, which suffices for all warps in most programs
 _MOST = 1 << 16  # maximum number of intervals of a thread block, which take 2 MiB
-_READ_CYCLES = 36  # cycles to read clock64, as benchmarks/speed/probe_gpu.py measured on a B300
+_READ_CYCLES = 8.2  # cycles to read clock64, as measured on an H100 (`timer` in benchmarks/results/gpu-h100.json)
 
 
 class Tracing:
